@@ -46,7 +46,7 @@ def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
     assert started.said("resume") == ["3 bit-exact"]
     (resumed,) = read_events(run, kinds=("resume",))
     assert resumed.get("exactness") == "bit-exact"
-    about = newest(run).snapshot.about
+    about = newest(run).snapshot.info
     assert (about.exactness, about.attempt, about.parent) == ("bit-exact", 2, "step-000000003")
     assert summarize(run).inexact_since is None
 
@@ -55,13 +55,13 @@ def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
 def test_what_has_changed_is_named_simulated(fault_runs: FaultRuns, run: Path, name: str) -> None:
     """As if the checkpoint had been made elsewhere."""
     folder = run / "checkpoints" / "step-000000003"
-    now = newest(run).snapshot.about.circumstances[name]
-    lie = checkpoint_damage.in_manifest("about", "circumstances", name, value=CHANGES[name])
+    now = newest(run).snapshot.info.environment[name]
+    lie = checkpoint_damage.in_manifest("info", "environment", name, value=CHANGES[name])
     checkpoint_damage.write_files(folder, lie(checkpoint_damage.read_files(folder)))
     started = fault_runs.finish(run)
     said = f"{name} {CHANGES[name]} -> {now}"
     assert started.said("resume") == [f"3 not bit-exact: {said}"]
-    assert newest(run).snapshot.about.reasons == (f"since step 3: {said}",)
+    assert newest(run).snapshot.info.reasons == (f"since step 3: {said}",)
     report = summarize(run)
     assert (report.inexact_since, report.inexact_reason) == (3, said)
 
@@ -87,10 +87,10 @@ def test_other_data_and_another_batch_must_be_allowed(
     started = fault_runs.finish(run, **change, allow=[allow])
     assert "not bit-exact" in started.said("resume")[0]
     assert summarize(run).inexact_since == 3
-    assert newest(run).snapshot.about.reasons != ()
+    assert newest(run).snapshot.info.reasons != ()
     # The mark stays when the run goes on later.
     assert fault_runs.finish(run, **change, epochs=2).resumed_from > 0
-    assert newest(run).snapshot.about.reasons != ()
+    assert newest(run).snapshot.info.reasons != ()
 
 
 def test_only_what_is_known_can_be_allowed(fault_runs: FaultRuns, run: Path) -> None:

@@ -15,7 +15,7 @@ from whet.base.errors import WhetError
 from whet.checkpoint import store, writer
 from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.writer import CheckpointWriter, PendingWrite, StagingBuffer
-from whet.device.cpu import CpuDevice
+from whet.device.cpu import CpuDevice, CpuMemory
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
@@ -85,7 +85,7 @@ def test_the_buffer_is_reused_and_holds_a_copy() -> None:
 def test_a_device_that_shares_memory_writes_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
     assert StagingBuffer(CpuDevice()).has_room(1000)
     assert not StagingBuffer(CpuDevice()).has_room(2**60)
-    monkeypatch.setattr(CpuDevice, "shares_host_memory", True)
+    monkeypatch.setattr(CpuMemory, "is_shared_with_host", True)
     assert not StagingBuffer(CpuDevice()).has_room(1000)
 
 

@@ -86,7 +86,8 @@ def test_a_lie_with_the_right_hashes_is_refused(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "hint"), [(checkpoint_damage.FUTURE, "upgrade"), (checkpoint_damage.PAST, "the whet that made the run")]
+    ("lie", "hint"),
+    [(checkpoint_damage.FUTURE, "upgrade"), (checkpoint_damage.PAST, "the version of whet that made the run")],
 )
 def test_another_format_is_refused_with_a_hint(
     run: Path, lie: Callable[[checkpoint_damage.Files], checkpoint_damage.Files], hint: str
@@ -122,8 +123,8 @@ def test_weights_that_are_no_numbers_and_a_strange_state_are_refused(fault_runs:
     facts = json.loads(good[FACTS])
     groups = facts["optimizer"]["groups"]
     strange = {
-        "no longer numbers": checkpoint_damage.rehash({**good, TENSORS: nan}),
-        "another structure": checkpoint_damage.in_facts(optimizer=[])(good),
+        "weights are NaN or Inf": checkpoint_damage.rehash({**good, TENSORS: nan}),
+        "unknown structure": checkpoint_damage.in_facts(optimizer=[])(good),
         "another optimizer": checkpoint_damage.in_facts(optimizer={**facts["optimizer"], "class": "SGD"})(good),
         "parameter groups differ": checkpoint_damage.in_facts(optimizer={**facts["optimizer"], "groups": groups[:1]})(
             good

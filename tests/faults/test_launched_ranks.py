@@ -244,7 +244,7 @@ def wait_until(run: Path, *, size: int, step: int) -> None:
         checkpoints = run / "checkpoints"
         there = store.list_steps(checkpoints) if checkpoints.exists() else []
         if there and there[-1] >= step:
-            found = store.check_sizes(checkpoints / store.checkpoint_name(there[-1])).about.circumstances["world_size"]
+            found = store.check_sizes(checkpoints / store.checkpoint_name(there[-1])).info.environment["world_size"]
             if found == size:
                 return
         time.sleep(0.1)

@@ -87,7 +87,7 @@ def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
         # All know it, and that it was a disk: such a training goes on.
         assert isinstance(error, WhetError)
         assert isinstance(error.__cause__, OSError)
-    assert "process 2" in str(errors[0].got)  # type: ignore[union-attr]
+    assert "rank 2" in str(errors[0].got)  # type: ignore[union-attr]
     assert [path.name for path in tmp_path.iterdir()] == [store.checkpoint_name(1)]
     monkeypatch.setattr(shards.durable, "write_draft", real)
     assert save_with(tmp_path, 3, step=2, turn=3, board=board) == [None] * 3
@@ -123,7 +123,7 @@ def test_simulated_ranks_that_hold_other_rows_than_their_own_are_refused(tmp_pat
         return snapshot_of((1, 0, 2)[rank], 3, step=4)
 
     errors = save_with(tmp_path, 3, step=4, change=swap)
-    assert all("whole model" in str(error) for error in errors)
+    assert all("complete model" in str(error) for error in errors)
     assert not list(tmp_path.iterdir())
 
 

@@ -180,7 +180,7 @@ LIES: dict[str, Callable[[Files], Files]] = {
     "a slice": in_manifest("tensors", WEIGHT, "slice", value={"offsets": [0, 0], "full_shape": [32, 6]}),
     "an unknown field": in_manifest("run_this", value="rm -rf /"),
     "no tensors": in_manifest("tensors", value=MISSING),
-    "another run": in_manifest("about", "run_id", value="0123456789abcdef"),
+    "another run": in_manifest("info", "run_id", value="0123456789abcdef"),
     "a header beyond the end": with_length(2**40),
     "a header of nothing": with_length(0),
     "a header of odd length": with_length(13),

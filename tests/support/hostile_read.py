@@ -127,7 +127,7 @@ def plant(fault: str | None) -> None:
         unpickle._load = lambda file: torch.load(file, weights_only=False)
     elif fault == "checkpoint":
         read = store.read_verified
-        store.read_verified = lambda path, vouched=None: read(path)
+        store.read_verified = lambda path, expected=None: read(path)
         store.check_sizes = lambda path: store.read_manifest(path, read(path / "manifest.json"))
         store.decode_tensors = pickle.loads
     elif fault == "cwd":

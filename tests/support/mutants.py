@@ -50,7 +50,7 @@ def _rename_first() -> None:
 
 def _no_hash() -> None:
     real = store.read_verified
-    store.read_verified = lambda path, *, vouched=None: real(path)
+    store.read_verified = lambda path, *, expected=None: real(path)
 
 
 def _forget(role: str) -> None:

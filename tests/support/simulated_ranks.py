@@ -72,7 +72,7 @@ def snapshot_of(rank: int, size: int, *, step: int) -> Snapshot:
     whole = whole_state(step)
     rows = {name: rows_of_rank(len(t), rank=rank, size=size) for name, t in whole.items() if is_shared(name)}
     tensors = {name: t[rows[name].start : rows[name].stop] if name in rows else t for name, t in whole.items()}
-    return Snapshot(tensors=tensors, facts={"step": step}, about=CheckpointInfo(run_id="run"), rows=rows)
+    return Snapshot(tensors=tensors, facts={"step": step}, info=CheckpointInfo(run_id="run"), rows=rows)
 
 
 def save_with(

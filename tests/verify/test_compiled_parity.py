@@ -113,7 +113,7 @@ def said(run: Path) -> list[str]:
 def newest_about(run: Path) -> CheckpointInfo:
     found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
-    return found.snapshot.about
+    return found.snapshot.info
 
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:

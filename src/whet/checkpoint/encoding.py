@@ -12,57 +12,61 @@ from torch import Tensor
 
 from whet.base.errors import WhetError
 
+# --- JSON: one way to write a value, and limits on what is read, since anybody may have made a file ------------------
+
 MAX_JSON_BYTES = 64 * 1024**2
 MAX_JSON_DEPTH = 64
 
 
 def dump_json(value: Any) -> bytes:
-    """The one text of a value; ValueError for NaN, TypeError for what is not JSON."""
+    """Encode a value as canonical JSON; ValueError for NaN, TypeError for what is not JSON."""
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def load_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The object in a text that `dump_json` wrote; ValueError for any other text, however close."""
+    """Decode an object that `dump_json` wrote; ValueError for any other encoding of it."""
     value = load_foreign_json(data)
     if dump_json(value) != data:
-        raise ValueError("not written the way whet writes JSON")
+        raise ValueError("not canonical JSON")
     return value
 
 
 def load_foreign_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The object in any strict JSON text within the limits, names in their order; else ValueError."""
+    """Decode an object from any strict JSON within the limits, keys in their order; else ValueError."""
     if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(data):,} bytes of JSON; {MAX_JSON_BYTES:,} are the most")
+        raise ValueError(f"{len(data):,} bytes of JSON; at most {MAX_JSON_BYTES:,}")
     try:
-        value = json.loads(data, parse_constant=_refuse, object_pairs_hook=_each_once)
+        value = json.loads(data, parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    _refuse_depth(value, left=MAX_JSON_DEPTH)
+    _check_depth(value, left=MAX_JSON_DEPTH)
     return value
 
 
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A name that comes twice means one thing to us and another to the next reader."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
-    return found
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers disagree about which of two equal keys counts.
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a key appears twice")
+    return unique
 
 
-def _refuse_depth(value: Any, *, left: int) -> None:
+def _check_depth(value: Any, *, left: int) -> None:
     if left == 0:
         raise ValueError("nested too deeply")
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in inside:
         if isinstance(item, dict | list):
-            _refuse_depth(item, left=left - 1)
+            _check_depth(item, left=left - 1)
 
+
+# --- safetensors: eight bytes for the length of a JSON header, the header, the elements -----------------------------
 
 MAX_HEADER_BYTES = 16 * 1024**2
 MAX_TENSORS = 100_000
@@ -91,7 +95,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one tensor lies, counted from the end of the header."""
+    """The bytes of one tensor, counted from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -101,20 +105,20 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """All places of one file, in the order of their bytes."""
+    """The slots of all tensors in one file, in the order of their bytes."""
 
-    places: dict[str, TensorSlot]
+    slots: dict[str, TensorSlot]
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all numbers."""
-        return max((place.end for place in self.places.values()), default=0)
+        """The size of all tensors."""
+        return max((slot.end for slot in self.slots.values()), default=0)
 
     def header(self) -> bytes:
-        """What the file begins with; padded so that every number is aligned."""
+        """The start of the file: the length of the JSON, and the JSON, padded so that every element is aligned."""
         entries = {
             name: {"dtype": dtype_name(p.dtype), "shape": p.shape, "data_offsets": (p.start, p.end)}
-            for name, p in self.places.items()
+            for name, p in self.slots.items()
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -125,58 +129,58 @@ class FileLayout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The kind of number as safetensors calls it."""
+    """The dtype's name in safetensors."""
     if dtype not in _DTYPE_NAMES:
-        raise WhetError("tensors of this kind cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
+        raise WhetError("tensors of this dtype cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
     return _DTYPE_NAMES[dtype]
 
 
 def layout_tensors(tensors: Mapping[str, Tensor]) -> FileLayout:
-    """Wide numbers first, so that all are aligned; then by name."""
+    """Lay out tensors: wide dtypes first, so that all are aligned; then by name."""
     return layout_slots({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
 def layout_slots(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> FileLayout:
-    """The same from what the tensors are, without them."""
-    places: dict[str, TensorSlot] = {}
+    """Lay out tensors given by their dtypes and shapes."""
+    slots: dict[str, TensorSlot] = {}
     end = 0
     for name in sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name)):
         dtype, shape = kinds[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        places[name] = TensorSlot(dtype, shape, start, end)
-    return FileLayout(places)
+        slots[name] = TensorSlot(dtype, shape, start, end)
+    return FileLayout(slots)
 
 
 def encode_tensors(
     tensors: Mapping[str, Tensor], *, digests: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of the file, one tensor at a time; tensors that lie on the CPU in one piece are not copied.
+    """Yield the bytes of the file, one tensor at a time; contiguous CPU tensors are not copied.
 
-    `digests` is filled with the SHA-256 of each tensor on the way.
+    The safetensors library would copy all tensors first. `digests` is filled with the SHA-256 of each tensor.
     """
     layout = layout_tensors(tensors)
     yield layout.header()
-    for name, place in layout.places.items():
+    for name, slot in layout.slots.items():
         data: bytes | memoryview = b""
-        if place.end > place.start:
-            # Contiguous first, since copies of views with gaps from MPS are wrong (pytorch#189961); and no other
-            # dtype, since such a copy has overwritten its source (pytorch#189563).
+        if slot.end > slot.start:
+            # Contiguous before the copy: MPS copies strided views wrongly (pytorch#189961). Never with another dtype:
+            # such a copy has overwritten its source (pytorch#189563).
             data = as_bytes(tensors[name].detach().contiguous().cpu())
         if digests is not None:
             digests[name] = hashlib.sha256(data).hexdigest()
-        if place.end > place.start:
+        if slot.end > slot.start:
             yield data
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a tensor on the CPU, where they lie."""
+    """The memory of a CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:
-    """The tensors in a file's bytes, where they lie; ValueError when it is not a file that `encode_tensors` makes.
+    """Decode the tensors of a file without copying; ValueError unless it is a file that `encode_tensors` writes.
 
-    A foreign one may be aligned otherwise, name tensors in any order and hold texts about itself, which are not read.
+    A foreign file may be aligned otherwise, list tensors in any order and have metadata, which is ignored.
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8) or (length % 8 and not is_foreign):
@@ -191,16 +195,16 @@ def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Te
     tensors: dict[str, Tensor] = {}
     end = 0
     for name, entry in header.items():
-        place = _decode_slot(name, entry, start=end)
-        end = place.end
+        slot = _decode_slot(name, entry, start=end)
+        end = slot.end
         if end > len(data) - 8 - length:
-            raise ValueError(f"{name!r} lies beyond the end")
-        if place.end == place.start:
-            tensors[name] = torch.empty(place.shape, dtype=place.dtype)
+            raise ValueError(f"{name!r} is beyond the end")
+        if slot.end == slot.start:
+            tensors[name] = torch.empty(slot.shape, dtype=slot.dtype)
         else:
-            count = (place.end - place.start) // place.dtype.itemsize
-            flat = torch.frombuffer(data, dtype=place.dtype, count=count, offset=8 + length + place.start)
-            tensors[name] = flat.reshape(place.shape)
+            count = (slot.end - slot.start) // slot.dtype.itemsize
+            flat = torch.frombuffer(data, dtype=slot.dtype, count=count, offset=8 + length + slot.start)
+            tensors[name] = flat.reshape(slot.shape)
     if end != len(data) - 8 - length:
         raise ValueError("bytes that belong to no tensor")
     return tensors
@@ -217,5 +221,5 @@ def _decode_slot(name: str, entry: Any, *, start: int) -> TensorSlot:
     for size in shape:
         count *= size
     if first != start or last - first != count * dtype.itemsize or first % dtype.itemsize:
-        raise ValueError(f"{name!r} does not lie where it should")
+        raise ValueError(f"{name!r} is at the wrong offset")
     return TensorSlot(dtype, shape, first, last)

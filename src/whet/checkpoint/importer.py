@@ -31,12 +31,14 @@ WEIGHTS_FILE, IMPORT_FILE = "weights.safetensors", "import.json"
 
 
 class ImportedTensor(FrozenModel):
+    """A tensor in the weights file."""
+
     dtype: str
     shape: tuple[Size, ...]
 
 
 class ImportInfo(FrozenModel):
-    """What import.json says."""
+    """The content of import.json."""
 
     format_version: int
     source: str
@@ -44,24 +46,24 @@ class ImportInfo(FrozenModel):
     source_bytes: Size
     source_sha256: str
     key: str
-    """Where in the file the weights lay; empty for its top."""
+    """The key of the weights in the file; empty for the top level."""
     wrapper: str
-    """What every name began with, and does not any more: module. (DDP), _orig_mod. (torch.compile)."""
+    """The prefix that was removed from every name: module. (DDP), _orig_mod. (torch.compile)."""
     size: Size
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of the weights file."""
+    """The hash of the weights file."""
     taken: dict[str, ImportedTensor]
     left_out: dict[str, str]
-    """By name: why, or what it was."""
+    """Skipped entries by name, with the reason or their type."""
 
 
 def is_import(path: Path) -> bool:
-    """Whether the folder was made by `whet import`."""
+    """Whether `whet import` made the folder."""
     return (path / IMPORT_FILE).is_file()
 
 
 def read_import(path: Path) -> dict[str, Tensor]:
-    """The tensors in such a folder, every byte checked."""
+    """Read the tensors of such a folder, verifying every byte."""
     try:
         about = ImportInfo.from_json(
             encoding.load_foreign_json(read_verified(path / IMPORT_FILE)), where=path / IMPORT_FILE
@@ -71,9 +73,9 @@ def read_import(path: Path) -> dict[str, Tensor]:
             "the imported weights are damaged", got=f"{path / IMPORT_FILE}: {error}", try_="import again"
         ) from None
     if about.format_version != IMPORT_FORMAT_VERSION:
-        got = f"{path}: format {about.format_version}; this whet reads {IMPORT_FORMAT_VERSION}"
+        got = f"{path}: format {about.format_version}; this version reads {IMPORT_FORMAT_VERSION}"
         raise WhetError("the imported weights have another format", got=got, try_="import again")
-    data = read_verified(path / WEIGHTS_FILE, vouched=FileDigest(size=about.size, sha256=about.sha256))
+    data = read_verified(path / WEIGHTS_FILE, expected=FileDigest(size=about.size, sha256=about.sha256))
     try:
         return decode_tensors(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
@@ -82,9 +84,9 @@ def read_import(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) -> None:
-    """Copies tensors into a model by name; floating-point numbers become the model's own kind.
+    """Copy tensors into a model by name; floating-point tensors are converted to the model's dtype.
 
-    A name that means the same tensor as another in this model may be left out or given, as state_dict does.
+    Like in a state_dict, tied tensors may be given under one or all of their names.
     """
     wanted = dict(model.state_dict())
     _, tied = describe_names(model)
@@ -97,7 +99,7 @@ def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) 
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or extra:
         near = {name: closest_match(name, extra) for name in missing[:3]}
-        hints = [f"{theirs!r} is perhaps this model's {ours!r}" for ours, theirs in near.items() if theirs]
+        hints = [f"{theirs!r} may be this model's {ours!r}" for ours, theirs in near.items() if theirs]
         raise UsageError(
             "the imported weights do not fit this model",
             got=f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unknown ({', '.join(extra[:3])})",
@@ -115,7 +117,7 @@ def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 MIN_TORCH = (2, 10)
-"""Older ones can be made to run code, or to write beyond their memory (CVE-2025-32434, CVE-2026-24747)."""
+"""Older versions can be made to run code or to write out of bounds (CVE-2025-32434, CVE-2026-24747)."""
 
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 _MAX_RECORDS = 200_000
@@ -124,11 +126,17 @@ _MIN_BYTES_PER_SECOND = 20 * 1024**2
 
 
 def import_weights(source: Path, out: Path, *, key: str | None = None) -> ImportInfo:
-    """Makes the folder `out` from a file: safetensors, and a list of what was taken and what was left out."""
+    """Convert a torch or safetensors file to the folder `out`, with a list of what was imported and skipped.
+
+    A torch file is a pickle, which can run code. It is inspected here without being unpickled, loaded by `unpickle` in
+    a process with limits, and the result of that process is read like any foreign file.
+    """
     if source.suffix.lower() not in SUFFIXES:
-        raise UsageError("this cannot be imported", got=str(source), try_="a file that ends in " + ", ".join(SUFFIXES))
+        raise UsageError(
+            "this file type cannot be imported", got=str(source), try_="a file that ends in " + ", ".join(SUFFIXES)
+        )
     if out.exists() or out.is_symlink():
-        raise UsageError("the folder is there already", got=str(out), try_="another --out DIR")
+        raise UsageError("the folder already exists", got=str(out), try_="another --out DIR")
     durable.check_writable(out.absolute())
     with _open_regular(source) as file:
         size = os.fstat(file.fileno()).st_size
@@ -156,14 +164,14 @@ def import_weights(source: Path, out: Path, *, key: str | None = None) -> Import
 
 def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -> ImportInfo:
     size = os.fstat(file.fileno()).st_size
-    said: Mapping[str, Any] = {}
+    report: Mapping[str, Any] = {}
     if source.suffix.lower() == ".safetensors":
         durable.write_draft(draft / WEIGHTS_FILE, data=encode_tensors(_tensors_in(file, source)))
     else:
-        said = _run_unpickle(
+        report = _run_unpickle(
             file, draft / WEIGHTS_FILE, key=key, seconds=_START_SECONDS + size // _MIN_BYTES_PER_SECOND
         )
-    # Not what the process says it wrote: what is there.
+    # Verify what is on disk, not what the process reported.
     with _open_regular(draft / WEIGHTS_FILE) as written:
         tensors = _tensors_in(written, draft / WEIGHTS_FILE)
         digest, num_bytes = _hash(written), os.fstat(written.fileno()).st_size
@@ -172,19 +180,19 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
         source=source.name,
         source_bytes=size,
         source_sha256=_hash(file),
-        key=str(said.get("key", "")),
-        wrapper=str(said.get("wrapper", "")),
+        key=str(report.get("key", "")),
+        wrapper=str(report.get("wrapper", "")),
         size=num_bytes,
         sha256=digest,
         taken={name: ImportedTensor(dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in tensors.items()},
-        left_out=_string_dict(said.get("left_out")),
+        left_out=_string_dict(report.get("left_out")),
     )
-    told = strict_json.encode(about.as_json(), pretty=True) + "\n"
-    durable.write_draft(draft / IMPORT_FILE, data=told.encode(), is_last=True)
+    text = strict_json.encode(about.as_json(), pretty=True) + "\n"
+    durable.write_draft(draft / IMPORT_FILE, data=text.encode(), is_last=True)
     return about
 
 
-# --- looking at a file without reading what is in it -----------------------------------------------------------------
+# --- inspecting a file without unpickling it -------------------------------------------------------------------------
 
 
 def _open_regular(path: Path) -> BufferedReader:
@@ -193,14 +201,14 @@ def _open_regular(path: Path) -> BufferedReader:
     except OSError as error:
         raise UsageError("the file cannot be read", got=f"{path}: {error.strerror}", try_="check the path") from None
     file = os.fdopen(descriptor, "rb")
-    found = os.fstat(descriptor)
+    info = os.fstat(descriptor)
     free = psutil.virtual_memory().available
-    if stat.S_ISREG(found.st_mode) and found.st_size <= free:
+    if stat.S_ISREG(info.st_mode) and info.st_size <= free:
         return file
     file.close()
-    if not stat.S_ISREG(found.st_mode):
-        raise UsageError("only an ordinary file can be imported", got=str(path), try_="check the path")
-    got = f"{path}: {found.st_size:,} bytes; {free:,} bytes of memory are free"
+    if not stat.S_ISREG(info.st_mode):
+        raise UsageError("only a regular file can be imported", got=str(path), try_="check the path")
+    got = f"{path}: {info.st_size:,} bytes; {free:,} bytes of memory are free"
     raise UsageError("the file is larger than the free memory", got=got, try_="a machine with more memory")
 
 
@@ -209,21 +217,21 @@ def _check_torch_version() -> None:
     major, minor = (int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
     if (major, minor) < MIN_TORCH:
         raise WhetError(
-            "this torch does not read such files safely",
-            got=f"torch {version}; {'.'.join(map(str, MIN_TORCH))} is the least",
+            "this version of torch does not load such files safely",
+            got=f"torch {version}; at least {'.'.join(map(str, MIN_TORCH))} is needed",
             try_="a newer torch, or a safetensors file",
         )
 
 
 def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
-    """Refuses what `torch.save` does not write, above all archives that unpack to more than they are."""
+    """Reject what `torch.save` does not write, above all compressed archives (zip bombs)."""
     head = file.read(64)
     if head.startswith(_LEGACY):
         file.seek(0)
         return
     if not head.startswith(_ZIP):
         hint = "the file torch.save wrote, or safetensors"
-        raise UsageError("this is no torch file", got=f"{source}: begins with {head[:8]!r}", try_=hint)
+        raise UsageError("this is not a torch file", got=f"{source}: starts with {head[:8]!r}", try_=hint)
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -234,10 +242,10 @@ def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
     packed = next((record for record in records if record.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None or sum(record.file_size for record in records) > size:
         got = f"{source}: {sum(record.file_size for record in records):,} bytes in a file of {size:,}"
-        what = "the archive is compressed, or larger inside than outside"
+        what = "the archive is compressed or declares more data than it contains"
         raise UsageError(what, got=got, try_="what torch.save wrote")
     if not any(record.filename.endswith("/data.pkl") for record in records):
-        raise UsageError("this is an archive, and no torch file", got=str(source), try_="what torch.save wrote")
+        raise UsageError("this archive is not a torch file", got=str(source), try_="what torch.save wrote")
     file.seek(0)
 
 
@@ -260,37 +268,35 @@ def _hash(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- the process that may die ----------------------------------------------------------------------------------------
+# --- the unpickling process ------------------------------------------------------------------------------------------
 
 
 def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
-    """What the process says about the weights it wrote; its error where it has one."""
+    """Run the process and return its report; raise its error if it has one."""
     from whet.checkpoint.unpickle import ANSWER_PREFIX
 
-    # The process shares the descriptor's place; the buffered file's own is another.
+    # The process shares the descriptor's offset, which differs from the buffered file's.
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     code, output = run_unpickle_process(file, [str(target), key or "", str(seconds)], seconds=seconds)
     lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith(ANSWER_PREFIX)]
     if not lines:
-        how = "took too long" if code is None else f"ended with {code}"
-        got = f"the process that read it {how}, without an answer"
+        how = "timed out" if code is None else f"exited with {code}"
+        got = f"the process that loads it {how} without a result"
         raise WhetError("the file could not be read", got=got, try_="the file's origin")
     try:
-        said = json.loads(lines[-1][len(ANSWER_PREFIX) :])
-        if "error" in said:
-            what, got, hint = said["error"]
+        report = json.loads(lines[-1][len(ANSWER_PREFIX) :])
+        if "error" in report:
+            what, got, hint = report["error"]
             raise WhetError(str(what), got=got, try_=hint)
     except (ValueError, TypeError, RecursionError):
-        raise WhetError(
-            "the file could not be read", got="an answer that makes no sense", try_="another file"
-        ) from None
-    return dict(said)
+        raise WhetError("the file could not be read", got="an invalid result", try_="another file") from None
+    return dict(report)
 
 
-def run_unpickle_process(file: BufferedReader, words: list[str], *, seconds: int) -> tuple[int | None, bytes]:
-    """The exit code of the process and what it wrote; None for one that had to be ended."""
-    # -P: the folder we are in may hold a torch.py.
-    command = [sys.executable, "-P", "-m", "whet.checkpoint.unpickle", *words]
+def run_unpickle_process(file: BufferedReader, args: list[str], *, seconds: int) -> tuple[int | None, bytes]:
+    """The exit code and output of the process; None for the code after a timeout."""
+    # -P: the current folder may contain a torch.py.
+    command = [sys.executable, "-P", "-m", "whet.checkpoint.unpickle", *args]
     try:
         done = subprocess.run(
             command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=seconds, check=False

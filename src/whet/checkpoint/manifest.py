@@ -26,36 +26,36 @@ EnvironmentValue = str | int | float | bool | None
 
 
 class CheckpointInfo(FrozenModel):
-    """What the manifest says besides files and tensors. Nothing here is restored; it is compared and shown."""
+    """Facts about a checkpoint besides its files and tensors. They are compared and shown, not restored."""
 
     whet: str = VERSION
     run_id: str = ""
     attempt: int = Field(default=1, ge=1)
-    """The sitting that wrote it, counted from 1."""
+    """The session that wrote it, counted from 1."""
     parent: str | None = None
-    """The checkpoint this sitting went on from."""
+    """The checkpoint that session resumed from."""
     created: float = 0.0
     """Unix seconds."""
     parameters: tuple[str, ...] = ()
-    """The names of all parameters in the model's own order."""
+    """All parameter names in the model's order."""
     tied: tuple[tuple[str, ...], ...] = ()
-    """Names of one and the same tensor; it is stored once, under the first."""
-    circumstances: dict[str, EnvironmentValue] = Field(default_factory=dict)
-    """What decides the last bits: precision, threads, versions, device, micro-batch, number of processes."""
+    """Groups of names for the same tensor, which is stored once, under the first."""
+    environment: dict[str, EnvironmentValue] = Field(default_factory=dict)
+    """What determines the last bits: precision, threads, versions, device, micro-batch, number of ranks."""
     data: dict[str, Any] = Field(default_factory=dict)
     """The data's fingerprint and length, the global batch, the position."""
     exactness: Literal["bit-exact"] | tuple[str, ...] = BIT_EXACT
-    """Or why a run without interruptions would have ended with other bits."""
+    """Or the reasons why an uninterrupted run would have ended with other bits."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not bit-exact; none where it is."""
+        """Why it is not bit-exact; empty if it is."""
         return () if self.exactness == BIT_EXACT else tuple(self.exactness)
 
 
 FORMAT_VERSION = 2
 SHARDED_VERSION = 3
-"""Of a checkpoint whose tensors lie in several files, a few rows each; a whet that reads whole ones only refuses it."""
+"""The format of a checkpoint whose tensors are sharded over several files."""
 TENSORS, FACTS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 _FILE_NAME = re.compile(r"(?!manifest\.json)[a-z0-9][a-z0-9-]{0,60}\.(safetensors|json)")
 _MAX_FILES = 4096
@@ -65,57 +65,63 @@ Role = Literal["model", "ema", "optimizer", "rng"]
 
 
 class DamagedCheckpointError(WhetError):
-    """A folder that cannot be trusted."""
+    """A checkpoint that fails verification."""
 
 
 class FileDigest(FrozenModel):
+    """Size and hash of a file."""
+
     size: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class SavedTensor(FrozenModel):
+    """A tensor that is stored whole in one file."""
+
     dtype: str
     shape: tuple[Size, ...]
     role: Role
     file: str
     rank: Size = 0
-    """The process that wrote it."""
+    """The rank that wrote it."""
     slice: None = None
-    """Always: what lies in several files is a `ShardedTensor`."""
+    """Always None: a tensor in several files is a `ShardedTensor`."""
 
 
 class TensorPiece(FrozenModel):
-    """Some rows of a tensor, in the file of the process that held them."""
+    """Rows of a tensor, in the file of the rank that held them."""
 
     file: str
     start: Size
     stop: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of these rows alone, so that who needs only them reads only them."""
+    """The hash of these rows alone, so that a rank can read and verify only its own."""
 
 
 class ShardedTensor(FrozenModel):
+    """A tensor whose rows are in several files."""
+
     dtype: str
     shape: tuple[Size, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     role: Role
     pieces: tuple[TensorPiece, ...]
-    """In the order of their rows, without a gap."""
+    """In the order of their rows, without gaps."""
 
 
 class CheckpointManifest(FrozenModel):
-    """The content of manifest.json, but for its own hash."""
+    """The content of manifest.json, except its own hash."""
 
     format_version: int = FORMAT_VERSION
     step: Annotated[int, Field(ge=0, lt=10**12)]
     files: dict[str, FileDigest]
     tensors: dict[str, SavedTensor]
-    about: CheckpointInfo
+    info: CheckpointInfo
     sharded: dict[str, ShardedTensor] = Field(default_factory=dict)
-    """Tensors that several processes held together; only in the sharded format."""
+    """Tensors that several ranks held; only in the sharded format."""
 
     def to_bytes(self) -> bytes:
-        """The file: the fields, and the hash of their text without it."""
+        """Encode the fields with the hash of their encoding."""
         fields = self.as_json()
         if self.format_version == FORMAT_VERSION:
             del fields["sharded"]
@@ -123,12 +129,12 @@ class CheckpointManifest(FrozenModel):
 
 
 def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
-    """The manifest of the folder `path`; every field checked."""
+    """Decode the manifest of the folder `path` and validate every field."""
     try:
         fields = encoding.load_json(data)
-        vouched = fields.pop("sha256", None)
-        if vouched != _digest(fields):
-            raise ValueError("its sha256 is not that of its text")
+        expected = fields.pop("sha256", None)
+        if expected != _digest(fields):
+            raise ValueError("its sha256 does not match")
     except (ValueError, TypeError) as error:
         raise damaged_error("the checkpoint's manifest is damaged", path / MANIFEST, error) from None
     check_format(path, fields.get("format_version"))
@@ -145,19 +151,19 @@ def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
 
 
 def check_format(path: Path, version: object) -> None:
-    """A format that this whet does not read is told with what to do; an older checkpoint is not taken instead."""
+    """Raise for a format that this version does not read; no older checkpoint is used instead."""
     if version in (FORMAT_VERSION, SHARDED_VERSION) and not isinstance(version, bool):
         return
     if isinstance(version, int) and version > SHARDED_VERSION:
         hint = "upgrade: pip install --upgrade whet"
     else:
-        hint = "the whet that made the run, or another run folder for a new run"
+        hint = "the version of whet that made the run, or another run folder"
     got = f"{path}: format {version}; this whet reads {FORMAT_VERSION} and {SHARDED_VERSION}"
     raise WhetError("the checkpoint has another format", got=got, try_=hint)
 
 
 def damaged_error(what: str, path: Path, why: object = None) -> DamagedCheckpointError:
-    """The error of a folder that is not used."""
+    """Build the error for a checkpoint that fails verification."""
     return DamagedCheckpointError(what, got=str(path) if why is None else f"{path}: {why}", try_="an older one")
 
 
@@ -178,7 +184,7 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
     for name, sharded in manifest.sharded.items():
         _check_role(name, sharded.role)
         if name in manifest.tensors or not sharded.shape or sharded.dtype not in DTYPES:
-            raise ValueError(f"{name[:80]!r} is whole and sharded, or cannot be")
+            raise ValueError(f"{name[:80]!r} is both whole and sharded, or has an invalid shape or dtype")
         end = 0
         for piece in sharded.pieces:
             _check_file(name, piece.file, manifest)
@@ -188,11 +194,11 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
         if end != sharded.shape[0]:
             raise ValueError(f"{name[:80]!r} has {end} of {sharded.shape[0]} rows")
         if len({piece.file for piece in sharded.pieces}) != len(sharded.pieces):
-            raise ValueError(f"{name[:80]!r} lies in one file twice")
+            raise ValueError(f"{name[:80]!r} is in one file twice")
 
 
 def role_of(name: str) -> Role:
-    """What a tensor is for; its name begins with it."""
+    """The role of a tensor: the first part of its name."""
     role = name.partition("/")[0]
     assert role in get_args(Role), name
     return cast(Role, role)
@@ -212,54 +218,56 @@ def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(encoding.dump_json(fields)).hexdigest()
 
 
+# --- verified reads: files of a checkpoint may have been changed by anybody ------------------------------------------
+
 _READ_CHUNK_BYTES = 16 * 1024**2
 
 
-def read_verified(path: Path, *, vouched: FileDigest | None = None) -> bytearray:
-    """A file's bytes: of an ordinary file only, and only if they are those that were vouched for."""
-    with open_verified(path, vouched=vouched) as file:
+def read_verified(path: Path, *, expected: FileDigest | None = None) -> bytearray:
+    """Read a regular file, and verify its size and hash if `expected` is given."""
+    with open_verified(path, expected=expected) as file:
         data = read_exactly(file, os.fstat(file.fileno()).st_size, path=path)
-    if vouched is not None:
-        check_hash(data, vouched.sha256, path=path)
+    if expected is not None:
+        check_hash(data, expected.sha256, path=path)
     return data
 
 
 @contextmanager
-def open_verified(path: Path, *, vouched: FileDigest | None = None) -> Iterator[FileIO]:
-    """An ordinary file, of the size that was vouched for."""
+def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator[FileIO]:
+    """Open a regular file, and verify its size if `expected` is given."""
     try:
-        # Neither a link, nor a pipe that would let us wait for ever.
+        # No symbolic link, and no pipe, which would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            most = encoding.MAX_JSON_BYTES if path.suffix == ".json" else 2**53
-            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-                raise damaged_error("a file of the checkpoint is no ordinary file", path, f"{found.st_size} bytes")
-            if vouched is not None and found.st_size != vouched.size:
-                got = f"{found.st_size} bytes; expected {vouched.size}"
+            info = os.fstat(descriptor)
+            max_bytes = encoding.MAX_JSON_BYTES if path.suffix == ".json" else 2**53
+            if not stat.S_ISREG(info.st_mode) or info.st_size > max_bytes:
+                raise damaged_error("a file of the checkpoint is not a regular file", path, f"{info.st_size} bytes")
+            if expected is not None and info.st_size != expected.size:
+                got = f"{info.st_size} bytes; expected {expected.size}"
                 raise damaged_error("a file of the checkpoint is damaged", path, got)
             yield file
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
-            # Not the checkpoint's fault: it must not be passed over for an older one.
+            # Not damage: an older checkpoint must not be used instead.
             raise durable.explain_os_error(error, doing="read", path=path) from error
         raise damaged_error("a file of the checkpoint cannot be read", path, error.strerror) from None
 
 
 def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
-    """The next bytes of a file, all of them."""
+    """Read exactly the next `num_bytes` of a file."""
     data = bytearray(num_bytes)
     view, filled = memoryview(data), 0
     while filled < num_bytes:
         count = file.readinto(view[filled : filled + _READ_CHUNK_BYTES]) or 0
         if count == 0:
-            raise damaged_error("a file of the checkpoint has become shorter", path, f"{filled} bytes")
+            raise damaged_error("a file of the checkpoint is too short", path, f"{filled} bytes")
         filled += count
     return data
 
 
 def check_hash(data: bytes | bytearray, sha256: str, *, path: Path) -> None:
-    """Bytes that are not those that were vouched for."""
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise damaged_error("a file of the checkpoint is damaged", path, f"sha256 {found}; expected {sha256}")
+    """Raise if the bytes have another hash."""
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != sha256:
+        raise damaged_error("a file of the checkpoint is damaged", path, f"sha256 {actual}; expected {sha256}")

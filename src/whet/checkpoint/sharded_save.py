@@ -17,54 +17,56 @@ from whet.checkpoint.snapshot import Snapshot
 
 
 class RankExchange(Protocol):
-    """Short texts between the processes of one training, each under a name of its own."""
+    """Short messages between the ranks of a run, by name."""
 
     @property
     def rank(self) -> int:
-        """Which of the processes this is, counted from 0."""
+        """This rank, counted from 0."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
 
     def post(self, name: str, text: str) -> None:
-        """Leaves a text for who waits for it."""
+        """Publish a message."""
 
     def wait(self, name: str) -> str:
-        """The text; WhetError when the one who should post it is gone or does not answer."""
+        """Wait for a message; WhetError when its sender is gone or does not answer."""
 
     def drop(self, name: str) -> None:
-        """Forgets a text that everybody has read."""
+        """Delete a message that every rank has read."""
 
 
 class WrittenShard(FrozenModel):
-    """What one process has done for a checkpoint."""
+    """The part of a checkpoint that one rank wrote."""
 
     step: int
     shard: Shard
 
 
 class WriteFailure(FrozenModel):
-    """Why a process could not do its part."""
+    """Why a rank could not write its part."""
 
     what: str
     got: str
     hint: str
     errno: int | None
-    """Where a disk refused: the training goes on without this checkpoint."""
+    """Set for disk errors, after which training continues without this checkpoint."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Self:
-        """What the others should know of an error."""
+        """Describe an error for the other ranks."""
         if not isinstance(error, WhetError):
-            what = f"process {rank} could not write its part of a checkpoint"
-            return cls(what=what, got=f"{type(error).__name__}: {error}"[:300], hint="the same command", errno=None)
+            what = f"rank {rank} could not write its part of a checkpoint"
+            return cls(
+                what=what, got=f"{type(error).__name__}: {error}"[:300], hint="run the same command again", errno=None
+            )
         cause = error.__cause__
         code = cause.errno if isinstance(cause, OSError) else None
-        return cls(what=error.what, got=f"process {rank}: {error.got}", hint=str(error.try_), errno=code)
+        return cls(what=error.what, got=f"rank {rank}: {error.got}", hint=str(error.try_), errno=code)
 
-    def again(self) -> WhetError:
-        """The same error in another process."""
+    def as_error(self) -> WhetError:
+        """Rebuild the error in another rank."""
         error = WhetError(self.what, got=self.got, try_=self.hint)
         error.__cause__ = None if self.errno is None else OSError(self.errno, self.what)
         return error
@@ -77,7 +79,7 @@ class _ExchangeMessage(FrozenModel):
 
 
 def rank_part(snapshot: Snapshot, *, rank: int) -> Snapshot:
-    """What a process has to keep of its state: the first one all that it has, another one its rows."""
+    """The part of the state that a rank saves: rank 0 everything it has, the others their rows."""
     if rank == 0:
         return snapshot
     return replace(snapshot, tensors={name: snapshot.tensors[name] for name in snapshot.rows})
@@ -92,10 +94,10 @@ def save_sharded(
     turn: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Writes the checkpoint of a step with all processes; when this returns, in any of them, it survives a power cut.
+    """Write the checkpoint of a step from all ranks; when this returns, in any of them, it survives a power cut.
 
-    All call it, for the same step and with the same `turn`, a number used once. The first one runs `check` before
-    anything is written. The bytes it takes; 0 but in the first.
+    All ranks call it for the same step with the same `turn`, a number used once. Rank 0 runs `check` before anything is
+    written, and returns the size in bytes; the others return 0.
     """
     if exchange.rank == 0:
         return _save_as_leader(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)
@@ -116,7 +118,7 @@ def _save_as_leader(
         try:
             num_bytes = store.fill_draft(draft, snapshot, step=step, shards=[own, *others])
         except ValueError as error:
-            raise WhetError("the processes hold no whole model together", got=str(error), try_="sharding=off") from None
+            raise WhetError("the ranks do not hold a complete model", got=str(error), try_="sharding=off") from None
 
     try:
         check()
@@ -127,7 +129,7 @@ def _save_as_leader(
             _post(exchange, f"{turn}/{name}", failed)
         raise
     _post(exchange, f"{turn}/done", _ExchangeMessage())
-    # Everybody is here, so everybody has read what was told a turn ago.
+    # Every rank has arrived here, so all messages of the previous turn were read.
     for name in ("draft", "done", *map(str, range(1, exchange.size))):
         exchange.drop(f"{turn - 1}/{name}")
     return num_bytes
@@ -149,17 +151,17 @@ def _save_as_follower(folder: Path, snapshot: Snapshot, *, step: int, exchange: 
 def _receive_shard(rank: int, *, step: int, exchange: RankExchange, turn: int) -> Shard:
     share = _wait_for(exchange, f"{turn}/{rank}").share
     if share is None or share.step != step:
-        got = f"process {rank} has saved step {share and share.step}; step {step:,} was expected"
-        raise WhetError("the processes do not save the same step", got=got, try_="the same command again")
+        got = f"rank {rank} has saved step {share and share.step}; step {step:,} was expected"
+        raise WhetError("ranks do not save the same step", got=got, try_="run the same command again")
     return share.shard
 
 
-def _post(exchange: RankExchange, name: str, told: _ExchangeMessage) -> None:
-    exchange.post(name, told.model_dump_json())
+def _post(exchange: RankExchange, name: str, message: _ExchangeMessage) -> None:
+    exchange.post(name, message.model_dump_json())
 
 
 def _wait_for(exchange: RankExchange, name: str) -> _ExchangeMessage:
-    told = _ExchangeMessage.model_validate_json(exchange.wait(name))
-    if told.failure is not None:
-        raise told.failure.again()
-    return told
+    message = _ExchangeMessage.model_validate_json(exchange.wait(name))
+    if message.failure is not None:
+        raise message.failure.as_error()
+    return message

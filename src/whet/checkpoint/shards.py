@@ -1,7 +1,7 @@
-"""How do the rows that a process holds get into a file of its own, and out again on any number of processes?
+"""Sharded tensors: each rank writes its rows to its own file, and any number of ranks can read them.
 
-Every file is laid out as its manifest says, to the byte. So who needs some rows reads the pieces they lie in and
-nothing else, and each piece has a hash of its own.
+The manifest determines the layout of every file to the byte. So a rank reads only the pieces that contain its rows, and
+each piece has its own hash.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ from whet.distributed.strategies import RowRange
 from whet.run import durable
 
 WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
-"""Which rows of a tensor, by its name and its whole shape, are needed here; None for all."""
+"""Maps a tensor's name and whole shape to the rows that this rank needs; None for all."""
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
-    """Of every tensor."""
+    """Need all rows of every tensor."""
     return None
 
 
@@ -40,23 +40,23 @@ class HeldRows(FrozenModel):
 
     dtype: str
     shape: tuple[Size, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     start: Size
     stop: Size
     sha256: str | None
-    """None for no rows."""
+    """None without rows."""
 
 
 class Shard(FrozenModel):
-    """What one process wrote."""
+    """What one rank wrote."""
 
     file: FileDigest | None
-    """None where it held nothing."""
+    """None for a rank without rows."""
     held: dict[str, HeldRows]
 
 
 def shard_name(rank: int) -> str:
-    """The file of one process."""
+    """The file of one rank."""
     return f"shard-{rank:04d}.safetensors"
 
 
@@ -64,7 +64,7 @@ def shard_name(rank: int) -> str:
 
 
 def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, RowRange], *, rank: int) -> Shard:
-    """Writes and syncs the rows that lie here; a process that holds none writes no file."""
+    """Write and sync this rank's rows; a rank without rows writes no file."""
     mine = {name: tensors[name] for name, held in rows.items() if held.count}
     digests: dict[str, str] = {}
     written: FileDigest | None = None
@@ -85,9 +85,9 @@ def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, R
 
 
 def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
-    """The table of all tensors from what each process wrote, in the order of their ranks.
+    """Combine what the ranks wrote, in their order, into the manifest's table of sharded tensors.
 
-    ValueError where rows are missing, come twice or in another order.
+    ValueError where rows are missing, duplicated or out of order.
     """
     table: dict[str, ShardedTensor] = {}
     for name in {name: None for shard in shards for name in shard.held}:
@@ -96,8 +96,8 @@ def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
         (dtype, shape), *others = kinds
         ends = [0, *(part.stop for _, part in held)]
         if others or len(held) != len(shards) or [*(part.start for _, part in held), shape[0]] != ends:
-            found = ", ".join(f"{part.start}-{part.stop} of {part.shape[0]}" for _, part in held)
-            raise ValueError(f"{name!r} has rows {found}, and not all of them once")
+            rows = ", ".join(f"{part.start}-{part.stop} of {part.shape[0]}" for _, part in held)
+            raise ValueError(f"{name!r} has rows {rows}, which are not all rows once")
         table[name] = ShardedTensor(
             dtype=dtype,
             shape=shape,
@@ -115,14 +115,14 @@ def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
 
 
 def shard_files(manifest: CheckpointManifest) -> set[str]:
-    """The files that hold rows of shared tensors, and nothing else."""
+    """The files that hold only rows of sharded tensors."""
     return {piece.file for tensor in manifest.sharded.values() for piece in tensor.pieces}
 
 
 def read_rows(
     path: Path, manifest: CheckpointManifest, wanted: WantedRows
 ) -> tuple[dict[str, Tensor], dict[str, RowRange]]:
-    """The shared tensors of a checkpoint, as many rows of each as are wanted; every byte that is read is checked."""
+    """Read the wanted rows of the sharded tensors; every byte read is verified."""
     layouts = {name: _checked_layout(manifest, name) for name in sorted(shard_files(manifest))}
     tensors: dict[str, Tensor] = {}
     rows: dict[str, RowRange] = {}
@@ -145,7 +145,7 @@ def read_rows(
 
 
 def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
-    """How a file must look; its size tells before anything is read whether it can."""
+    """The layout of a file as the manifest implies it; its size is checked before anything is read."""
     kinds = {
         name: (DTYPES[tensor.dtype], (piece.stop - piece.start, *tensor.shape[1:]))
         for name, tensor in manifest.sharded.items()
@@ -154,32 +154,32 @@ def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
     }
     layout = layout_slots(kinds)
     if len(layout.header()) + layout.num_bytes != manifest.files[file_name].size:
-        raise ValueError(f"{file_name} holds other tensors than the manifest says")
+        raise ValueError(f"{file_name} does not hold the tensors of the manifest")
     return layout
 
 
 def _read_pieces(
     path: Path,
-    vouched: FileDigest,
+    expected: FileDigest,
     layout: FileLayout,
     needed: list[tuple[str, TensorPiece, RowRange]],
     *,
     into: dict[str, Tensor],
 ) -> None:
     header = layout.header()
-    with open_verified(path, vouched=vouched) as file:
+    with open_verified(path, expected=expected) as file:
         if read_exactly(file, len(header), path=path) != header:
-            raise ValueError(f"{path.name} does not begin as the manifest says")
-        for name, piece, part in sorted(needed, key=lambda item: layout.places[item[0]].start):
-            place = layout.places[name]
-            file.seek(len(header) + place.start)
-            data = read_exactly(file, place.end - place.start, path=path)
+            raise ValueError(f"{path.name} has another header than the manifest implies")
+        for name, piece, part in sorted(needed, key=lambda item: layout.slots[item[0]].start):
+            slot = layout.slots[name]
+            file.seek(len(header) + slot.start)
+            data = read_exactly(file, slot.end - slot.start, path=path)
             check_hash(data, piece.sha256, path=path)
             if data:
-                _copy(data, place, piece, part, into=into[name])
+                _copy(data, slot, piece, part, into=into[name])
 
 
-def _copy(data: bytearray, place: TensorSlot, piece: TensorPiece, part: RowRange, *, into: Tensor) -> None:
+def _copy(data: bytearray, slot: TensorSlot, piece: TensorPiece, part: RowRange, *, into: Tensor) -> None:
     first, last = max(piece.start, part.start), min(piece.stop, part.stop)
-    found = torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
-    into[first - part.start : last - part.start] = found[first - piece.start : last - piece.start]
+    rows = torch.frombuffer(data, dtype=slot.dtype).reshape(slot.shape)
+    into[first - part.start : last - part.start] = rows[first - piece.start : last - piece.start]

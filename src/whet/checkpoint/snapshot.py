@@ -1,4 +1,4 @@
-"""The state of a run at one moment: tensors by name, and plain JSON for the rest. Nothing is pickled."""
+"""The state of a run: tensors by name, and plain JSON for the rest. Nothing is pickled."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,26 +17,28 @@ from whet.step.ema import Ema, named_tensors
 from whet.step.model_contexts import align_state
 
 _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
-"""State that kernels read and write element by element: another shape would reach beyond its end."""
+"""State that fused kernels access element by element: with another shape they would write out of bounds."""
 
 _EXECUTION_KEYS = ("fused", "foreach", "capturable", "differentiable")
-"""What an optimizer's group says about kernels: this machine's plan decides that, not the one that saved."""
+"""Keys of parameter groups that select kernels: the current plan decides them, not the saved one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """`facts` is plain JSON. Tensors that were just taken are the live ones: copy or write them before the next step
-    changes them."""
+    """The state of a run. `facts` is plain JSON.
+
+    Tensors of a new snapshot are the live ones: copy or write them before the next step changes them.
+    """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    about: CheckpointInfo = field(default_factory=CheckpointInfo)
+    info: CheckpointInfo = field(default_factory=CheckpointInfo)
     rows: dict[str, RowRange] = field(default_factory=dict)
-    """Of tensors that several processes hold together: the rows that are here."""
+    """For sharded tensors, the rows of this rank."""
 
     @property
     def num_bytes(self) -> int:
-        """What the tensors take here."""
+        """The size of the tensors on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -49,12 +51,12 @@ def take_snapshot(
     ema: Ema | None,
     step: int,
     progress: dict[str, Any],
-    about: CheckpointInfo,
+    info: CheckpointInfo,
     num_groups: int,
 ) -> Snapshot:
-    """The state of everything that changes while training; `progress` is the caller's own part of it.
+    """Take the state of everything that changes while training; `progress` is the caller's own part of it.
 
-    The first `num_groups` groups of the optimizer belong to the run; others came later.
+    Only the first `num_groups` parameter groups belong to the run; others were added later.
     """
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     if ema is not None:
@@ -71,19 +73,19 @@ def take_snapshot(
         "rng": rng_facts,
         "device": device.kind,
     }
-    here = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
-    return Snapshot(tensors=here, facts=facts, about=about, rows=rows)
+    local = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
+    return Snapshot(tensors=local, facts=facts, info=info, rows=rows)
 
 
 def wanted_rows(model: nn.Module) -> WantedRows:
-    """Which rows of a checkpoint this model needs here: those that it holds of its own parameters."""
-    held_here = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
+    """Select the rows that this rank holds of the model's parameters."""
+    local_rows = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
 
     def wanted(name: str, shape: tuple[int, ...]) -> RowRange | None:
         role, _, rest = name.partition("/")
         owner = rest.rpartition("/")[0] if role == "optimizer" else rest
-        rows, whole = held_here.get(owner, (None, ()))
-        # What an optimizer keeps in another shape, such as a count of steps, is needed whole.
+        rows, whole = local_rows.get(owner, (None, ()))
+        # Optimizer state of another shape, such as a step count, is needed whole.
         return rows if shape == whole else None
 
     return wanted
@@ -98,7 +100,7 @@ def restore_snapshot(
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
 ) -> dict[str, Any]:
-    """Puts everything back where it was; the caller's own part is returned."""
+    """Restore everything, and return the caller's own part."""
     try:
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
@@ -113,42 +115,44 @@ def restore_snapshot(
         restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
-        # The hashes are right and the content makes no sense: written by another program, or by hand.
+        # The hashes match but the structure does not: written by another program, or by hand.
         what = f"{type(error).__name__} {error}"[:300]
-        raise WhetError("the checkpoint's state has another structure", got=what, try_="an older checkpoint") from error
+        raise WhetError(
+            "the checkpoint's state has an unknown structure", got=what, try_="an older checkpoint"
+        ) from error
 
 
 def check_finite(parameters: dict[str, Tensor]) -> None:
-    """Parameters that are trained must be numbers; a frozen one may be a mask with Inf."""
-    # Numbers of one byte have no such arithmetic.
+    """Raise if a trained parameter has NaN or Inf. Frozen ones are not checked: they may be masks with Inf."""
+    # One-byte floats do not support this arithmetic.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
     if not floating:
         return
-    # The largest magnitude of a tensor is NaN or Inf when one of its numbers is.
-    largest = torch._foreach_norm(list(floating.values()), ord=float("inf"))
-    is_finite = torch.stack([norm.isfinite() for norm in largest])
+    # The maximum norm of a tensor is NaN or Inf if one of its elements is.
+    norms = torch._foreach_norm(list(floating.values()), ord=float("inf"))
+    is_finite = torch.stack([norm.isfinite() for norm in norms])
     if not bool(is_finite.all()):
         name = list(floating)[int(is_finite.logical_not().nonzero()[0])]
         raise WhetError(
-            "the weights are no longer numbers",
+            "the weights are NaN or Inf",
             got=f"{name} has NaN or Inf, although the loss had none",
-            try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
+            try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before that",
         )
 
 
 def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False, with_memory: bool = True) -> None:
-    """Puts the weights into a model; the running average instead, if asked for and there is one.
+    """Restore a model's weights, or with `use_average` their moving average if there is one.
 
-    Without memory, what modules that say `is_memory = True` keep between the steps of one run stays as it is: another
-    run, or who only uses the model, begins anew.
+    Without memory, buffers of modules with `is_memory = True`, which carry state between the steps of one run, are left
+    alone: for another run, or for inference.
     """
     targets = dict(named_tensors(model))
     if not with_memory:
         memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}
-        left = tuple(f"model/{name}" for name in memory)
-        kept = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith(left)}
-        snapshot = replace(snapshot, tensors=kept)
+        excluded = tuple(f"model/{name}" for name in memory)
+        tensors = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith(excluded)}
+        snapshot = replace(snapshot, tensors=tensors)
     _copy_into(targets, snapshot, "model")
     averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
     if use_average and averaged:
@@ -183,18 +187,18 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """What of a saved tensor belongs where `target` lies here: what was read, if `wanted_rows` said what to read."""
-    there, here = snapshot.rows.get(name), local_rows(target)
-    if there != here:
-        got = f"{there or 'all rows'} of {name!r} were read; {here or 'all rows'} are needed"
-        raise WhetError("the checkpoint was read for another part of the model", got=got, try_="wanted_rows(model)")
+    """The part of a saved tensor for this rank's part of `target`: what was read, if `wanted_rows` selected it."""
+    read, needed = snapshot.rows.get(name), local_rows(target)
+    if read != needed:
+        got = f"{read or 'all rows'} of {name!r} were read; {needed or 'all rows'} are needed"
+        raise WhetError("the checkpoint was loaded for another part of the model", got=got, try_="wanted_rows(model)")
     return snapshot.tensors[name]
 
 
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer, *, num_groups: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State by the names of parameters, so that it does not depend on their order."""
+    """Optimizer state by parameter name, so that it does not depend on their order."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -256,16 +260,16 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                     try_="the model the run was started with",
                 )
             if local_rows(parameter) is not None and whole == tuple(parameter.shape):
-                # Shared as its parameter is.
-                kept = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
-                local_tensor(kept).copy_(_part_for(parameter, snapshot, full_name))
-                optimizer.state[parameter][key] = kept
+                # Sharded like its parameter.
+                sharded = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
+                local_tensor(sharded).copy_(_part_for(parameter, snapshot, full_name))
+                optimizer.state[parameter][key] = sharded
                 continue
-            # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
-            place = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
-            optimizer.state[parameter][key] = tensor.to(place, copy=True)
+            # A step count is on the CPU unless the optimizer is fused or capturable.
+            device = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
+            optimizer.state[parameter][key] = tensor.to(device, copy=True)
     for owner, state in optimizer.state.items():
-        # On disk everything is contiguous; fused kernels want state that lies as its parameter does.
+        # On disk everything is contiguous; fused kernels need state with the layout of its parameter.
         align_state(owner, state)
 
 
@@ -274,7 +278,7 @@ def _steps_on_device(optimizer: Optimizer) -> bool:
 
 
 def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The names of all parameters in their order, and the groups of names that mean one tensor."""
+    """The names of all parameters in order, and the groups of names of tied tensors."""
     groups: dict[int, list[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:

@@ -37,19 +37,19 @@ _STEP_FOLDER = re.compile(r"step-(\d{9,12})")
 
 
 class LoadedCheckpoint(NamedTuple):
-    """The newest checkpoint that can be trusted."""
+    """The newest checkpoint that passed verification."""
 
     step: int
     snapshot: Snapshot
     refused: list[str]
-    """What was wrong with newer ones."""
+    """Why newer ones were refused."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
-    """Writes the checkpoint of a step; when this returns it survives a power cut. The bytes it takes."""
+    """Write the checkpoint of a step, and return its size. When this returns, it survives a power cut."""
     num_bytes = 0
 
     def fill(draft: Path) -> None:
@@ -61,21 +61,21 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
 
 
 def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None]) -> None:
-    """Gives what `fill` puts into a draft the name of the step."""
+    """Let `fill` write a draft folder, and rename it to the step's name."""
     path = folder / checkpoint_name(step)
     if not folder.exists() and folder.parent.exists():
         durable.make_directory(folder)
-    # A folder of this step can only be one that could not be trusted: the run went on from before it.
-    in_the_way = durable.move_aside(path) if path.exists() or path.is_symlink() else None
+    # An existing folder of this step failed verification: the run resumed from before it.
+    damaged = durable.move_aside(path) if path.exists() or path.is_symlink() else None
     durable.publish_directory(path, fill=fill)
-    if in_the_way is not None:
-        durable.remove(in_the_way)
+    if damaged is not None:
+        durable.remove(damaged)
 
 
 def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[Shard] = ()) -> int:
-    """Writes the whole tensors, the facts and, last, the manifest; the bytes of all files.
+    """Write the whole tensors, the facts and, last, the manifest; return the size of all files.
 
-    `shards` is what lies in the draft already, by the rank of the process that wrote it.
+    `shards` are the files that ranks have already written to the draft.
     """
     whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
     written = {
@@ -90,7 +90,7 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
         step=step,
         files=files,
         tensors={name: _entry(name, tensor) for name, tensor in whole.items()},
-        about=snapshot.about,
+        info=snapshot.info,
         sharded=sharded,
     ).to_bytes()
     durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
@@ -98,18 +98,18 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder's name; names sort by step."""
+    """The folder of a step; names sort by step."""
     return f"step-{step:09d}"
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint folder, oldest first."""
-    found = (_STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(name[1]) for name in found if name)
+    """Steps with a checkpoint folder, oldest first."""
+    names = (_STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(name[1]) for name in names if name)
 
 
 def delete_checkpoint(folder: Path, *, step: int) -> None:
-    """Removes the checkpoint of a step, if there is one."""
+    """Remove the checkpoint of a step, if it exists."""
     if (folder / checkpoint_name(step)).exists():
         durable.remove(folder / checkpoint_name(step))
 
@@ -118,8 +118,8 @@ def _facts_bytes(snapshot: Snapshot) -> bytes:
     try:
         return encoding.dump_json(snapshot.facts)
     except (TypeError, ValueError) as error:
-        what = "the state of the optimizer or of the data cannot be written as JSON"
-        raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
+        what = "the state of the optimizer or the data is not JSON-serializable"
+        raise WhetError(what, got=str(error), try_="numbers, strings, lists and dicts of them") from None
 
 
 def _entry(name: str, tensor: Tensor) -> SavedTensor:
@@ -133,40 +133,40 @@ def load_newest(
     folder: Path,
     *,
     run_id: str | None = None,
-    there: list[int] | None = None,
+    steps: list[int] | None = None,
     read: Callable[[Path], Snapshot] | None = None,
 ) -> LoadedCheckpoint | None:
-    """The newest checkpoint that can be trusted; None without any. `run_id` refuses those of another run.
+    """Load the newest checkpoint that passes verification; None without any. `run_id` rejects those of another run.
 
-    `there` are the steps to look at and `read` reads one, for who does not decide alone.
+    Ranks that must agree pass the `steps` to try and their own `read`.
     """
     refused: list[str] = []
-    for step in reversed(list_steps(folder) if there is None else there):
+    for step in reversed(list_steps(folder) if steps is None else steps):
         try:
             snapshot = (read or load_checkpoint)(folder / checkpoint_name(step))
-            if run_id is not None and snapshot.about.run_id != run_id:
+            if run_id is not None and snapshot.info.run_id != run_id:
                 raise damaged_error(
-                    "the checkpoint is of another run", folder / checkpoint_name(step), snapshot.about.run_id[:80]
+                    "the checkpoint belongs to another run", folder / checkpoint_name(step), snapshot.info.run_id[:80]
                 )
             return LoadedCheckpoint(step, snapshot, refused)
         except DamagedCheckpointError as error:
             refused.append(f"step {step}: {error.what}: {error.got}")
     if refused:
         raise DamagedCheckpointError(
-            "no checkpoint of this run can be used", got="; ".join(refused), try_="a new run folder"
+            "no checkpoint of this run is usable", got="; ".join(refused), try_="a new run folder"
         )
     return None
 
 
 def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
-    """The checkpoint in a folder, every byte of it that is read checked; or DamagedCheckpointError.
+    """Load a checkpoint and verify every byte read; DamagedCheckpointError if that fails.
 
-    `wanted` says which rows of a tensor are needed here; all, unless this process holds only some.
+    `wanted` selects the rows of each tensor that this rank needs; all by default.
     """
     manifest = check_sizes(path)
     try:
         shared = shard_files(manifest)
-        data = {n: read_verified(path / n, vouched=file) for n, file in manifest.files.items() if n not in shared}
+        data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in shared}
         facts = encoding.load_json(data.pop(FACTS))
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):
@@ -174,41 +174,41 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
                 tensors |= decode_tensors(data[name])
         _check_tensors(manifest, tensors)
         if facts["step"] != manifest.step:
-            raise ValueError(f"its facts are of step {facts['step']}")
+            raise ValueError(f"its facts belong to step {facts['step']}")
         rows = {name: part for name, t in tensors.items() if (part := wanted(name, tuple(t.shape))) is not None}
-        # Copied, so that the other rows do not stay in memory.
+        # Cloned, so that the other rows are freed.
         tensors |= {name: tensors[name][part.start : part.stop].clone() for name, part in rows.items()}
         read, some = read_rows(path, manifest, wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged_error("the checkpoint cannot be read", path, f"{type(error).__name__} {error}") from None
-    return Snapshot(tensors=tensors | read, facts=facts, about=manifest.about, rows=rows | some)
+    return Snapshot(tensors=tensors | read, facts=facts, info=manifest.info, rows=rows | some)
 
 
 def check_sizes(path: Path) -> CheckpointManifest:
-    """The manifest of a folder in which every file it names, and no other, has its size; contents are not read."""
+    """Read the manifest, and check that exactly its files exist with their sizes. Contents are not read."""
     manifest = read_manifest(path, read_verified(path / MANIFEST))
     if checkpoint_name(manifest.step) != path.name:
-        raise damaged_error("the checkpoint is not what its name says", path, f"step {manifest.step}")
+        raise damaged_error("the checkpoint does not match its folder name", path, f"step {manifest.step}")
     try:
-        there = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
+        files = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
     except OSError as error:
         raise damaged_error("the checkpoint cannot be read", path, error.strerror) from None
-    unlike = there.keys() ^ {MANIFEST, *manifest.files}
-    if unlike:
-        raise damaged_error("the checkpoint has other files than its manifest says", path, sorted(unlike)[0][:80])
+    unexpected = files.keys() ^ {MANIFEST, *manifest.files}
+    if unexpected:
+        raise damaged_error("the checkpoint's files do not match its manifest", path, sorted(unexpected)[0][:80])
     for name, file in manifest.files.items():
-        if not stat.S_ISREG(there[name].st_mode) or there[name].st_size != file.size:
-            got = f"{there[name].st_size} bytes; expected {file.size}"
+        if not stat.S_ISREG(files[name].st_mode) or files[name].st_size != file.size:
+            got = f"{files[name].st_size} bytes; expected {file.size}"
             raise damaged_error("a file of the checkpoint is damaged", path / name, got)
     return manifest
 
 
 def _check_tensors(manifest: CheckpointManifest, tensors: dict[str, Tensor]) -> None:
-    """The manifest's table and the files' own headers must say the same."""
-    unlike = tensors.keys() ^ manifest.tensors.keys()
-    if unlike:
-        raise ValueError(f"{sorted(unlike)[0][:80]!r} is in the manifest or in a file, not in both")
+    """Check that the manifest's table and the files' headers agree."""
+    unmatched = tensors.keys() ^ manifest.tensors.keys()
+    if unmatched:
+        raise ValueError(f"{sorted(unmatched)[0][:80]!r} is in the manifest or in a file, but not in both")
     for name, tensor in tensors.items():
-        said = manifest.tensors[name]
-        if (said.dtype, said.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape)):
-            raise ValueError(f"{name[:80]!r} is not what the manifest says")
+        listed = manifest.tensors[name]
+        if (listed.dtype, listed.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape)):
+            raise ValueError(f"{name[:80]!r} does not match the manifest")

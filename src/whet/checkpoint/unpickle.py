@@ -20,25 +20,25 @@ from whet.run import durable
 ANSWER_PREFIX = "whet-import-answer "
 
 KNOWN_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "ema", "ema_state_dict")
-"""Where programs put a model's weights in a file that holds more; looked for in this order."""
+"""Common keys of a model's weights in a file that holds more, in order of preference."""
 
 WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before every name."""
+"""Prefixes that DDP and torch.compile add to every name."""
 
 _MAX_DEPTH = 16
 _MAX_ENTRIES = 1_000_000
 _MAX_LEFT_OUT = 1_000
 _MAX_NAME_LENGTH = 500
 _EXTRA_ADDRESS_SPACE = 2 * 1024**3
-"""Address space beside the file's own tensors and one copy of them."""
+"""Address space besides the file's tensors and one copy of them."""
 
 _FOREIGN_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|instantiate unsupported class ([\w.]+)|(?:class|function) ([\w.]+)")
 
 
 def main(arguments: list[str]) -> int:
-    """Reads, writes and answers; the exit code says nothing, the answer does."""
+    """Load the file on stdin, write the tensors, and print one line of JSON. The exit code carries no information."""
     target, key, seconds = Path(arguments[0]), arguments[1] or None, int(arguments[2])
-    # Whatever torch prints must not mix with the answer.
+    # Keep output of torch apart from the answer.
     answer_to = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def limit_process(size: int, *, seconds: int) -> None:
-    """What a file of this size may need of this process, and no more. macOS does not enforce all of it."""
+    """Limit this process to what a file of this size may need. macOS does not enforce all limits."""
     used = 0
     with contextlib.suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -75,7 +75,7 @@ def limit_process(size: int, *, seconds: int) -> None:
 
 
 def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
-    """Writes the tensors of a model to `target`; what was taken from where, and what was left out."""
+    """Write the tensors of a model to `target`; return where they were found and what was skipped."""
     content = _load(file)
     chosen, where = select_weights(content, key)
     tensors: dict[str, Tensor] = {}
@@ -84,7 +84,9 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
     for name, value in flatten(chosen):
         if is_plain_tensor(value):
             if name in tensors:
-                raise WhetError("two tensors have one name", got=name[:200], try_="--key NAME, for one of their places")
+                raise WhetError(
+                    "two tensors have the same name", got=name[:200], try_="--key NAME to select one of them"
+                )
             total += value.numel() * value.element_size()
             tensors[name] = value
         elif len(left_out) < _MAX_LEFT_OUT:
@@ -97,10 +99,10 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
         place = f"under {where!r}" if where else "at its top"
         raise WhetError("the file holds no tensors", got=place, try_="--key NAME")
     size = os.fstat(0).st_size
-    # Storages lie in the file once; names that share one are rare and few.
+    # Each storage is in the file once; few tensors share one.
     if len(tensors) > MAX_TENSORS or total > 2 * size:
         got = f"{len(tensors):,} tensors of {total:,} bytes in a file of {size:,}"
-        raise WhetError("the file says it holds more than it can", got=got, try_="the file's origin")
+        raise WhetError("the file declares more data than it contains", got=got, try_="the file's origin")
     names, wrapper = strip_wrappers(tensors)
     durable.write_draft(target, data=encode_tensors(names))
     return {"key": where, "wrapper": wrapper, "left_out": left_out}
@@ -108,8 +110,8 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
 
 def _load(file: Any) -> Any:
     try:
-        # Literally, since an environment variable can change the default; and no second way, since the file would
-        # choose it.
+        # weights_only is explicit, since an environment variable can change the default. There is no fallback to
+        # another loader, since the file would choose it.
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
@@ -119,25 +121,25 @@ def _load(file: Any) -> Any:
         if found:
             name = next(filter(None, found.groups()))
             hint = "a file that torch.save(model.state_dict(), ...) wrote, or safetensors"
-            raise WhetError("the file asks for code, not only for tensors", got=name[:200], try_=hint) from None
+            raise WhetError("the file contains code, not only tensors", got=name[:200], try_=hint) from None
         what = f"{type(error).__name__}: {text}"[:300]
         raise WhetError("torch cannot read the file", got=what, try_="the file's origin") from None
 
 
 def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
-    """The part of the file that holds the weights, and its dotted name; the whole where tensors lie at the top."""
+    """The part of the file with the weights and its dotted key; the whole file if tensors are at its top level."""
     if not isinstance(content, Mapping):
-        raise WhetError("the file holds no names", got=type(content).__name__, try_="a file with a state_dict")
+        raise WhetError("the file is not a dict", got=type(content).__name__, try_="a file with a state_dict")
     if key is not None:
-        place: Any = content
+        value: Any = content
         for part in key.split("."):
-            if not isinstance(place, Mapping) or part not in place:
-                there = [str(name) for name in place][:20] if isinstance(place, Mapping) else []
-                meant = closest_match(part, there)
-                hint = f"--key {meant}" if meant else f"one of {', '.join(there)}"[:300]
+            if not isinstance(value, Mapping) or part not in value:
+                keys = [str(name) for name in value][:20] if isinstance(value, Mapping) else []
+                meant = closest_match(part, keys)
+                hint = f"--key {meant}" if meant else f"one of {', '.join(keys)}"[:300]
                 raise WhetError("the file has no such key", got=key, try_=hint)
-            place = place[part]
-        return place, key
+            value = value[part]
+        return value, key
     if any(isinstance(value, Tensor) for value in content.values()):
         return content, ""
     for name in KNOWN_KEYS:
@@ -148,15 +150,15 @@ def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
 
 
 def flatten(content: Any) -> Iterator[tuple[str, Any]]:
-    """Everything in nested maps by dotted name; a file may hold itself, or one map a thousand times."""
+    """Yield all values of nested dicts by dotted name. Limits protect against dicts that contain themselves."""
     count = 0
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
     while waiting:
         name, value, depth = waiting.pop()
         count += 1
         if count > _MAX_ENTRIES or depth > _MAX_DEPTH or len(name) > _MAX_NAME_LENGTH:
-            got = f"over {_MAX_ENTRIES:,} entries, {_MAX_DEPTH} levels or a name of {_MAX_NAME_LENGTH} letters"
-            raise WhetError("the file's names make no sense", got=got, try_="the file's origin")
+            got = f"over {_MAX_ENTRIES:,} entries, {_MAX_DEPTH} levels or a name of {_MAX_NAME_LENGTH} characters"
+            raise WhetError("the file is nested too deeply or has too many entries", got=got, try_="the file's origin")
         if isinstance(value, Mapping):
             inside = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
             waiting.extend(reversed(inside))
@@ -165,16 +167,16 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is numbers in memory and nothing else."""
+    """Whether it is a dense tensor with data."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized and not value.is_meta
 
 
 def strip_wrappers(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """The names without what a wrapper put before each of them."""
+    """Remove the prefixes that a wrapper added to all names."""
     wrapper = ""
-    while found := next((w for w in WRAPPERS if all(name.startswith(w) for name in tensors)), None):
-        tensors = {name.removeprefix(found): tensor for name, tensor in tensors.items()}
-        wrapper += found
+    while prefix := next((w for w in WRAPPERS if all(name.startswith(w) for name in tensors)), None):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        wrapper += prefix
     return tensors, wrapper
 
 

@@ -35,9 +35,9 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
     """Load the newest checkpoint that every rank can read; a sharded model loads its own rows only."""
     if group.is_alone:
         return store.load_newest(folder, run_id=run_id)
-    there = group.share(store.list_steps(folder) if group.is_first else None)
+    steps = group.share(store.list_steps(folder) if group.is_first else None)
     return store.load_newest(
-        folder, run_id=run_id, there=there, read=lambda path: load_on_all_ranks(path, model, group)
+        folder, run_id=run_id, steps=steps, read=lambda path: load_on_all_ranks(path, model, group)
     )
 
 
@@ -143,7 +143,7 @@ class Checkpointer:
                 "created": time.time(),
                 "parameters": parameters,
                 "tied": tied,
-                "circumstances": run_environment(run.plan, run.device, world_size=run.group.ranks.size),
+                "environment": run_environment(run.plan, run.device, world_size=run.group.ranks.size),
                 "data": {**self._data_facts(), "position": progress["position"]},
             }
         )
@@ -161,7 +161,7 @@ class Checkpointer:
                 "base_rates": base_rates,
                 "callbacks": run.callbacks.state_dict(),
             },
-            about=info,
+            info=info,
             num_groups=len(base_rates),
         )
 
@@ -308,9 +308,9 @@ class Checkpointer:
         step, snapshot, rejected = found
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts())
         self._saved_step = step
-        there = store.list_steps(self._folder)
-        self._rejected = {number for number in there if number > step}
-        before = snapshot.about
+        steps = store.list_steps(self._folder)
+        self._rejected = {number for number in steps if number > step}
+        before = snapshot.info
         self._info = self._info.model_copy(
             update={"attempt": before.attempt + 1, "parent": store.checkpoint_name(step), "exactness": before.exactness}
         )
@@ -318,7 +318,7 @@ class Checkpointer:
             self.note_inexact(step, reason)
         fields = {**restored.fields, "rejected": rejected}
         if rejected:
-            fields["lost_steps"] = max(there) - step
+            fields["lost_steps"] = max(steps) - step
         return replace(restored, fields=fields)
 
     def _data_facts(self) -> dict[str, Any]:

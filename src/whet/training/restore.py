@@ -101,10 +101,10 @@ class RestoredRun:
 def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mapping[str, Any]) -> RestoredRun:
     """Restore the state after `step`; `data` describes the data that is trained on now."""
     stepper, state = run.stepper, run.state
-    reasons = _data_changes(snapshot.about, data, run.config.allow)
+    reasons = _data_changes(snapshot.info, data, run.config.allow)
     if step > 0:
         now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
-        reasons += environment_changes(snapshot.about.circumstances, now)
+        reasons += environment_changes(snapshot.info.environment, now)
     saved = restore_snapshot(
         snapshot, stepper.model, stepper.optimizer, run.device, scaler=stepper.scaler, ema=stepper.ema
     )
