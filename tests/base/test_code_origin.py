@@ -1,4 +1,4 @@
-"""A source file's place tells whose it is."""
+"""The origin of a source file, by its path."""
 
 import json
 import sysconfig
@@ -27,12 +27,12 @@ LIBRARIES = Path(sysconfig.get_path("purelib"))
         (Path(__file__), "you"),
     ],
 )
-def test_an_author_is_known_by_the_place(file: Path | str, author: str) -> None:
+def test_code_origin_by_path(file: Path | str, author: str) -> None:
     assert code_origin(str(file)) == author
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch here")
-def test_torch_is_not_a_library_among_others() -> None:
+def test_torch_has_its_own_origin() -> None:
     spec = find_spec("torch")
     assert spec is not None
     assert code_origin(str(spec.origin)) == "torch"

@@ -1,4 +1,4 @@
-"""What words and files mean, and how wrong ones are refused."""
+"""Options from arguments and files, and the errors for invalid ones."""
 
 import contextlib
 from pathlib import Path
@@ -53,12 +53,12 @@ def test_hydra_forms_are_understood() -> None:
 
 
 @pytest.mark.parametrize("word", ["lr", "=3", "1x=3", "a..b=3", "k=[a", "k=['a]", "k=[[a]", "a b=3", "~"])
-def test_malformed_words_are_refused(word: str) -> None:
+def test_malformed_arguments_are_rejected(word: str) -> None:
     with pytest.raises(UsageError):
         parse_args([word])
 
 
-def test_a_file_without_its_key_is_taken_for_data(tmp_path: Path) -> None:
+def test_a_bare_file_name_suggests_the_data_key(tmp_path: Path) -> None:
     for word in (str(tmp_path), "epochs", "a" * 5_000, "\0"):
         with pytest.raises(UsageError, match="written key=value") as error:
             parse_args([word])
@@ -66,7 +66,7 @@ def test_a_file_without_its_key_is_taken_for_data(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_any_word_is_read_or_refused(word: str) -> None:
+def test_any_argument_is_parsed_or_rejected(word: str) -> None:
     with contextlib.suppress(UsageError):
         assert isinstance(parse_args([word]).values, dict)
 
@@ -91,7 +91,7 @@ def test_a_value_is_not_also_a_group() -> None:
         nest({"a.b": 2, "a": 1})
 
 
-def test_precedence_default_file_words(tmp_path: Path) -> None:
+def test_precedence_of_defaults_file_and_arguments(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("lr = 0.5\nepochs = 7\n[arch]\nlayers = 3\n")
     resolved = resolve_config(TextConfig, ["epochs=9", "~arch.layers"], file=file)
@@ -110,7 +110,7 @@ def test_yaml_pitfalls(tmp_path: Path) -> None:
     assert (config.compile, config.mps_fallback, config.data) == ("on", "off", None)
 
 
-def test_what_a_rule_can_be_overridden_with_can_be_said() -> None:
+def test_every_allowed_value_of_a_setting_is_accepted_as_option() -> None:
     # "unused" is what a rule says where a setting means nothing.
     words = [
         f"{rule.setting}={value}"
@@ -130,12 +130,12 @@ def test_the_guides_names_are_understood() -> None:
     assert resolved.config.ema is True
 
 
-def test_two_words_for_one_key_are_refused() -> None:
+def test_a_key_and_its_alias_together_are_rejected() -> None:
     with pytest.raises(UsageError, match="given twice"):
         resolve_config(TextConfig, ["batch_size=4", "global_batch_size=8"])
 
 
-def test_auto_is_no_wish() -> None:
+def test_auto_is_no_override() -> None:
     assert resolve_config(TextConfig, ["micro_batch=auto", "threads=2"]).overrides == {"threads": 2}
 
 
@@ -161,7 +161,7 @@ def test_auto_is_no_wish() -> None:
         ("~epcohs", "unknown key", "'epochs'"),
     ],
 )
-def test_wrong_words_say_what_was_meant(word: str, what: str, hint: str) -> None:
+def test_errors_of_arguments_suggest_a_fix(word: str, what: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve_config(TextConfig, [word])
     assert what in caught.value.what + str(caught.value.got)
@@ -186,7 +186,7 @@ def test_wrong_words_say_what_was_meant(word: str, what: str, hint: str) -> None
         ("a.toml", b"epcohs = 3", "unknown key"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes, what: str) -> None:
+def test_malformed_files_are_rejected(tmp_path: Path, name: str, content: bytes, what: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
@@ -194,7 +194,7 @@ def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes, what
     assert what in caught.value.what
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     for path in (tmp_path / "absent.toml", tmp_path / "folder.toml"):
         with pytest.raises(UsageError) as caught:

@@ -1,4 +1,4 @@
-"""Why MPS or CUDA cannot be used: one row for each reason, and each reason has a row."""
+"""Why MPS or CUDA cannot be used: one row for each cause."""
 
 import pytest
 
@@ -73,30 +73,30 @@ def test_why_no_cuda(situation, reason, cure):
 @pytest.mark.parametrize(
     ("device", "rows", "reasons"), [("mps", MPS_ROWS, probe._NO_MPS_CAUSES), ("cuda", CUDA_ROWS, probe._NO_CUDA_CAUSES)]
 )
-def test_each_reason_has_its_row(device, rows, reasons):
+def test_every_cause_is_tested(device, rows, reasons):
     used = {next(i for i, why in enumerate(reasons) if why.applies(situation)) for situation, _, _ in rows}
     assert used == set(range(len(reasons)))
 
 
-def test_devices_that_work_are_not_absent():
+def test_available_devices_are_not_reported_missing():
     both = TorchInfo(version="2.13.0", cuda_build="13.0", cuda_available=True, mps_available=True)
     assert missing_devices(on(LINUX, both, cards=WORKING)) == ()
     mac = MPS_BUILD.model_copy(update={"mps_available": True})
     assert [found.device for found in missing_devices(on(MAC, mac))] == ["cuda"]
 
 
-def test_what_programs_said_is_never_taken_for_a_pattern():
+def test_output_with_braces_is_not_formatted():
     odd = TorchInfo(error="torch {version} {0} {nonsense}")
     assert "{nonsense}" in explained(on(MAC, odd), "mps").reason
 
 
 @pytest.mark.parametrize("value", ["", " ", "-1", "-1,0", "NoDevFiles"])
-def test_what_hides_every_card(value):
+def test_values_that_hide_every_gpu(value):
     assert hides_all_gpus(value) is True
 
 
 @pytest.mark.parametrize("value", [None, "0", "1,0", "GPU-1234"])
-def test_what_hides_no_card(value):
+def test_values_that_hide_no_gpu(value):
     assert hides_all_gpus(value) is False
 
 

@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> None:
+def test_caffeinate_runs_while_the_context_is_entered(tools: Path) -> None:
     process = start(
         "with prevent_sleep() as is_awake:\n"
         f"    while not os.path.exists({str(tools / 'started')!r}): time.sleep(0.01)\n"
@@ -63,7 +63,7 @@ def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> No
     assert said == f"True {process.pid}\ngone\n", "it ends with the run, not with the process"
 
 
-def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
+def test_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
     process = start("with prevent_sleep(): time.sleep(60)\n", tools)
     assert eventually((tools / "started").exists)
     assert eventually(lambda: bool((tools / "started").read_text()))
@@ -74,7 +74,7 @@ def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None
     assert eventually(lambda: not is_alive(caffeinate))
 
 
-def test_it_is_not_started_when_nobody_wants_it_and_missed_without_harm(tools: Path) -> None:
+def test_caffeinate_is_optional(tools: Path) -> None:
     said, _ = start("with prevent_sleep(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
     assert said == "False\n"
     assert not (tools / "started").exists()

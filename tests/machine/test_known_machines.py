@@ -1,4 +1,4 @@
-"""Known machines and the chips table: every number has a source, and machine files are read or refused clearly."""
+"""Known machines and the table of chips: every number has a source, and machine files are read or rejected clearly."""
 
 import json
 import os
@@ -25,12 +25,12 @@ NAMES = ("h200", "linux-2core", "m1-air-8gb", "m2-air-8gb", "m3-max-64gb", "m5-p
 MACS = {"m1-air-8gb": 8, "m2-air-8gb": 8, "m3-max-64gb": 64, "m5-pro-24gb": 24}
 
 
-def test_the_six_machines_are_there():
+def test_the_six_known_machines_exist():
     assert known_machine_names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_known_machine_says_where_its_numbers_come_from(name):
+def test_a_known_machine_lists_its_sources(name):
     machine = load_machine(name)
     assert machine.name == name
     assert machine.origin in ("composed", "captured")
@@ -61,7 +61,7 @@ def test_a_known_mac_agrees_with_its_chip(name, gigabytes):
     assert "#" in next(source for source in machine.sources if source.startswith("usable memory"))
 
 
-def test_the_air_has_the_working_set_seen_on_8_gb():
+def test_the_air_has_the_working_set_of_8_gb():
     assert load_machine("m2-air-8gb").accelerator("mps").usable_bytes == pytest.approx(8 * GB * 2 / 3, abs=16384)
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_name_gets_a_suggestion_and_the_list():
         ('{"machine": 7, "conditions": {}}', "wrong value"),
     ],
 )
-def test_a_malformed_file_is_refused_with_its_name(tmp_path, text, says):
+def test_the_error_for_a_malformed_file_names_it(tmp_path, text, says):
     file = write(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         load_machine(file)
@@ -126,7 +126,7 @@ def test_a_malformed_file_is_refused_with_its_name(tmp_path, text, says):
     assert "mine.json" in caught.value.what
 
 
-def test_what_is_no_plain_file_is_refused(tmp_path):
+def test_a_folder_or_device_is_rejected_as_machine_file(tmp_path):
     with pytest.raises(UsageError, match="plain file"):
         load_machine(tmp_path)
     os.mkfifo(tmp_path / "pipe")
@@ -142,7 +142,7 @@ def test_what_is_no_plain_file_is_refused(tmp_path):
             load_machine(odd)
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+def test_an_unreadable_machine_file_is_rejected(tmp_path, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
@@ -162,7 +162,7 @@ def test_any_text_is_a_machine_or_a_clear_error(text):
         parse_machine(text, where="here")
 
 
-def test_every_chip_from_m1_to_m5_is_there_once():
+def test_every_chip_from_m1_to_m5_is_listed_once():
     names = [chip.name for chip in CHIPS]
     assert len(names) == len(set(names))
     for generation in range(1, 6):
@@ -173,7 +173,7 @@ def test_every_chip_from_m1_to_m5_is_there_once():
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_every_number_of_a_chip_is_sourced_and_possible(chip):
+def test_every_number_of_a_chip_has_a_source_and_is_plausible(chip):
     assert chip.generation.specs_source
     assert chip.generation.clock_source
     assert chip.generation.specs_confidence in ("high", "medium")

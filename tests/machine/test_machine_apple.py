@@ -1,4 +1,4 @@
-"""Every macOS parser reads good samples exactly, and turns any other answer into unknown facts, never a guess."""
+"""Every macOS parser reads good samples exactly, and returns unknown facts for anything else."""
 
 import random
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Linux facts: what /proc, /sys and control groups say, and how much of the machine this process may use."""
+"""Linux facts from /proc, /sys and control groups, and how much of the machine this process may use."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""How the machine is now: heavy neighbours are named, the disk is timed briefly, nothing raises."""
+"""Current load: heavy processes are named, the disk is timed briefly, nothing raises."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_a_busy_neighbour_is_seen_but_not_our_own_children(monkeypatch):
         psutil.Process(neighbour).kill()
 
 
-def test_processes_that_may_not_be_looked_at_are_passed_over(monkeypatch):
+def test_inaccessible_processes_are_skipped(monkeypatch):
     class Hidden:
         pid = 4242
 
@@ -82,7 +82,7 @@ def test_processes_that_may_not_be_looked_at_are_passed_over(monkeypatch):
     assert busy_processes(memory_bytes=GIB, sample_seconds=0) == ()
 
 
-def test_what_is_known_is_kept_and_the_rest_is_measured(tmp_path, monkeypatch):
+def test_known_conditions_are_kept_and_others_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(load, "busy_processes", lambda **_: ())
     known = Conditions(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
@@ -94,7 +94,7 @@ def test_what_is_known_is_kept_and_the_rest_is_measured(tmp_path, monkeypatch):
     assert Conditions.from_json(measured.as_json(), where="here") == measured
 
 
-def test_psutil_that_fails_everywhere_leaves_everything_unknown(tmp_path, monkeypatch):
+def test_conditions_are_unknown_if_psutil_fails(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise psutil.Error
 
@@ -152,14 +152,14 @@ def test_a_slow_disk_stops_at_the_deadline(tmp_path, monkeypatch):
     assert 0 < speed < 18e6
 
 
-def test_what_came_from_a_cache_is_not_believed(tmp_path, monkeypatch):
+def test_reads_from_a_cache_are_discarded(tmp_path, monkeypatch):
     (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
     monkeypatch.setattr(load, "_CACHE_SPEED", 1.0)
     assert load.disk_read_speed(tmp_path) is None
 
 
 @pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
-def test_a_folder_that_cannot_be_written_is_unknown(tmp_path, monkeypatch, error):
+def test_the_speed_of_a_read_only_folder_is_unknown(tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -167,6 +167,6 @@ def test_a_folder_that_cannot_be_written_is_unknown(tmp_path, monkeypatch, error
     assert load.disk_read_speed(tmp_path) is None
 
 
-def test_a_folder_that_is_not_there_is_unknown(tmp_path):
+def test_the_speed_of_a_missing_folder_is_unknown(tmp_path):
     assert load.disk_read_speed(tmp_path / "missing") is None
     assert load.disk_read_speed(Path(__file__)) is None

@@ -1,4 +1,4 @@
-"""What nvidia-smi says: several cards, unknown values, no driver, a driver without a card."""
+"""Output of nvidia-smi: several cards, unknown values, no driver, a driver without a card."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def test_several_cards():
     assert parse_cards(TWO) == NvidiaCards("working", (FIRST, SECOND))
 
 
-def test_values_the_card_does_not_tell_are_unknown():
+def test_unavailable_values_of_a_card_are_unknown():
     text = "Orin (nvgpu), [N/A], 540.4.0, [Not Supported], [N/A]\n"
     assert parse_cards(text) == NvidiaCards("working", (NvidiaCard("Orin (nvgpu)", None, "540.4.0"),))
     assert parse_cards("X, 1, 540.4.0, 9.0, 250\n").cards[0].busy_percent is None
@@ -38,7 +38,7 @@ def test_a_comma_belongs_to_the_name():
         (TWO, "working"),
     ],
 )
-def test_a_missing_driver_a_failing_one_and_a_missing_card_are_told_apart(text, driver):
+def test_missing_driver_failing_driver_and_missing_card_differ(text, driver):
     assert parse_cards(text).driver == driver
 
 
@@ -53,14 +53,14 @@ def asked(answers):
     return query_driver(run=run), commands
 
 
-def test_an_old_driver_is_asked_again_without_compute_cap():
+def test_an_old_driver_is_queried_again_without_compute_cap():
     found, commands = asked([OLD_FIELD, "Tesla K80, 11441, 470.182.03, 12\n"])
     assert found.cards == (NvidiaCard("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
     assert "compute_cap" in commands[0][1]
     assert "compute_cap" not in commands[1][1]
 
 
-def test_no_driver_is_asked_once():
+def test_a_missing_driver_is_queried_once():
     found, commands = asked([None])
     assert found == NO_DRIVER
     assert len(commands) == 1
@@ -70,7 +70,7 @@ def test_a_driver_that_fails_twice_does_not_run():
     assert asked([FAILED, FAILED])[0].driver == "not running"
 
 
-def test_truncated_at_every_character_a_card_is_true_or_not_there():
+def test_truncated_output_gives_true_cards_or_none():
     for end in range(len(TWO)):
         assert parse_cards(TWO[:end]).cards in ((), (FIRST,))
 

@@ -1,4 +1,4 @@
-"""Vitals while training: every reading is true or unknown, and programs are asked rarely. macOS is simulated."""
+"""Conditions while training: every reading is true or unknown, and programs run rarely. macOS is simulated."""
 
 import ctypes
 import threading
@@ -59,7 +59,7 @@ class SimulatedMac:
         return answering("m2-air")(command)
 
 
-def test_a_simulated_mac_is_read_without_a_program_and_programs_are_asked_rarely() -> None:
+def test_a_mac_is_read_without_programs_most_of_the_time() -> None:
     mac, now = SimulatedMac(thermal=2, pressure=4, swap=3 * GB), [0.0]
     read = ConditionsReader(system="darwin", run=mac.run, libc=mac, clock=lambda: now[0])
     first = read()
@@ -80,7 +80,7 @@ def test_a_simulated_mac_is_read_without_a_program_and_programs_are_asked_rarely
     assert len(mac.asked) == 6, "asked again"
 
 
-def test_a_mac_that_answers_nothing_is_unknown() -> None:
+def test_a_silent_mac_is_unknown() -> None:
     found = ConditionsReader(system="darwin", run=silent, libc=object())()
     assert found.model_copy(update={"memory_available_bytes": None}) == Conditions()
     half = ConditionsReader(system="darwin", run=silent, libc=SimulatedMac(thermal=9, has_sysctl=False))()
@@ -172,7 +172,7 @@ def test_any_text_in_place_of_stalls_never_crashes(text: str) -> None:
     assert all(value is None or 0 <= value <= 100 for value in pressure.parse_memory_stalls(text))
 
 
-def test_nothing_known_is_not_called_normal() -> None:
+def test_unknown_pressure_is_not_normal() -> None:
     assert pressure.memory_pressure_level(MemoryStalls(), available=None, total=None) is None
     assert pressure.memory_pressure_level(MemoryStalls(), available=5, total=None) is None
 
@@ -215,7 +215,7 @@ class SimulatedDriver:
 
 
 @pytest.mark.parametrize(("reasons", "level"), [(0, "nominal"), (0x4, "nominal"), (0x20, "heavy"), (0x41, "heavy")])
-def test_a_simulated_card_tells_heat_from_a_power_cap(reasons: int, level: str) -> None:
+def test_thermal_throttling_differs_from_a_power_cap(reasons: int, level: str) -> None:
     driver = SimulatedDriver(reasons=reasons)
     card = SingleGpuReader(library=driver)
     assert card() == card() == GpuState(level, 55.0)

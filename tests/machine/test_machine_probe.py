@@ -1,4 +1,4 @@
-"""The whole probe: facts of the system, the driver and torch put together, without anything private."""
+"""The whole probe: facts of the system, the driver and torch, without anything private."""
 
 import json
 import platform
@@ -57,7 +57,7 @@ def test_a_mac_with_torch_has_one_accelerator():
     assert machine.torch.num_threads == 4
 
 
-def test_a_mac_with_a_broken_torch_keeps_its_facts_and_says_why():
+def test_a_mac_with_a_broken_torch_keeps_its_facts_and_the_reason():
     machine = assemble_machine(mac("m2-air"), torch=TorchInfo(error="torch 2.13.0 cannot be imported: ImportError: x"))
     assert machine.accelerators == ()
     assert machine.cpu.fast_cores == 4
@@ -105,7 +105,7 @@ def test_a_probe_can_be_written_and_read(name):
     assert ProbeResult.from_json(json.loads(json.dumps(found.as_json())), where="here") == found
 
 
-def test_torch_is_asked_while_the_system_is(monkeypatch, tmp_path):
+def test_torch_is_queried_in_parallel_with_the_system(monkeypatch, tmp_path):
     started = []
 
     class Asking:
@@ -150,7 +150,7 @@ def test_nothing_private_is_in_a_probe(broken_torch, tmp_path):
     assert len(host) < 5 or host not in text
 
 
-def test_machine_here_is_the_probes_machine(broken_torch):
+def test_probe_machine_equals_the_machine_of_probe(broken_torch):
     here = probe_machine()
     assert here.name == "this machine"
     assert here.origin == "probed"

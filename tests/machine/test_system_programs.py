@@ -1,4 +1,4 @@
-"""Asking another program never raises, and answers that cannot be believed are None."""
+"""Running another program never raises, and unusable output is None."""
 
 import sys
 import time
@@ -14,11 +14,11 @@ def python(code):
     return [sys.executable, "-S", "-c", code]
 
 
-def test_the_answer_is_what_the_program_wrote():
+def test_the_output_of_a_program_is_returned():
     assert run_program(python("print('8 GB')")) == "8 GB\n"
 
 
-def test_programs_are_asked_in_english(monkeypatch):
+def test_programs_run_in_the_c_locale(monkeypatch):
     monkeypatch.setenv("LANG", "de_DE.UTF-8")
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     assert run_program(python("import os; print(os.environ['LC_ALL'], os.environ['LANG'])")) == "C C\n"
@@ -39,7 +39,7 @@ def test_a_program_that_fails_is_none(command):
     assert run_program(command) is None
 
 
-def test_any_exit_keeps_the_answer_of_a_program_that_fails():
+def test_any_exit_keeps_the_output_of_a_failing_program():
     command = python("print('No devices were found'); raise SystemExit(6)")
     assert run_program(command) is None
     assert run_program(command, any_exit=True) == "No devices were found\n"
@@ -51,13 +51,13 @@ def test_a_program_that_hangs_is_none_soon():
     assert time.monotonic() - start < 10
 
 
-def test_a_program_gets_no_input_and_its_complaints_stay_off_the_screen(capfd):
+def test_a_program_gets_no_input_and_its_stderr_is_hidden(capfd):
     assert run_program(python("import sys; sys.stderr.write('warning'); print(sys.stdin.read() == '')")) == "True\n"
     assert capfd.readouterr() == ("", "")
 
 
 @given(st.text())
-def test_only_complete_lines_are_believed(text):
+def test_incomplete_lines_are_dropped(text):
     lines = complete_lines(text)
     assert len(lines) == text.count("\n")
     assert all("\n" not in line for line in lines)

@@ -1,4 +1,4 @@
-"""Plans: golden ones for the known machines, and the promises that hold for every plan."""
+"""Plans: golden files for the known machines, and invariants of every plan."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequ
     assert json.loads(path.read_text()) == made
 
 
-def test_every_setting_says_why_on_every_known_machine() -> None:
+def test_every_setting_has_a_reason_on_every_known_machine() -> None:
     for name in known_machine_names():
         for setting in make_plan(load_machine(name), TEXT).settings.values():
             assert setting.reason
@@ -112,7 +112,7 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
     assert ways(device="cpu") == ("off", "packed")
 
 
-def test_group_norms_of_our_own_bring_channels_last_along() -> None:
+def test_own_group_norms_use_channels_last() -> None:
     machine = load_machine("h200")
 
     def ways(machine: Machine = machine, config: HexConfig | None = None, **overrides: Scalar) -> tuple[Scalar, Scalar]:
@@ -132,7 +132,7 @@ def test_group_norms_of_our_own_bring_channels_last_along() -> None:
     assert ways(machine.model_copy(update={"accelerators": older}), norms="own")[1] == "own", "asked for"
 
 
-def test_norms_over_sums_of_our_own_are_for_half_precision_on_the_gpu_they_were_written_for() -> None:
+def test_own_add_norms_need_half_precision_and_capability_9() -> None:
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
 
@@ -151,7 +151,7 @@ def test_norms_over_sums_of_our_own_are_for_half_precision_on_the_gpu_they_were_
         assert norms(describe(without)) == "torch", "another model computes these"
 
 
-def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
+def test_a_model_with_one_shape_and_many_small_kernels_is_captured() -> None:
     def graph(layers: tuple[str, ...] | None = None, **changes: object) -> Scalar:
         workload = describe_hex(HexConfig(size=13)).model_copy(update={"num_steps": 500, **changes})
         workload = workload if layers is None else workload.model_copy(update={"layers": layers})
@@ -167,7 +167,7 @@ def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
     assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
 
 
-def test_attention_of_our_own_is_for_the_cards_it_was_measured_on() -> None:
+def test_own_attention_needs_capability_9() -> None:
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.9"}) for gpu in machine.accelerators)
     short = TEXT.model_copy(update={"layers": ("attention", SHORT_ROTARY_ATTENTION)})
@@ -180,7 +180,7 @@ def test_attention_of_our_own_is_for_the_cards_it_was_measured_on() -> None:
     assert attention(elsewhere) != "own"
 
 
-def test_spans_have_attention_of_our_own_where_they_lie_side_by_side(tmp_path: Path) -> None:
+def test_own_span_attention_needs_packed_lengths(tmp_path: Path) -> None:
     machine = load_machine("h200")
     bert = {"model_type": "bert", "hidden_size": 768, "num_attention_heads": 12}
     (tmp_path / "config.json").write_text(json.dumps(bert))
@@ -201,7 +201,7 @@ def test_spans_have_attention_of_our_own_where_they_lie_side_by_side(tmp_path: P
     assert attention(wide) == "torch", "heads of 128"
 
 
-def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:
+def test_overrides_precede_measurements_and_measurements_precede_rules() -> None:
     measured = {"precision": MeasuredSetting(value="bf16", reason="1.3x fp32", evidence={"repeats": 5, "median": 0.1})}
     plan = make_plan(mac(), TEXT, measured=measured)
     assert (plan.precision, plan.settings["precision"].source) == ("bf16", "measured")
@@ -218,39 +218,39 @@ def test_a_plan_survives_json() -> None:
     assert read_plan(json.loads(text), where="here") == plan
 
 
-def test_a_plan_from_the_future_is_refused() -> None:
+def test_a_plan_of_a_newer_format_is_rejected() -> None:
     data = {**make_plan(mac(), TEXT).as_json(), "format_version": 99}
     with pytest.raises(WhetError, match="newer whet"):
         read_plan(data, where="plan.json")
 
 
 @pytest.mark.parametrize("damage", [3, [], {"settings": {}}, None])
-def test_a_damaged_plan_is_refused(damage: object) -> None:
+def test_a_corrupt_plan_is_rejected(damage: object) -> None:
     with pytest.raises(UsageError, match=r"plan\.json"):
         read_plan(damage, where="plan.json")
 
 
-def test_unknown_settings_are_refused_with_a_suggestion() -> None:
+def test_unknown_settings_are_rejected_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="micro_batch"):
         make_plan(mac(), TEXT, overrides={"micro_bach": 3})
     with pytest.raises(UsageError, match="precision"):
         explain_setting(make_plan(mac(), TEXT), "precison")
 
 
-def test_a_device_that_is_not_there_is_refused_with_the_cure() -> None:
+def test_a_missing_device_is_rejected_with_a_fix() -> None:
     with pytest.raises(UsageError) as caught:
         make_plan(load_machine("linux-2core"), TEXT, overrides={"device": "mps"})
     assert "mps" in caught.value.what
     assert caught.value.try_
 
 
-def test_an_index_names_the_same_kind_of_device() -> None:
+def test_a_device_index_does_not_change_the_decisions() -> None:
     plan = make_plan(load_machine("h200"), TEXT, overrides={"device": "cuda:0"})
     assert plan.device == "cuda:0"
     assert plan.precision == "tf32"
 
 
-def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
+def test_rows_on_m1_and_m2_stay_below_the_limit() -> None:
     big = TEXT.model_copy(update={"global_batch_size": 4_096})
     for family, torch, is_capped in (
         ("apple7", "2.13.0", True),
@@ -265,7 +265,7 @@ def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
         assert (micro * big.max_length <= 32_768) is is_capped, (family, torch)
 
 
-def test_batchnorm_is_not_cut_silently() -> None:
+def test_splitting_a_batch_with_batchnorm_gives_a_warning() -> None:
     convnet = BERT.model_copy(update={"has_batchnorm": True, "global_batch_size": 512})
     plan = make_plan(mac(), convnet)
     assert plan.micro_batch == 512
@@ -280,26 +280,26 @@ def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
     assert make_plan(load_machine("h200"), TEXT, conditions=busy).memory_gb > 100
 
 
-def test_a_graph_where_none_can_be_captured_is_warned_of() -> None:
+def test_a_graph_on_a_device_without_graphs_gives_a_warning() -> None:
     for machine, is_warned in ((mac(), True), (load_machine("h200"), False)):
         plan = make_plan(machine, TEXT, overrides={"graph": "on"})
         assert any("cannot capture steps" in line for line in plan.warnings) is is_warned
 
 
-def test_bf16_on_a_cpu_without_it_is_warned_of() -> None:
+def test_bf16_on_a_cpu_without_it_gives_a_warning() -> None:
     for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
         plan = make_plan(Machine(name="a PC", cpu=CpuFacts(has_bf16=has_bf16)), TEXT, overrides={"precision": "bf16"})
         assert plan.precision == "bf16", "a wish is never overridden"
         assert any("60 to 100 times slower" in line for line in plan.warnings) is is_warned
 
 
-def test_fused_kernels_wait_for_a_torch_that_honours_the_loss_scale() -> None:
+def test_fused_kernels_with_fp16_need_torch_2_13_on_mps() -> None:
     wish = {"precision": "fp16"}
     assert make_plan(mac(torch="2.12.0"), TEXT, overrides=wish).optimizer_kernels == "loop"
     assert make_plan(mac(torch="2.13.0"), TEXT, overrides=wish).optimizer_kernels == "fused"
 
 
-def test_a_machine_of_which_nothing_is_known_still_gets_a_careful_plan() -> None:
+def test_an_unknown_machine_gets_a_careful_plan() -> None:
     plan = make_plan(Machine(name="unknown"), TEXT)
     assert plan.device == "cpu"
     assert plan.memory_gb is None
@@ -307,7 +307,7 @@ def test_a_machine_of_which_nothing_is_known_still_gets_a_careful_plan() -> None
     assert plan.threads is None
 
 
-def test_explain_has_the_rules_page() -> None:
+def test_explain_includes_the_documentation_of_the_rule() -> None:
     text = explain_setting(make_plan(mac(), TEXT), "micro_batch")
     for part in ("rule M3", "Why:", "When wrong:", "Override: micro_batch=N", "Sources:"):
         assert part in text
@@ -328,7 +328,7 @@ def test_explain_has_the_rules_page() -> None:
         ("checkpoint_minutes", 0),
     ],
 )
-def test_a_wish_that_means_nothing_is_refused(name: str, value: object) -> None:
+def test_an_invalid_override_is_rejected(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"{name} must be"):
         make_plan(mac(), TEXT, overrides={name: value})
 
@@ -355,7 +355,7 @@ _workloads = st.builds(
 
 
 @given(_workloads, st.sampled_from([*known_machine_names(), "nothing"]))
-def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, name: str) -> None:
+def test_any_workload_gets_a_valid_plan(workload: Workload, name: str) -> None:
     plan = make_plan(Machine(name="nothing") if name == "nothing" else load_machine(name), workload)
     micro, cuts, limit = plan.micro_batch, plan.accumulation, plan.memory_gb
     assert isinstance(micro, int)

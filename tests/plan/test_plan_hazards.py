@@ -1,4 +1,4 @@
-"""Known wrong results of Apple's GPUs: which apply where, what a plan says of them, and that the page tells all."""
+"""Known wrong results of Apple GPUs: where they apply, which warnings a plan has, and the generated page."""
 
 import re
 import subprocess
@@ -56,11 +56,11 @@ def test_a_hazard_applies_by_torch_macos_and_chip(hazard: str, affected: Machine
     assert hazard not in ids(safe)
 
 
-def test_what_is_unknown_counts_as_affected() -> None:
+def test_unknown_versions_count_as_affected() -> None:
     assert ids(mac(torch=None, macos=None, family=None)) == {hazard.id for hazard in HAZARDS}
 
 
-def test_other_devices_have_none() -> None:
+def test_other_devices_have_no_hazards() -> None:
     for name in ("h200", "linux-2core"):
         plan = make_plan(load_machine(name), WORKLOAD)
         assert plan.hazards == ()
@@ -68,7 +68,7 @@ def test_other_devices_have_none() -> None:
     assert make_plan(mac(), WORKLOAD, overrides={"device": "cpu"}).hazards == ()
 
 
-def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
+def test_a_plan_prints_relevant_hazards_and_counts_all() -> None:
     lstm = WORKLOAD.model_copy(update={"layers": ("lstm", "linear"), "has_dropout": True})
     plan = make_plan(mac(), lstm)
     said = "\n".join(plan_lines(plan, width=120))
@@ -82,14 +82,14 @@ def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in known_machine_names() if name.startswith("m")])
-def test_the_screen_stays_short(name: str) -> None:
+def test_at_most_two_hazards_are_printed(name: str) -> None:
     everything = frozenset().union(*(hazard.needs for hazard in HAZARDS))
     workload = WORKLOAD.model_copy(update={"layers": tuple(sorted(everything)), "has_dropout": True})
     plan = make_plan(load_machine(name), workload, overrides={"precision": "fp16", "micro_batch": 1_024})
     assert sum("pytorch#" in line or _HAZARDS_PAGE in line for line in plan.warnings) <= 3
 
 
-def test_rows_that_you_ask_for_beyond_the_limit_are_warned_of() -> None:
+def test_an_override_beyond_the_row_limit_gives_a_warning() -> None:
     plan = make_plan(mac(), WORKLOAD)
     assert plan.micro_batch == 512
     assert not any("#177116" in line for line in plan.warnings)
@@ -102,14 +102,14 @@ def test_rows_that_you_ask_for_beyond_the_limit_are_warned_of() -> None:
     assert any("#177116" in line for line in uncut.warnings)
 
 
-def test_long_sequences_are_warned_of_where_attention_keeps_the_whole_matrix() -> None:
+def test_long_sequences_on_mps_give_a_warning() -> None:
     long = WORKLOAD.model_copy(update={"max_length": 2_048})
     assert any("square of max_length=2048" in line for line in make_plan(mac(), long).warnings)
     assert not any("square" in line for line in make_plan(mac(), WORKLOAD).warnings)
     assert not any("square" in line for line in make_plan(load_machine("h200"), long).warnings)
 
 
-def test_the_page_tells_every_hazard_and_is_checked() -> None:
+def test_the_hazards_page_lists_every_hazard() -> None:
     page = (ROOT / _HAZARDS_PAGE).read_text()
     assert re.findall(r"^\| `([\w.-]+)` \|", page, re.MULTILINE) == [hazard.id for hazard in HAZARDS]
     assert len({hazard.id for hazard in HAZARDS}) == len(HAZARDS)
@@ -117,7 +117,7 @@ def test_the_page_tells_every_hazard_and_is_checked() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_rule_pages_that_speak_of_mps_say_that_no_mac_was_asked() -> None:
+def test_rule_pages_about_mps_state_that_no_mac_was_used() -> None:
     for page in (ROOT / "docs" / "rules").glob("*-*.md"):
         text = page.read_text()
         assert ("not run on a Mac" in text) is bool(re.search(r"\b(MPS|Metal|Macs?|Apple)\b", text)), page.name
