@@ -1,4 +1,4 @@
-"""Ten thousand labelled texts without a defect, and a hand that plants defects into them."""
+"""Ten thousand clean labeled texts, and functions that plant defects."""
 
 import csv
 import io
@@ -20,25 +20,25 @@ _MANNERS = "slowly quietly often never again early late gladly twice nearby once
 
 @dataclass
 class Table:
-    """Rows of three parts, as lines of CSV files; what was planted, by kind, with the lines that show it."""
+    """Three splits as lines of CSV files, and the locations of planted defects by kind."""
 
     lines: dict[str, list[bytes]]
     planted: dict[str, list[str]] = field(default_factory=dict)
 
-    def put(self, kind: str, part: str, line: bytes, *, end: bytes = b"\n", shows: bool = True) -> None:
-        """Adds a row to a part, and remembers it as showing a kind."""
+    def put(self, kind: str, split: str, line: bytes, *, end: bytes = b"\n", shows: bool = True) -> None:
+        """Add a row to a split, and record it as an example of a kind."""
         if shows:
-            self.planted.setdefault(kind, []).append(self.place(part, len(self.lines[part])))
-        self.lines[part].append(line + end)
+            self.planted.setdefault(kind, []).append(self.place(split, len(self.lines[split])))
+        self.lines[split].append(line + end)
 
-    def place(self, part: str, number: int) -> str:
-        """Where a row begins: a text with a line break is two lines of the file."""
-        return f"{part}.csv:{b''.join(self.lines[part][:number]).count(NEW_LINE) + 1}"
+    def place(self, split: str, number: int) -> str:
+        """Locate a row; a text with a line break takes two lines."""
+        return f"{split}.csv:{b''.join(self.lines[split][:number]).count(NEW_LINE) + 1}"
 
     def write(self, folder: Path) -> Path:
         folder.mkdir()
-        for part, lines in self.lines.items():
-            (folder / f"{part}.csv").write_bytes(b"".join(lines))
+        for split, lines in self.lines.items():
+            (folder / f"{split}.csv").write_bytes(b"".join(lines))
         return folder
 
 
@@ -49,7 +49,7 @@ def row(text: str, label: str) -> bytes:
 
 
 def clean_rows(count: int, *, seed: int = 0) -> list[tuple[str, str]]:
-    """Different sentences with accents, quotes, commas and line breaks here and there, as real ones have."""
+    """Distinct sentences with accents, quotes, commas and line breaks."""
     draw, seen, rows = random.Random(seed), set[str](), []
     nouns, verbs, manners = _WORDS.split(), _VERBS.split(), _MANNERS.split()
     while len(rows) < count:
@@ -65,21 +65,21 @@ def clean_rows(count: int, *, seed: int = 0) -> list[tuple[str, str]]:
 
 def clean_table() -> Table:
     rows = clean_rows(10_000)
-    cut = {"train": rows[:8_000], "val": rows[8_000:9_000], "test": rows[9_000:]}
+    splits = {"train": rows[:8_000], "val": rows[8_000:9_000], "test": rows[9_000:]}
     header = [b"text,label\n"]
-    return Table(lines={part: header + [row(*one) + b"\n" for one in inside] for part, inside in cut.items()})
+    return Table(lines={split: header + [row(*one) + b"\n" for one in inside] for split, inside in splits.items()})
 
 
 def planted_table() -> Table:
-    """The same with every kind of defect that a CSV file can have, each at a known place."""
+    """The clean table with every kind of defect that a CSV file can have, each at a known line."""
     table = clean_table()
     fresh = iter(clean_rows(10_400)[10_000:])
 
     def text() -> str:
         return next(fresh)[0]
 
-    def put(kind: str, words: str, label: str = "sport", *, part: str = "train") -> None:
-        table.put(kind, part, row(words, label))
+    def put(kind: str, words: str, label: str = "sport", *, split: str = "train") -> None:
+        table.put(kind, split, row(words, label))
 
     table.put("not-utf8", "train", b"The caf\xe9 by the river opens late,travel")
     table.put("truncated", "train", b'"The end of this text was cut')
@@ -118,8 +118,8 @@ def planted_table() -> Table:
     put("near-duplicate", "  " + first[1][0].upper().replace(" ", "  "), first[1][1])
     table.put("leak", "val", row(*first[2]))
     table.put("leak", "test", row(*clean_rows(8_002)[8_001]))
-    put("near-leak", first[3][0].lower() + " ", first[3][1], part="test")
-    put("near-leak", first[4][0].replace("The", "THE") + "\ufeff", first[4][1], part="test")
+    put("near-leak", first[3][0].lower() + " ", first[3][1], split="test")
+    put("near-leak", first[4][0].replace("The", "THE") + "\ufeff", first[4][1], split="test")
     table.planted["bom"].append(table.place("test", len(lines["test"]) - 1))
     twice = text()
     for label in ("sport", "travel"):

@@ -1,4 +1,4 @@
-"""A BERT of a few thousand weights with a tokenizer of its own, written as save_pretrained does: nothing is fetched."""
+"""A tiny BERT with its own tokenizer, written like save_pretrained does, without a download."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Puzzles to train on: generated, read from lines, or from a folder of the official kind."""
+"""Puzzle data: generated, from files, or from a folder of the official implementation."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def data_of(*words: str) -> PuzzleData:
 
 
 def assert_proper(data: PuzzleData, *, most_blanks: int) -> None:
-    """Every puzzle has its label as the only solution."""
+    """Assert that the label of every puzzle is its only solution."""
     for part in (data.train, data.val, data.test):
         puzzles, labels = (part[name].numpy().astype(np.int8) - 1 for name in ("inputs", "labels"))
         assert ((puzzles == labels) | (puzzles == 0)).all()
@@ -43,7 +43,7 @@ def assert_proper(data: PuzzleData, *, most_blanks: int) -> None:
             assert (solutions[0] == label).all()
 
 
-def test_the_solver_knows_all_solutions() -> None:
+def test_the_solver_finds_all_solutions() -> None:
     puzzle = parse_sudoku(EASY)
     assert puzzle is not None
     (solutions,) = solve(to_candidates(puzzle[None]), max_solutions=5)
@@ -52,7 +52,7 @@ def test_the_solver_knows_all_solutions() -> None:
     assert len({grid.tobytes() for grid in grids}) == 288
     contradictory = puzzle.copy()
     contradictory[2] = 5
-    # Two cells that may be swapped: exactly two solutions.
+    # Two cells can be swapped: exactly two solutions.
     two = np.array([parse_sudoku(SOLVED)])
     pairs = [(r1, r2, c1, c2) for r1 in range(9) for r2 in range(r1) for c1 in range(9) for c2 in range(c1)]
     swap = next(
@@ -65,7 +65,7 @@ def test_the_solver_knows_all_solutions() -> None:
     assert counts == [0, 2]
 
 
-def test_4x4_holds_whole_grids_back_and_the_seed_decides_all() -> None:
+def test_4x4_holds_out_whole_grids_and_depends_on_the_seed_only() -> None:
     data = data_of("puzzles=400")
     assert_proper(data, most_blanks=10)
     seen, held = ({row.numpy().tobytes() for row in part["labels"]} for part in (data.train, data.val))
@@ -79,7 +79,7 @@ def test_4x4_holds_whole_grids_back_and_the_seed_decides_all() -> None:
         resolve_config(PuzzleConfig, ["augment=3"])
 
 
-def test_9x9_puzzles_have_one_solution_shuffled_or_not() -> None:
+def test_9x9_puzzles_have_one_solution_with_and_without_augmentation() -> None:
     rng = np.random.default_rng(0)
     grids = random_grids_9x9(6, rng)
     puzzles = remove_cells(grids, 50, rng)
@@ -89,7 +89,7 @@ def test_9x9_puzzles_have_one_solution_shuffled_or_not() -> None:
     for solutions, grid in zip(solve(to_candidates(both[0]), max_solutions=2), both[1], strict=True):
         assert len(solutions) == 1
         assert (solutions[0] == grid).all()
-    # Over many draws every cell comes to every place, and every digit gets every name.
+    # Over many draws, every cell moves to every position and every digit becomes every other.
     marked = np.zeros((4_000, 81), np.int8)
     marked[:, 0] = 1
     moved = shuffle_grids(marked, rng)
@@ -97,7 +97,7 @@ def test_9x9_puzzles_have_one_solution_shuffled_or_not() -> None:
     assert len(np.unique(moved.max(1))) == 9
 
 
-def test_lines_and_tables_are_read_and_solved(tmp_path: Path) -> None:
+def test_text_and_csv_files_are_read_and_solved(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     grids = all_grids_4x4(rng)[:60]
     lines = ["".join(map(str, row)).replace("0", ".") for row in remove_cells(grids, 9, rng)]
@@ -114,7 +114,7 @@ def test_lines_and_tables_are_read_and_solved(tmp_path: Path) -> None:
         data_of(f"data={tmp_path}")
 
 
-def test_no_sudoku_and_no_grid_is_in_two_parts(tmp_path: Path) -> None:
+def test_no_grid_is_in_two_splits(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     grids = all_grids_4x4(rng)[:12]
     texts = {"".join(map(str, row)).replace("0", ".") for row in remove_cells(np.repeat(grids, 5, axis=0), 6, rng)}
@@ -146,7 +146,7 @@ def test_real_sudokus_are_read(tmp_path: Path) -> None:
 
 
 def official(folder: Path, *, examples: int, identifiers: int = 5) -> None:
-    """Groups of two puzzles; every second puzzle has two examples."""
+    """Write groups of two puzzles; every second puzzle has two examples."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     counts = [1 + index % 2 for index in range(examples)]
@@ -166,7 +166,7 @@ def official(folder: Path, *, examples: int, identifiers: int = 5) -> None:
     (folder / "dataset.json").write_text(json.dumps(about))
 
 
-def test_a_folder_of_the_official_kind_is_read(tmp_path: Path) -> None:
+def test_an_official_folder_is_read(tmp_path: Path) -> None:
     official(tmp_path / "train", examples=40)
     data = data_of(f"data={tmp_path}", "global_batch_size=8")
     assert data.sizes == Sizes(num_tokens=7, length=10, num_puzzles=5)
@@ -188,7 +188,7 @@ def test_a_folder_of_the_official_kind_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sizes", "expected"),
     [
-        # The counts of the official models, with the one vector that all Sudokus share.
+        # The counts of the official models, with one embedding shared by all Sudokus.
         (("size=9", "arch.mlp_t=false"), (11, 81), 6_828_034 + 512),
         (("size=9",), (11, 81), 5_028_866 + 512),
         (("size=9", "arch.mlp_t=false"), (6, 900), 6_822_914 + 512),
@@ -196,9 +196,7 @@ def test_a_folder_of_the_official_kind_is_read(tmp_path: Path) -> None:
         (("arch.pos_encodings=learned", "arch.mlp_t=false"), (6, 16), None),
     ],
 )
-def test_parameters_are_counted_as_they_are(
-    words: tuple[str, ...], sizes: tuple[int, int], expected: int | None
-) -> None:
+def test_parameter_count_is_exact(words: tuple[str, ...], sizes: tuple[int, int], expected: int | None) -> None:
     config = resolve_config(PuzzleConfig, words).config
     asked = Sizes(num_tokens=sizes[0], length=sizes[1], num_puzzles=1)
     with torch.device("meta"):
@@ -208,7 +206,7 @@ def test_parameters_are_counted_as_they_are(
     assert expected in (None, counted)
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     for words, what in (
         (["arch.mlp_t=false", "arch.num_heads=3"], "must be an even number"),
         (["arch.puzzle_emb_len=0", "arch.puzzle_emb_ndim=8"], "does not fit its positions"),

@@ -1,4 +1,4 @@
-"""4x4 Sudokus on a CPU: the model learns to solve grids it has never seen, and more steps solve more of them."""
+"""4x4 Sudokus on a CPU: the model learns to solve unseen grids, and more steps solve more of them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 def train(run: Path, *words: str) -> list[dict[str, Any]]:
-    """All evaluations of the run, on grids that are not trained on; the same command goes on."""
+    """Train, or resume, and return all evaluations of the run on unseen grids."""
     recipe = PuzzleRecipe()
     train_recipe(recipe, resolve_config(recipe.Config, ["threads=1", "eval_every=200", *words]), run=run)
     return [event.fields for event in read_events(open_run(run), kinds=("eval",))]
@@ -32,7 +32,7 @@ def test_attention_solves_unseen_grids_by_step_3000_in_two_of_three_seeds(tmp_pa
     solved = 0
     for seed in range(3):
         run, words = tmp_path / str(seed), (f"seed={seed}", "arch.mlp_t=false", "epochs=30")
-        # Longer only if it is needed: the same run goes on.
+        # The run is extended only if necessary.
         solved += any(
             max(e.get("exact_accuracy", 0.0) for e in train(run, *words, f"max_steps={most}")) >= 0.85
             for most in (1_600, 2_000, 2_400, 3_000)

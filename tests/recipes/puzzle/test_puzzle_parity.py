@@ -20,14 +20,14 @@ from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig, offi
 pytestmark = pytest.mark.torch
 
 CASES = {"attention_rope": (1e-4, 1e-3), "attention_learned": (1e-4, 1e-3), "mixer": (1e-6, 1e-6)}
-"""How far logits and states may lie apart, and gradients, relative to the largest of their tensor."""
+"""Tolerances of logits and states, and of gradients, relative to the largest entry of the tensor."""
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cut", [(6,), (4, 2)], ids=["whole", "cut"])
-def test_four_chained_steps_agree(name: str, cut: tuple[int, ...]) -> None:
+def test_four_consecutive_steps_agree(name: str, cut: tuple[int, ...]) -> None:
     told, recorded = read_case(name)
-    model = their_model(told["config"], recorded)
+    model = official_model(told["config"], recorded)
     close, close_gradients = CASES[name]
     for number, expected in enumerate(told["steps"]):
         here = {n.removeprefix(f"step{number}."): t for n, t in recorded.items() if n.startswith(f"step{number}.")}
@@ -55,7 +55,7 @@ def test_four_chained_steps_agree(name: str, cut: tuple[int, ...]) -> None:
 def step(
     model: PuzzleModel, recorded: dict[str, Tensor], cut: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, float, dict[str, Tensor]]:
-    """One step as the code that trains makes it: a loss for each part of the batch, weighed by its share."""
+    """One step as in training: a loss for each micro-batch, weighted by its share."""
     outputs: list[tuple[Tensor, ...]] = []
     handle = model.register_forward_hook(lambda _model, _inputs, found: outputs.append(found))
     model.zero_grad(set_to_none=True)
@@ -90,8 +90,8 @@ def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((place / f"{name}.json").read_text()), load_file(place / f"{name}.safetensors")
 
 
-def their_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleModel:
-    """A model of these sizes with their weights."""
+def official_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleModel:
+    """A model of the recorded sizes with the recorded weights."""
     shape = PuzzleShape(
         num_tokens=config["vocab_size"],
         length=config["seq_len"],

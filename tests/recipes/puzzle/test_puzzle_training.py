@@ -1,4 +1,4 @@
-"""`whet train puzzle`: slots are part of the training, however it is cut, stopped, measured or looked at."""
+"""`whet train puzzle`: slots do not depend on micro-batches, interruptions, measuring or evaluation."""
 
 import copy
 from functools import partial
@@ -51,7 +51,7 @@ TINY = (
 
 
 def a_model(*words: str) -> tuple[PuzzleModel, dict[str, Tensor]]:
-    """A small one that halts some puzzles early, and its data."""
+    """A small model that halts some puzzles early, and its data."""
     recipe = PuzzleRecipe()
     made = prepare_recipe(recipe, resolve_config(recipe.Config, [*TINY, *words]).config)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def a_model(*words: str) -> tuple[PuzzleModel, dict[str, Tensor]]:
 def steps(
     model: PuzzleModel, data: dict[str, Tensor], *, number: int, micro_batch: int = 16, is_graphed: bool = False
 ) -> Stepper:
-    """Trains; the last global batch of an epoch is short."""
+    """Train for some steps; the last global batch of an epoch is short."""
     device = FakeDevice() if is_graphed else CpuDevice()
     config = resolve_config(PuzzleRecipe.Config, TINY).config
     optimizer = build_optimizer(PuzzleRecipe().optimizer(config), model, device, is_captured=is_graphed)
@@ -90,11 +90,11 @@ def state(model: PuzzleModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-# --- the cut, the graph, the average ----------------------------------------------------------------------------------
+# --- micro-batches, graphs, EMA ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mixing", ["arch.mlp_t=true", "arch.mlp_t=false"])
-def test_slots_go_the_same_way_however_the_batch_is_cut(mixing: str) -> None:
+def test_slots_do_not_depend_on_micro_batches(mixing: str) -> None:
     whole, data = a_model(mixing)
     cut = copy.deepcopy(whole)
     steps(whole, data, number=9)
@@ -108,7 +108,7 @@ def test_slots_go_the_same_way_however_the_batch_is_cut(mixing: str) -> None:
             assert torch.equal(ours[name], tensor), name
 
 
-def test_simulated_replays_of_steps_with_slots_are_the_steps_themselves() -> None:
+def test_simulated_graph_replays_with_slots_equal_eager_steps() -> None:
     plain, data = a_model()
     graphed = copy.deepcopy(plain)
     expected = steps(plain, data, number=14, micro_batch=8)
@@ -121,7 +121,7 @@ def test_simulated_replays_of_steps_with_slots_are_the_steps_themselves() -> Non
     assert expected.ema is not None
 
 
-def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them_alone() -> None:
+def test_slots_and_puzzle_embeddings_are_excluded_from_ema_and_evaluation() -> None:
     model, data = a_model()
     ema = steps(model, data, number=3).ema
     assert ema is not None
@@ -130,7 +130,7 @@ def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them
     before = state(model)
     with torch.no_grad(), ema.in_place():
         model.eval()
-        # In eval mode the loss remembers nothing either: whoever compares devices calls it several times.
+        # In eval mode the loss changes no slots: the device comparison calls it several times.
         micro = next(
             BatchSplitter(as_columns(data), send=lambda r: r).micro_batches(
                 np.arange(8), np.arange(8), micro_batch=8, length_mode="fixed"
@@ -147,7 +147,7 @@ def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them
 # --- stopping, measuring ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path) -> None:
+def test_a_run_in_sessions_ends_with_the_same_bits_and_slots(tmp_path: Path) -> None:
     def train(run: Path, *words: str) -> None:
         recipe = PuzzleRecipe()
         train_recipe(recipe, resolve_config(recipe.Config, [*TINY, "epochs=3", "eval_every=100", *words]), run=run)
@@ -168,7 +168,7 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
         assert torch.equal(tensor, ends[1][1][name]), name
     slots = ends[0][1]["model/slots.steps"]
     assert len(set(slots.tolist())) > 1, "the last batches are short, so slots are apart"
-    # Whoever uses the model, or starts from it, has slots of his own.
+    # Prediction and init_from start with empty slots.
     recipe = PuzzleRecipe()
     kept = open_run(tmp_path / "whole").metadata
     model, answer = recipe.predict(resolve_config(recipe.Config, TINY).config, kept)
@@ -176,14 +176,14 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
     assert torch.equal(model.slots.halted, torch.tensor([True]))
     (verdict,) = answer(["1... ..2. .3.. ...4"])
     assert len(verdict["label"]) == 16
-    # What a training proposes to ask can be answered; of arrays nothing can be asked in a line.
+    # The suggested example input works; runs on arrays have none.
     question = recipe.example_input(kept)
     assert question is not None
     assert len(answer([question])) == 1
     assert recipe.example_input({**kept, "is_sudoku": False}) is None
 
 
-def test_measuring_leaves_the_slots_as_they_were() -> None:
+def test_measuring_preserves_the_slots() -> None:
     recipe = PuzzleRecipe()
     made = prepare_recipe(recipe, resolve_config(recipe.Config, TINY).config)
     machine, conditions = current_machine()
@@ -206,21 +206,21 @@ def test_measuring_leaves_the_slots_as_they_were() -> None:
 # --- halting and loss -------------------------------------------------------------------------------------------------
 
 
-def test_exploration_comes_as_often_as_it_says_and_never_keeps_a_slot_too_long() -> None:
+def test_exploration_rate_and_maximum_steps() -> None:
     slots = Slots(4_000, length=1, state_shape=(1, 1), max_steps=8, exploration=0.25, seed=3)
     least = torch.stack([slots._min_steps(0, torch.full((4_000,), age)) for age in range(20)])
     assert float((least > 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     counts = torch.bincount(least[least > 0], minlength=9)
     assert counts[:2].sum() == 0
     assert counts[2:].min() > 0.9 * counts[2:].float().mean()
-    # Which slot and when decide, nothing else.
+    # The draw depends on slot and age only.
     apart = torch.cat([slots._min_steps(first, torch.full((1_000,), 7)) for first in range(0, 4_000, 1_000)])
     assert torch.equal(apart, least[7])
     agreement = float((least[7] > 0).eq(least[8] > 0).float().mean())
     assert agreement == pytest.approx(0.25**2 + 0.75**2, abs=0.03), "one step says nothing about the next"
 
 
-def test_a_puzzle_is_right_if_all_that_counts_is_and_ignored_places_have_no_loss() -> None:
+def test_ignored_labels_do_not_count() -> None:
     labels = torch.tensor([[1, 2, IGNORED_LABEL], [1, 0, 2], [IGNORED_LABEL] * 3])
     logits = torch.full((3, 3, 3), -2.0).scatter(-1, labels.clamp(min=0)[..., None], 3.0)
     logits[1, 2] = torch.tensor([5.0, 0.0, 1.0])
@@ -230,7 +230,7 @@ def test_a_puzzle_is_right_if_all_that_counts_is_and_ignored_places_have_no_loss
     assert found.tokens[0].item() == pytest.approx(np.log((4 + 2 / 3) / 4))
     assert found.tokens[2].item() == 0
     assert stablemax_loss(logits, labels)[0, 2].item() == 0
-    # What is traced for MPS, on the CPU, must not have float64 in it.
+    # A graph traced for MPS on the CPU must not contain float64.
     with trace_as("mps"):
         assert stablemax_loss(logits, labels).dtype == torch.float32
     assert stablemax_loss(logits, labels).dtype == torch.float64
@@ -240,7 +240,7 @@ def test_a_puzzle_is_right_if_all_that_counts_is_and_ignored_places_have_no_loss
     assert wild.grad.isfinite().all()
 
 
-def test_a_batch_of_more_puzzles_than_slots_is_refused_in_words() -> None:
+def test_a_batch_larger_than_the_slots_is_rejected() -> None:
     model, data = a_model()
     fields = {name: column[:8] for name, column in data.items()}
     with pytest.raises(Exception, match="more puzzles than the model has slots"):

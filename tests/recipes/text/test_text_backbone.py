@@ -1,4 +1,4 @@
-"""What `model=` means before torch is there: defaults, sizes, refusals."""
+"""The option `model` without torch: defaults, sizes, errors."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def config(*words: str) -> TextConfig:
     return resolve_config(TextConfig, words).config
 
 
-def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_path: Path) -> None:
+def test_pretrained_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_path: Path) -> None:
     word = f"model={model(tmp_path)}"
     tuned, small = config(word), config()
     told = (tuned.lr, tuned.epochs, tuned.warmup_share, tuned.global_batch_size, tuned.dropout, tuned.clip)
@@ -51,7 +51,7 @@ def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_pat
         1e-3,
         2e-5,
     )
-    # A run's own file says everything, and means the same when it is read again.
+    # The saved config of a run is complete and resolves to the same values.
     assert TextConfig.model_validate(tuned.model_dump(mode="json")) == tuned
 
 
@@ -67,25 +67,25 @@ def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_pat
         (["model={m}", "lora=8", "freeze=2"], "LoRA freezes the model already"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(tmp_path: Path, words: list[str], what: str) -> None:
+def test_incompatible_options_are_rejected(tmp_path: Path, words: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what) as error:
         describe(config(*(word.format(m=model(tmp_path)) for word in words)))
     assert len(str(error.value).splitlines()) == 3
 
 
 def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
-    # 22,713,216 are what the weights of MiniLM have; three classes more.
+    # MiniLM has 22,713,216 parameters; a head for three classes is added.
     assert read_backbone(model(tmp_path / "a")).num_parameters(num_classes=3) == 22_713_216 + 3 * 385
     workload = describe(config(f"model={model(tmp_path / 'a', max_position_embeddings=100)}"))
     assert (workload.max_length, workload.can_pack, workload.lengths_vary) == (100, True, True)
     name = "allenai/scibert_scivocab_uncased"
     assert read_backbone(name) == BERT_BASE
-    # What is guessed is told.
+    # Assumed sizes are reported.
     recipe = TextRecipe()
     assert re.search(f"{name}.*BERT base", *recipe.assumptions(config(f"model={name}")))
     assert recipe.assumptions(config(f"model={model(tmp_path / 'a')}")) == ()
     assert recipe.assumptions(config()) == ()
-    # Another architecture: what its safetensors files say in their headers.
+    # Another architecture: counted from the headers of its safetensors files.
     other = Path(model(tmp_path / "b", model_type="roberta"))
     header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"shape": [7, 11]}, "v": {"shape": [5]}}).encode()
     (other / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -99,11 +99,11 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     ("kind", "padding", "most"),
     [("bert", 3, 512), ("roberta", 1, 510), ("roberta", 3, 508), ("data2vec-text", 1, 510), ("mpnet", 0, 510)],
 )
-def test_positions_are_counted_from_behind_the_padding(tmp_path: Path, kind: str, padding: int, most: int) -> None:
+def test_roberta_positions_start_after_the_padding_index(tmp_path: Path, kind: str, padding: int, most: int) -> None:
     assert read_backbone(model(tmp_path / "a", model_type=kind, pad_token_id=padding)).max_tokens == most
 
 
-def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_models_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("[1]")
@@ -120,13 +120,13 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", ".hidden", "a\\b", ""])
-def test_a_kept_tokenizer_writes_nowhere_else(tmp_path: Path, name: str) -> None:
+def test_a_saved_tokenizer_writes_inside_its_folder_only(tmp_path: Path, name: str) -> None:
     with pytest.raises(WhetError, match="invalid file name"):
         write_files({name: "x"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_commands_of_the_page_mean_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_the_docs_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "text.md").read_text()
     commands = re.findall(r"^\$ whet (?:train|plan) text (.*?)(?:\s+#.*)?$", page, re.MULTILINE)
     assert len(commands) == 11

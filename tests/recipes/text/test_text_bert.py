@@ -1,4 +1,4 @@
-"""BERT without padding: what transformers computes, computed by us, padded, packed, or filled up to few totals."""
+"""BERT without padding: logits and gradients equal those of transformers for padded, packed and filled batches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,7 +54,7 @@ def network(kind: str = "Bert", **changes: Any) -> Any:
     }
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
     made = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
-    # Norms and biases that do something.
+    # Norms and biases different from their initial values, so that errors in them show.
     for parameter in made.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return made.train()
@@ -64,7 +64,7 @@ def network(kind: str = "Bert", **changes: Any) -> Any:
 def column() -> Ragged:
     draw = torch.Generator().manual_seed(1)
     samples = [torch.randint(1, 200, (length,), generator=draw) for length in LENGTHS]
-    # The second half of each is its second segment.
+    # The second half of each text is its second segment.
     return Ragged.of([ids + SEGMENT_OFFSET * (torch.arange(len(ids)) > len(ids) // 2) for ids in samples])
 
 
@@ -93,7 +93,7 @@ def assert_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, di
 @pytest.mark.parametrize(
     "changes", [{}, {"hidden_act": "gelu_new", "type_vocab_size": 2}, {"hidden_act": "relu", "layer_norm_eps": 1e-5}]
 )
-def test_it_computes_what_transformers_does(column: Ragged, changes: dict[str, Any]) -> None:
+def test_logits_and_gradients_equal_those_of_transformers(column: Ragged, changes: dict[str, Any]) -> None:
     theirs = Pretrained(network(**changes))
     expected = loss_and_gradient(theirs, column.padded(ROWS, length=40))
     assert expected[0].std() > 0.05, "texts get different answers"
@@ -106,10 +106,10 @@ def test_it_computes_what_transformers_does(column: Ragged, changes: dict[str, A
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "Camembert", "XLMRoberta"])
-def test_one_segment_only_and_positions_behind_the_padding(column: Ragged, kind: str) -> None:
+def test_roberta_variants_equal_transformers(column: Ragged, kind: str) -> None:
     sizes = {"type_vocab_size": 1, "max_position_embeddings": 42}
     plain = replace(column, values=column.values % SEGMENT_OFFSET % 190 + 5)
-    # Padding that somebody wrote into a text: inside, at its end, and as the whole of one.
+    # Padding tokens that are part of a text: inside, at its end, and as the whole text.
     plain.values[[5, 9, 26, 27]] = network(kind, **sizes).config.pad_token_id
     expected = loss_and_gradient(Pretrained(network(kind, **sizes)), plain.padded(ROWS, length=40))
     ours = Bert.of(network(kind, **sizes))
@@ -119,22 +119,20 @@ def test_one_segment_only_and_positions_behind_the_padding(column: Ragged, kind:
 
 
 def decoder() -> Any:
-    """Tokens look back only."""
+    """A model with causal attention."""
     return network("Bert", is_decoder=True)
 
 
-def reads_the_last() -> Any:
-    """Its classifier asks the last cell of a row."""
+def pools_the_last_token() -> Any:
+    """A model whose classifier reads the last cell of a row."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 200, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "num_labels": 3}
     config = transformers.XLNetConfig(**sizes, initializer_range=0.3)
     return transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("make", [decoder, reads_the_last])
-def test_a_model_that_we_do_not_compute_answers_as_if_each_text_were_alone(
-    column: Ragged, make: Callable[[], Any]
-) -> None:
+@pytest.mark.parametrize("make", [decoder, pools_the_last_token])
+def test_padding_does_not_change_other_transformers_models(column: Ragged, make: Callable[[], Any]) -> None:
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     theirs = make().eval()
     with torch.no_grad():
@@ -143,7 +141,7 @@ def test_a_model_that_we_do_not_compute_answers_as_if_each_text_were_alone(
     torch.testing.assert_close(found, torch.cat(alone), atol=1e-4, rtol=0)
 
 
-def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Path) -> None:
+def test_a_decoder_without_a_padding_token_gets_one(column: Ragged, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 200, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 40, "initializer_range": 0.3}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
@@ -159,8 +157,8 @@ def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Pat
         torch.testing.assert_close(model(plain.padded(ROWS, length=40)), torch.cat(alone), atol=1e-4, rtol=0)
 
 
-def test_dropout_is_where_transformers_has_it(column: Ragged) -> None:
-    """Each kind alone: it changes answers in training, and none in evaluation."""
+def test_dropout_matches_transformers(column: Ragged) -> None:
+    """Each kind of dropout alone changes the logits in training mode only."""
     for kind in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
         model = Bert.of(network(**{kind: 0.5}))
         batch = packed(column, total=96)
@@ -187,7 +185,7 @@ def small_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
-def test_fillers_change_nothing_whatever_they_hold(column: Ragged, make: Callable[[], nn.Module]) -> None:
+def test_fillers_do_not_change_results(column: Ragged, make: Callable[[], nn.Module]) -> None:
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     expected = loss_and_gradient(model, packed(plain))
@@ -205,7 +203,7 @@ def test_fillers_change_nothing_whatever_they_hold(column: Ragged, make: Callabl
 def simulated_kernel(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, _: Tensor, most: int, __: int
 ) -> Tensor:
-    """What the kernel of CUDA gives; where it writes nothing there is whatever lay there before."""
+    """The results of the CUDA kernel; cells that it does not write are NaN here."""
     bounds = starts.tolist()
     parts = []
     for start, end in pairwise(bounds):
@@ -219,7 +217,7 @@ def simulated_kernel(
 
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
-def test_a_simulated_kernel_for_packed_texts_is_called_right(
+def test_varlen_kernel_is_called_correctly(
     column: Ragged, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
@@ -238,8 +236,8 @@ def test_a_simulated_kernel_for_packed_texts_is_called_right(
 
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
-def test_a_filler_that_is_taken_for_a_text_shows(column: Ragged, make: Callable[[], nn.Module]) -> None:
-    """The planted faults: pooled with the texts, attended as part of the last text, and starts that are shifted."""
+def test_planted_filler_faults_change_results(column: Ragged, make: Callable[[], nn.Module]) -> None:
+    """Planted faults: fillers pooled as texts, attended as part of the last text, and shifted starts."""
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     filled = packed(plain, total=96, num_fillers=1)
@@ -262,7 +260,7 @@ def scicite_like(num_samples: int = 2000) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("batch", "micro_batch"), [(32, 32), (256, 256), (256, 64), (100, 32)])
-def test_totals_are_few_and_hold_little_else(batch: int, micro_batch: int) -> None:
+def test_packed_totals_are_few_with_little_filler(batch: int, micro_batch: int) -> None:
     lengths = scicite_like()
     column = Ragged(values=torch.arange(int(lengths.sum())), starts=torch.tensor([0, *lengths.cumsum()]))
     label = torch.arange(len(lengths))
@@ -286,13 +284,13 @@ def test_totals_are_few_and_hold_little_else(batch: int, micro_batch: int) -> No
     assert held <= 1.06 * real
 
 
-def test_totals_of_one_length() -> None:
+def test_packed_totals_for_texts_of_equal_length() -> None:
     same = PackedTotals.of(np.full(10, 20), num_samples=4)
     assert (same.grain, same.total(80), same.num_fillers(80, total=80)) == (8, 80, 2)
 
 
 def unknown() -> nn.Module:
-    """A model of transformers that we do not compute ourselves."""
+    """A transformers model without an implementation in `bert.py`."""
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(
         vocab_size=200, dim=32, n_layers=2, n_heads=4, hidden_dim=64, num_labels=3, max_position_embeddings=40
@@ -305,7 +303,7 @@ def unknown() -> nn.Module:
     ("make", "how", "micro_batch"),
     [(bert_model, "packed few", 8), (bert_model, "packed few", 3), (unknown, "few shapes", 8)],
 )
-def test_simulated_replays_of_few_shapes_train_as_steps_that_run_do(
+def test_simulated_graph_replays_equal_eager_steps(
     make: Callable[[], nn.Module], how: LengthMode, micro_batch: int
 ) -> None:
     lengths = scicite_like(60) // 4 + 1

@@ -1,4 +1,4 @@
-"""A text run on the embedded docstrings after an update: the refusal says which library has changed."""
+"""Resuming a run on the embedded docstrings after an update names the library that changed."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
         ({"transformers": None}, f"transformers has changed since (None -> {installed_versions()['transformers']})"),
     ],
 )
-def test_other_embedded_texts_are_refused_with_their_reason(
+def test_changed_embedded_texts_are_rejected_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: dict[str, str | None], why: str
 ) -> None:
     run = tmp_path / "run"
@@ -55,7 +55,7 @@ def test_other_embedded_texts_are_refused_with_their_reason(
     assert train(run, "max_steps=3").step == 3, "as the try line says"
 
 
-def test_other_texts_of_your_own_are_not_blamed_on_an_update(tmp_path: Path) -> None:
+def test_changed_user_texts_are_not_explained_by_an_update(tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "texts.csv"
     rows = [f"this is text {number} of many,{'yes' if number % 2 else 'no'}" for number in range(60)]
     file.write_text("\n".join(("text,label", *rows)))

@@ -1,4 +1,4 @@
-"""Texts of the user's: recognised by content, and refused in three lines before anything is trained."""
+"""User files: formats are detected from the content, and errors are raised before training."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
     ],
     ids=["json", "json, other names", "json, crlf", "json, bom", "csv", "tsv", "tsv, bom, crlf"],
 )
-def test_the_content_decides_the_form(file: Path, content: str) -> None:
+def test_the_format_is_detected_from_the_content(file: Path, content: str) -> None:
     file.write_bytes(content.encode())
     corpus = read_files(file).corpus
     rows = [(text, corpus.classes[label]) for text, label in zip(corpus.train.texts, corpus.train.labels, strict=True)]
@@ -52,14 +52,14 @@ def test_the_content_decides_the_form(file: Path, content: str) -> None:
     assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (32, 4, 4)
 
 
-def test_labels_may_be_numbers_and_texts_may_hold_line_breaks(file: Path) -> None:
+def test_numeric_labels_and_line_breaks_in_texts(file: Path) -> None:
     file.write_text("".join(json.dumps({"text": f"one\n two {n}", "label": n % 2}) + "\n" for n in range(20)))
     corpus = read_files(file).corpus
     assert corpus.classes == ("0", "1")
     assert all("\n" in text for text in corpus.train.texts)
 
 
-def test_a_folder_with_ready_splits_is_left_as_it_is(tmp_path: Path) -> None:
+def test_given_splits_are_used_unchanged(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS[:30]), ("valid", ROWS[30:34]), ("test", ROWS[34:])):
         (tmp_path / f"{name}.csv").write_text(as_json(rows))
     (tmp_path / "README.md").write_text("not data")
@@ -70,7 +70,7 @@ def test_a_folder_with_ready_splits_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["val", "test"])
-def test_the_part_that_a_folder_lacks_is_cut_from_its_training_rows(tmp_path: Path, given: str) -> None:
+def test_a_missing_split_is_taken_from_the_training_rows(tmp_path: Path, given: str) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS[:30]))
     (tmp_path / f"{given}.jsonl").write_text(as_json(ROWS[30:]))
     corpus = read_files(tmp_path).corpus
@@ -115,7 +115,7 @@ GOOD = as_json(ROWS).encode()
         (as_json(ROWS[:18]).encode(), "too few rows to hold out a test split", "18 rows of 2 classes"),
     ],
 )
-def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> None:
+def test_errors_name_the_bad_row(file: Path, content: bytes, what: str, got: str) -> None:
     file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
         read_files(file)
@@ -124,7 +124,7 @@ def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> 
     assert caught.value.try_
 
 
-def test_a_missing_file_and_a_folder_without_training_rows_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_folders_without_training_rows_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_files(tmp_path / "none.csv")
     (tmp_path / "notes.md").write_text("hello")
@@ -132,14 +132,14 @@ def test_a_missing_file_and_a_folder_without_training_rows_are_named(tmp_path: P
         read_files(tmp_path)
 
 
-def test_a_label_that_training_never_shows_is_named(tmp_path: Path) -> None:
+def test_a_label_without_training_rows_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.jsonl").write_text(as_json([*ROWS, ("text", "category")]))
     with pytest.raises(UsageError, match="'category' occurs never"):
         read_files(tmp_path)
 
 
-def test_real_citations_are_read() -> None:
+def test_scicite_is_read() -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set: it names a folder with sci-cite/")

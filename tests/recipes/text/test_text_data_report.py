@@ -1,4 +1,4 @@
-"""The data report: every planted defect is found by its own kind and at its own row, and a clean file is clean."""
+"""The data report: every planted defect is found with its kind and row, and clean files have no findings."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planted_table().write(tmp_path_factory.mktemp("planted") / "data")
 
 
-def test_a_clean_file_of_ten_thousand_rows_reports_nothing(clean: Path) -> None:
+def test_ten_thousand_clean_rows_have_no_findings(clean: Path) -> None:
     report = DatasetInspector(clean).run()
     assert (report.rows, [part.rows for part in report.splits]) == (10_000, [8_000, 1_000, 1_000])
     assert report.labels == dict.fromkeys(("politics", "science", "sport", "travel"), 2_500)
     assert report.findings == ()
 
 
-def test_every_planted_defect_is_found_by_its_own_kind_and_row(planted: Path, report_count: ReportCount) -> None:
+def test_every_planted_defect_is_found_with_its_kind_and_row(planted: Path, report_count: ReportCount) -> None:
     expected = planted_table().planted
     assert expected.keys() == DEFECT_KINDS.keys() - NOT_IN_CSV
     found = {finding.kind: finding for finding in DatasetInspector(planted).run().findings}
@@ -62,7 +62,7 @@ def test_every_planted_defect_is_found_by_its_own_kind_and_row(planted: Path, re
 
 
 @pytest.mark.parametrize("kind", ["truncated", "not-a-row", "not-utf8", "nul", "bom", "line-endings", "leak"])
-def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
+def test_defects_in_json_lines(tmp_path: Path, kind: str) -> None:
     lines = [json.dumps({"text": text, "label": label}).encode() + b"\n" for text, label in clean_rows(400)]
     plant = {
         "truncated": b'{"text": "The river meets the\n',
@@ -80,7 +80,7 @@ def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
     assert report.findings[0].examples[0].where == f"{tmp_path}/test.txt:{len(lines) - 300 + 1}"
 
 
-def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
+def test_a_text_in_all_three_splits() -> None:
     texts = TextHashes()
     for part, text in ((TRAIN, "A text"), (VAL, "a TEXT"), (TEST, "A text")):
         texts.add(text, "a text", label=0, split=part)
@@ -88,13 +88,13 @@ def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
     assert sorted(texts.removable()) == [("leak", 0, 2), ("near-leak", 1, 2)]
 
 
-def test_names_that_differ_on_purpose_are_not_misspelt() -> None:
+def test_similar_labels_are_not_taken_for_typos() -> None:
     often = {"relevant": 1_000, "irrelevant": 3, "grade 1": 900, "grade 2": 2, "yes": 900, "yet": 1, "result": 800}
     assert misspelled(often) == {}
     assert misspelled({**often, "reslut": 3, "Relevant ": 50}) == {"reslut": "result", "Relevant ": "relevant"}
 
 
-def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
+def test_groups_in_two_splits_are_found(tmp_path: Path) -> None:
     rows = clean_rows(40)
     for part, some, group in (("train", rows[:30], "a"), ("test", rows[30:], "b")):
         lines = [row(*one) + b"," + group.encode() for one in some]
@@ -104,7 +104,7 @@ def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
     assert kinds_of(DatasetInspector(tmp_path, overrides=ColumnOverrides(group="author")).run()) == {"group-leak": 1}
 
 
-def test_the_same_texts_with_several_labels_or_a_second_half_are_no_repeats(tmp_path: Path) -> None:
+def test_multi_label_rows_and_pairs_are_not_duplicates(tmp_path: Path) -> None:
     both = [{"premise": "The river.", "hypothesis": text, "label": label} for text, label in clean_rows(300)]
     sets = [{"text": text, "tags": [label, "all"][: 1 + n % 2]} for n, (text, label) in enumerate(clean_rows(300))]
     for rows in (both, sets):
@@ -113,7 +113,7 @@ def test_the_same_texts_with_several_labels_or_a_second_half_are_no_repeats(tmp_
         assert DatasetInspector(file).run().findings == ()
 
 
-def test_texts_in_many_scripts_and_labels_of_digits_raise_no_alarm(tmp_path: Path) -> None:
+def test_multilingual_texts_and_numeric_labels_have_no_findings(tmp_path: Path) -> None:
     river = "\u0420\u0435\u043a\u0430 \u0442\u0435\u0447\u0451\u0442"
     texts = [text if n % 2 else f"{river} {n}" for n, (text, _) in enumerate(clean_rows(300))]
     lines = [json.dumps({"text": f"{text} [1]", "label": n % 3}) for n, text in enumerate(texts)]
@@ -121,17 +121,17 @@ def test_texts_in_many_scripts_and_labels_of_digits_raise_no_alarm(tmp_path: Pat
     assert DatasetInspector(tmp_path / "rows.jsonl").run().findings == ()
 
 
-def test_a_label_column_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_labels_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_index, "MAX_LABELS", 1_000)
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"a text {n},{n}\n" for n in range(1_001)))
     with pytest.raises(UsageError, match="over 1,000 different labels"):
         DatasetInspector(tmp_path / "rows.csv").run()
 
 
-# --- a cleaned copy --------------------------------------------------------------------------------------------------
+# --- clean copies ----------------------------------------------------------------------------------------------------
 
 
-def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: Path, whet: Run) -> None:
+def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_path: Path, whet: Run) -> None:
     before = {file.name: file.read_bytes() for file in planted.iterdir()}
     done = whet("data", "text", str(planted), "--fix", "clean", "--json")
     assert done.returncode == 0, done.stderr
@@ -154,7 +154,7 @@ def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: P
     assert "exists" in again.stderr
 
 
-def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) -> None:
+def test_one_file_is_copied_to_one_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) -> None:
     rows = clean_rows(50)
     more = [b'"Needlessly quoted","sport"', row("A <br/> new text", "sport")]
     text = b"\n".join([b"text,label", *(row(*one) for one in rows), row(*rows[0]), *more])
@@ -172,7 +172,7 @@ def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) ->
     assert not (tmp_path / "other.csv").exists()
 
 
-def test_a_file_that_changes_meanwhile_is_not_copied(tmp_path: Path) -> None:
+def test_a_file_that_changes_during_the_copy_is_rejected(tmp_path: Path) -> None:
     from whet.base.errors import WhetError
     from whet.recipes.text.data_report.clean_copy import write_clean_copy
 
@@ -189,7 +189,7 @@ def test_a_file_that_changes_meanwhile_is_not_copied(tmp_path: Path) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_needs_no_torch_and_tells_a_few_rows(planted: Path, whet: Run) -> None:
+def test_the_command_needs_no_torch_and_shows_a_few_rows(planted: Path, whet: Run) -> None:
     done = whet("data", "text", str(planted), path=Path(f"{BROKEN_TORCH}{os.pathsep}{ROOT / 'src'}"))
     assert done.returncode == 0, done.stderr
     assert "rows of CSV; text = text, label = label" in done.stdout
@@ -198,7 +198,7 @@ def test_the_command_needs_no_torch_and_tells_a_few_rows(planted: Path, whet: Ru
     assert len(done.stdout.splitlines()) < 5 + 4 * len(DEFECT_KINDS)
 
 
-def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
+def test_the_docs_page_is_true(tmp_path: Path, whet: Run) -> None:
     page = (ROOT / "docs" / "data.md").read_text()
     commands = [shlex.split(words, comments=True) for words in re.findall(r"^\$ whet (.*)$", page, re.MULTILINE)]
     assert len(commands) == 6
@@ -212,7 +212,7 @@ def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
     assert listed == {kind: what.description for kind, what in DEFECT_KINDS.items()}
 
 
-def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run) -> None:
+def test_column_options_and_unknown_columns(tmp_path: Path, whet: Run) -> None:
     (tmp_path / "rows.csv").write_text("words,kind\na b,x\nc d,y\n")
     assert "has no text column" in whet("data", "text", "rows.csv").stderr
     done = whet("data", "text", "rows.csv", "text_column=words", "label_column=kind")
@@ -221,7 +221,7 @@ def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run
     assert whet("data", "text", "nowhere.csv").returncode == 2
 
 
-def test_serious_findings_take_three_lines_at_most(planted: Path) -> None:
+def test_serious_findings_take_at_most_three_lines(planted: Path) -> None:
     lines = serious_lines(DatasetInspector(planted).run().findings, where="DIR")
     assert len(lines) == 3
     assert all(line.startswith("warning: ") for line in lines)
@@ -231,7 +231,7 @@ def test_serious_findings_take_three_lines_at_most(planted: Path) -> None:
 # --- real data -------------------------------------------------------------------------------------------------------
 
 
-def test_real_data_has_these_defects() -> None:
+def test_findings_in_real_datasets() -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set: it names a folder with sci-cite/ and csabstruct/")
@@ -256,8 +256,8 @@ def test_real_data_has_these_defects() -> None:
     }
 
 
-def test_memory_is_bounded_while_a_file_is_read(tmp_path: Path) -> None:
-    """Twelve thousand long rows: 15 MB of text, of which a few numbers each are kept."""
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Twelve thousand long rows, 15 MB of text, of which only a few numbers per row are kept."""
     line = "the quick river meets the slow lamp again and again " * 24
     with (tmp_path / "rows.csv").open("w") as file:
         file.write("text,label\n")

@@ -1,4 +1,4 @@
-"""The embedded texts: real, balanced, without give-aways, read without imports, the same every time."""
+"""The embedded dataset: balanced, without library names, read without imports, reproducible."""
 
 import json
 import os
@@ -54,13 +54,13 @@ def small_library(root: Path, *, docstrings: list[str]) -> Path:
 # --- the texts -------------------------------------------------------------------------------------------------------
 
 
-def test_every_class_has_the_same_share_of_every_split(corpus: Corpus) -> None:
+def test_splits_are_balanced(corpus: Corpus) -> None:
     assert corpus.classes == LIBRARIES
     for part, rows in ((corpus.train, 0.8 * ROWS), (corpus.val, 0.1 * ROWS), (corpus.test, 0.1 * ROWS)):
         assert Counter(part.labels) == dict.fromkeys(range(EMBEDDED_CLASSES), rows)
 
 
-def test_no_text_is_in_two_splits_or_twice_in_one(corpus: Corpus) -> None:
+def test_texts_are_unique_across_splits(corpus: Corpus) -> None:
     essences = [re.sub(r"[^a-z]", "", text.lower()) for text in all_texts(corpus)]
     assert len(set(essences)) == len(essences) == EMBEDDED_CLASSES * ROWS
 
@@ -80,15 +80,15 @@ def test_no_text_names_its_library(corpus: Corpus) -> None:
         ("a Hugging Face Transformer, Transformers,\n  HuggingFace", "a , ,"),
     ],
 )
-def test_names_are_taken_out_whole(text: str, hidden: str) -> None:
+def test_library_names_are_removed(text: str, hidden: str) -> None:
     assert remove_library_names(text) == hidden
 
 
-def test_texts_can_be_told_apart_but_not_trivially(corpus: Corpus) -> None:
+def test_the_baseline_is_neither_trivial_nor_random(corpus: Corpus) -> None:
     assert 0.5 < baseline_accuracy(corpus) < 0.95
 
 
-def test_the_full_corpus_is_read_in_seconds_and_imports_nothing(home: Path) -> None:
+def test_the_full_corpus_is_read_quickly_without_imports(home: Path) -> None:
     script = (
         "import sys, time\n"
         "from whet.recipes.text.embedded import LIBRARIES, read_docstrings\n"
@@ -106,10 +106,12 @@ def test_the_full_corpus_is_read_in_seconds_and_imports_nothing(home: Path) -> N
     assert 0.7 < baseline_accuracy(full) < 0.9
 
 
-# --- the same every time ---------------------------------------------------------------------------------------------
+# --- reproducibility --------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_disk_does_not_matter(home: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_does_not_depend_on_directory_order(
+    home: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.walk
 
     def backwards(root: Path):
@@ -128,7 +130,7 @@ def test_a_second_read_comes_from_the_cache(home: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "other"])
-def test_a_damaged_cache_is_made_anew(home: Path, damage: str) -> None:
+def test_a_damaged_cache_is_rebuilt(home: Path, damage: str) -> None:
     first = read_docstrings(rows_per_class=20)
     (cache,) = home.rglob("*.json")
     good = cache.read_text()
@@ -139,23 +141,23 @@ def test_a_damaged_cache_is_made_anew(home: Path, damage: str) -> None:
     assert cache.read_text() == good
 
 
-def test_a_new_version_of_a_library_is_read_anew(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_library_version_invalidates_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_docstrings(rows_per_class=20)
     monkeypatch.setattr(embedded.importlib.metadata, "version", lambda name: "99")
     read_docstrings(rows_per_class=20)
     assert len(list(home.rglob("*.json"))) == 2
 
 
-def test_a_home_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_folder_is_ignored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("WHET_HOME", str(home / "file"))
     assert len(read_docstrings(rows_per_class=10).train) == 48
 
 
-# --- libraries that are missing or small -----------------------------------------------------------------------------
+# --- missing and small libraries -------------------------------------------------------------------------------------
 
 
-def test_a_missing_library_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = embedded.importlib.util.find_spec
     monkeypatch.setattr(
         embedded.importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
@@ -165,7 +167,7 @@ def test_a_missing_library_is_named(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert "pip install 'whet[text]'" in str(caught.value)
 
 
-def test_a_small_library_gives_its_later_paragraphs_too(
+def test_a_small_library_contributes_later_paragraphs(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [chr(97 + n // 26) + chr(97 + n % 26) for n in range(40)]
@@ -182,7 +184,7 @@ def test_a_small_library_gives_its_later_paragraphs_too(
     assert "79 of 80" in str(caught.value)
 
 
-def test_files_that_do_not_parse_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_syntax_errors_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = small_library(tmp_path / "small", docstrings=["A docstring that is long enough to count."])
     (library / "broken.py").write_bytes(b"def (:\n")
     (library / "zeros.py").write_bytes(b"\0\0")
@@ -194,7 +196,7 @@ def test_files_that_do_not_parse_are_passed_over(tmp_path: Path, monkeypatch: py
 # --- splitting -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_with_the_same_text_stay_together() -> None:
+def test_equal_texts_stay_in_one_split() -> None:
     texts = tuple(f"text {n % 50}" for n in range(200))
     corpus = split(Examples(texts=texts, labels=(0,) * 100 + (1,) * 100), classes=["a", "b"])
     train, val, test = (set(part.texts) for part in (corpus.train, corpus.val, corpus.test))
@@ -203,7 +205,7 @@ def test_rows_with_the_same_text_stay_together() -> None:
     assert len(corpus.train) + len(corpus.val) + len(corpus.test) == 200
 
 
-def test_a_rare_class_is_trained_on() -> None:
+def test_a_rare_class_is_kept_for_training() -> None:
     texts = tuple(f"text {n}" for n in range(102))
     corpus = split(Examples(texts=texts, labels=(0,) * 100 + (1,) * 2), classes=["often", "rare"])
     assert Counter(corpus.train.labels) == {0: 80, 1: 2}
@@ -216,7 +218,7 @@ def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
     assert set(forward.test.texts) == set(backward.test.texts)
 
 
-def test_the_fingerprint_follows_every_part(corpus: Corpus) -> None:
+def test_the_fingerprint_depends_on_every_split(corpus: Corpus) -> None:
     swapped = Corpus(classes=corpus.classes, train=corpus.train, val=corpus.test, test=corpus.val)
     renamed = Corpus(classes=corpus.classes[::-1], train=corpus.train, val=corpus.val, test=corpus.test)
     assert len({corpus.fingerprint, swapped.fingerprint, renamed.fingerprint}) == 3

@@ -1,4 +1,4 @@
-"""A trained classifier without whet: transformers loads the folder, ONNX's own reference computes the same."""
+"""Exports: transformers loads the folder, and ONNX's reference evaluator computes the same logits."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def trained(folder: Path, *words: str) -> Path:
 
 
 def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
-    """What whet predict says."""
+    """The probabilities of whet predict."""
     recipe, opened = text_recipe(), open_run(run)
     model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.metadata)
     assert isinstance(answers, TextPredictor)
@@ -67,7 +67,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(folder / "run", f"data={rows}", "epochs=1", *sizes)
 
 
-def test_transformers_loads_the_folder_and_says_the_same(pair_run: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tmp_path: Path) -> None:
     written = export_model(pair_run, to="transformers", out=tmp_path / "out")
     told = json.loads((tmp_path / "out" / "whet-export.json").read_text())
     assert {*told["files"], "whet-export.json"} == {*written.files} >= {"config.json", "model.safetensors"}
@@ -90,7 +90,7 @@ def test_transformers_loads_the_folder_and_says_the_same(pair_run: Path, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["small", pytest.param("pair", marks=pytest.mark.slow)])
-def test_onnx_computes_the_same_for_other_shapes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     reference = pytest.importorskip("onnx.reference", reason="the extra onnx")
     pytest.importorskip("onnxscript", reason="the extra onnx")
     run = request.getfixturevalue(f"{kind}_run")
@@ -120,9 +120,7 @@ def test_onnx_computes_the_same_for_other_shapes(kind: str, tmp_path: Path, requ
         export._check_same_logits(Other(), tmp_path / "out" / "model.onnx", tensors)
 
 
-def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_exports_leave_no_files(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="not a transformers model"):
         export_model(small_run, to="transformers", out=tmp_path / "out")
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())

@@ -1,4 +1,4 @@
-"""Scores of a classifier: as counted by hand, text by text, whatever the batches are."""
+"""Scores of a classifier equal their definitions, for any batching."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,10 @@ from whet.recipes.text.evaluation import NUM_BINS, Scores
 pytestmark = pytest.mark.torch
 
 
-def by_hand(shares: np.ndarray, truth: np.ndarray) -> tuple[dict[str, float], list[tuple[float, float, float, int]]]:
-    """The definitions, one text and one class at a time."""
+def expected_scores(
+    shares: np.ndarray, truth: np.ndarray
+) -> tuple[dict[str, float], list[tuple[float, float, float, int]]]:
+    """Compute the scores by their definitions, one text and one class at a time."""
     num_texts, num_classes = shares.shape
     is_multi_label = truth.ndim == 2
     answers, truths, asked = [], [], []
@@ -53,7 +55,7 @@ def by_hand(shares: np.ndarray, truth: np.ndarray) -> tuple[dict[str, float], li
 
 
 @pytest.mark.parametrize("is_multi_label", [False, True])
-def test_scores_are_what_the_definitions_say_however_the_texts_are_cut(is_multi_label: bool) -> None:
+def test_scores_match_their_definitions_for_any_batching(is_multi_label: bool) -> None:
     chance = np.random.default_rng(3)
     num_texts, num_classes = 400, 5
     logits = chance.normal(size=(num_texts, num_classes)) * 2
@@ -67,7 +69,7 @@ def test_scores_are_what_the_definitions_say_however_the_texts_are_cut(is_multi_
         shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         truth = np.where(chance.random(num_texts) < 0.6, shares.argmax(1), chance.integers(0, 4, num_texts))
     shares[0] = np.eye(num_classes)[0]  # Certain: the upper edge of the last bin.
-    expected, rows = by_hand(shares, truth)
+    expected, rows = expected_scores(shares, truth)
     for cut in (num_texts, 1, 37):
         scores = Scores(num_classes, is_multi_label=is_multi_label)
         right = [scores.add(shares[a : a + cut], truth[a : a + cut]) for a in range(0, num_texts, cut)]
@@ -85,8 +87,8 @@ def test_scores_are_what_the_definitions_say_however_the_texts_are_cut(is_multi_
         assert scores.confusion.trace() == round(expected["accuracy"] * num_texts)
 
 
-def test_neighbouring_bins_of_the_calibration_error_are_not_mixed() -> None:
-    # Too sure in the last bin, too modest in the one before it: together they would look calibrated.
+def test_calibration_bins_are_kept_apart() -> None:
+    # Overconfident in the last bin, underconfident in the one before it: merged, they would look calibrated.
     scores = Scores(2, is_multi_label=False)
     scores.add(np.array([[0.95, 0.05], [0.9, 0.1]]), np.array([1, 0]))
     assert scores.metrics()["calibration_error"] == pytest.approx((0.95 + 0.1) / 2)

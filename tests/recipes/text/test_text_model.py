@@ -1,4 +1,4 @@
-"""The encoder: padded or packed, with much padding or little, a text gets the same answer and the same gradient."""
+"""The small encoder: logits and gradients of a text do not depend on padding, packing or other texts."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LENGTHS = (3, 24, 1, 7, 12, 7)
 
 @pytest.fixture
 def model() -> Encoder:
-    """Far from the small first weights, so that attention and positions weigh as much as the tokens."""
+    """Weights larger than the initial ones, so that attention and positions matter as much as the tokens."""
     torch.manual_seed(0)
     made = Encoder(ARCH, num_classes=6)
     for parameter in made.parameters():
@@ -47,13 +47,13 @@ def loss_and_gradient(model: Encoder, tokens: Padded | Packed, labels: Tensor) -
     "arch", [ARCH, TextArch(), TextArch(hidden_size=48, layers=3, heads=2, max_length=7, vocab_size=512)]
 )
 @pytest.mark.parametrize("num_classes", [2, 6])
-def test_a_plan_counts_the_parameters_exactly(arch: TextArch, num_classes: int) -> None:
+def test_parameter_count_is_exact(arch: TextArch, num_classes: int) -> None:
     model = Encoder(arch, num_classes=num_classes)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(arch, num_classes=num_classes)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [4, 2, 5], [3, 5], [1], [2, 2, 0]])
-def test_packed_and_padded_agree(model: Encoder, column: Ragged, rows: list[int]) -> None:
+def test_packed_and_padded_results_agree(model: Encoder, column: Ragged, rows: list[int]) -> None:
     chosen, labels = torch.tensor(rows), torch.arange(len(rows))
     logits, gradient = loss_and_gradient(model, column.padded(chosen, length=24), labels)
     other_logits, other_gradient = loss_and_gradient(model, packed(column, chosen), labels)
@@ -62,7 +62,7 @@ def test_packed_and_padded_agree(model: Encoder, column: Ragged, rows: list[int]
         assert torch.linalg.vector_norm(ours - theirs) <= 1e-5 * torch.linalg.vector_norm(theirs) + 1e-7
 
 
-def test_padding_changes_nothing(model: Encoder, column: Ragged) -> None:
+def test_padding_does_not_change_results(model: Encoder, column: Ragged) -> None:
     rows, labels = torch.tensor([0, 3, 4]), torch.arange(3)
     tight = column.padded(rows, length=12)
     wide = column.padded(rows, length=30)
@@ -76,7 +76,7 @@ def test_padding_changes_nothing(model: Encoder, column: Ragged) -> None:
             assert torch.linalg.vector_norm(ours - theirs) <= 1e-5 * torch.linalg.vector_norm(theirs) + 1e-7
 
 
-def test_a_text_is_read_alone_whoever_its_neighbours_are(model: Encoder, column: Ragged) -> None:
+def test_texts_of_a_batch_are_independent(model: Encoder, column: Ragged) -> None:
     alone = model(packed(column, torch.tensor([3])))
     for rows in ([0, 3], [3, 1], [5, 2, 3, 4]):
         chosen = torch.tensor(rows)
@@ -84,14 +84,14 @@ def test_a_text_is_read_alone_whoever_its_neighbours_are(model: Encoder, column:
             torch.testing.assert_close(model(batch)[rows.index(3)], alone[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_reaches_the_tokens_of_its_own_text_only(model: Encoder, column: Ragged) -> None:
+def test_gradients_stay_within_a_text(model: Encoder, column: Ragged) -> None:
     model.tokens.weight.grad = None
     model(packed(column, torch.tensor([0, 4])))[0].sum().backward()
     touched = set(model.tokens.weight.grad.abs().sum(1).nonzero().flatten().tolist())
     assert touched == set(column[0].tolist())
 
 
-def test_the_order_of_words_counts(model: Encoder, column: Ragged) -> None:
+def test_word_order_changes_the_logits(model: Encoder, column: Ragged) -> None:
     backwards = Ragged.of([column[4].flip(0)])
     forwards = Ragged.of([column[4]])
     row = torch.tensor([0])
@@ -99,17 +99,17 @@ def test_the_order_of_words_counts(model: Encoder, column: Ragged) -> None:
 
 
 def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, dropout_p: float) -> Tensor:
-    """The formula as it is written: NaN for a text that may look at nothing."""
+    """Attention by its formula: NaN for a text without visible tokens."""
     assert dropout_p == 0
     scores = queries @ keys.transpose(-2, -1) / queries.shape[-1] ** 0.5
     return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1) @ values
 
 
 @pytest.mark.parametrize("attention", [functional.scaled_dot_product_attention, plain_attention])
-def test_a_text_without_tokens_is_harmless(
+def test_an_empty_text_produces_no_nan(
     model: Encoder, column: Ragged, monkeypatch: pytest.MonkeyPatch, attention: object
 ) -> None:
-    """Kernels differ in what a softmax over nothing gives, so none is asked for it."""
+    """Kernels differ in the softmax over nothing, so it must not occur."""
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
     with_empty = Ragged.of([column[0], column[0][:0], column[3]])
     rows, labels = torch.arange(3), torch.arange(3)
@@ -120,7 +120,7 @@ def test_a_text_without_tokens_is_harmless(
         torch.testing.assert_close(logits[1], model.classifier.bias.detach())
 
 
-def test_the_first_weights_follow_the_seed() -> None:
+def test_initial_weights_depend_on_the_seed() -> None:
     def first(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return list(Encoder(ARCH, num_classes=6).parameters())
@@ -129,7 +129,7 @@ def test_the_first_weights_follow_the_seed() -> None:
     assert not torch.equal(first(3)[0], first(4)[0])
 
 
-def test_nothing_is_read_back_from_the_device(model: Encoder, column: Ragged) -> None:
+def test_the_forward_pass_does_not_synchronize(model: Encoder, column: Ragged) -> None:
     """Tensors on `meta` have no values: a branch on one, or an .item(), raises."""
     rows = torch.tensor([0, 1, 4])
     on_meta = model.to("meta")
@@ -142,7 +142,7 @@ def test_nothing_is_read_back_from_the_device(model: Encoder, column: Ragged) ->
 
 
 @pytest.mark.parametrize("kind", ["dropout", "word_dropout"])
-def test_dropout_is_for_training_only(kind: str, column: Ragged) -> None:
+def test_dropout_applies_in_training_only(kind: str, column: Ragged) -> None:
     torch.manual_seed(0)
     model = Encoder(ARCH, num_classes=6, **{kind: 0.5})
     batch = packed(column, torch.tensor([0, 1]))
@@ -151,7 +151,7 @@ def test_dropout_is_for_training_only(kind: str, column: Ragged) -> None:
     assert torch.equal(model(batch), model(batch))
 
 
-def test_a_word_that_is_left_out_is_a_place_without_meaning(model: Encoder, column: Ragged) -> None:
+def test_word_dropout_zeroes_embeddings_and_keeps_positions(model: Encoder, column: Ragged) -> None:
     model.word_dropout = 1.0
     texts = [packed(column, torch.tensor([row])) for row in (3, 5)]
     assert torch.equal(*(model(text) for text in texts)), "both are seven tokens long"

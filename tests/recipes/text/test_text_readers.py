@@ -1,4 +1,4 @@
-"""Texts of any common form become the same corpus; parts, columns and labels are understood; nothing leaks."""
+"""Every format gives the same corpus; splits, columns and labels are recognized; splits do not leak."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def as_json(rows: list[tuple[str, str]]) -> str:
 
 
 def arrow_table(rows: list[tuple[str, str]], *, names: list[str] | None = None):
-    """A table as Hugging Face's library writes it: labels may be numbers, with their names in the metadata."""
+    """A table as Hugging Face datasets writes it: labels may be indices, with their names in the metadata."""
     arrow = pytest.importorskip("pyarrow")
     labels = [label if names is None else names.index(label) for _, label in rows]
     table = arrow.table({"text": [text for text, _ in rows], "label": labels})
@@ -45,7 +45,7 @@ def arrow_table(rows: list[tuple[str, str]], *, names: list[str] | None = None):
 
 
 def save_split(folder: Path, rows: list[tuple[str, str]], *, names: list[str]) -> None:
-    """As `Dataset.save_to_disk` leaves it: Arrow streams, dataset_info.json and state.json."""
+    """Write the files of `Dataset.save_to_disk`: Arrow streams, dataset_info.json and state.json."""
     ipc = pytest.importorskip("pyarrow.ipc")
     folder.mkdir(parents=True)
     files = []
@@ -96,7 +96,7 @@ FORMS = (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
+def test_every_format_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
     read = read_files(make(form, tmp_path / "data"))
     quote = '"' if form == "TSV with bare quotes" else ""
     for part, rows in zip((read.corpus.train, read.corpus.val, read.corpus.test), PARTS.values(), strict=True):
@@ -107,7 +107,7 @@ def test_every_form_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
     assert read.notes[0].endswith("text = text, label = label, 4 classes")
 
 
-def test_an_unsplit_folder_of_class_folders_is_split(tmp_path: Path) -> None:
+def test_class_folders_without_splits_are_split(tmp_path: Path) -> None:
     for number, (text, label) in enumerate(ROWS):
         (tmp_path / label).mkdir(exist_ok=True)
         (tmp_path / label / f"{number}.txt").write_text(text)
@@ -115,7 +115,7 @@ def test_an_unsplit_folder_of_class_folders_is_split(tmp_path: Path) -> None:
     assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (160, 20, 20)
 
 
-def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
+def test_an_unclosed_quote_affects_one_row_only(tmp_path: Path) -> None:
     lines = [row(*one) for one in ROWS]
     lines.insert(50, b'"never closed,sport')
     (tmp_path / "rows.csv").write_bytes(b"text,label\n" + b"\n".join(lines))
@@ -134,28 +134,28 @@ def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
         (b"text,label,Text\na,b,c\n", "has a duplicate column"),
     ],
 )
-def test_other_forms_are_named(tmp_path: Path, content: bytes, what: str) -> None:
+def test_unsupported_formats_are_rejected(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(UsageError, match=what) as caught:
         read_files(tmp_path / "rows")
     assert caught.value.try_
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     with pytest.raises(UsageError, match=r"whet\[parquet\]"):
         read_files(tmp_path / "rows")
 
 
-def test_a_line_that_never_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ROW_BYTES", 10_000)
     (tmp_path / "rows").write_text(as_json(ROWS) + '{"text": "' + "a" * 50_000)
     with pytest.raises(UsageError, match=r"row 201 .* is too long"):
         read_files(tmp_path / "rows")
 
 
-def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> None:
+def test_two_files_for_a_split_and_hostile_names_are_rejected(tmp_path: Path) -> None:
     for name in ("train.csv", "train.jsonl"):
         (tmp_path / name).write_text(as_json(ROWS))
     with pytest.raises(UsageError, match="several files for train"):
@@ -168,7 +168,7 @@ def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> N
         read_files(saved)
 
 
-def test_test_rows_without_labels_are_left_out_and_it_is_said(tmp_path: Path) -> None:
+def test_unlabeled_test_files_are_skipped_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.csv").write_text("id,text\n1,a text\n")
     read = read_files(tmp_path)
@@ -177,7 +177,7 @@ def test_test_rows_without_labels_are_left_out_and_it_is_said(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_bare", [1, 150])
-def test_labels_that_come_late_are_labels(tmp_path: Path, num_bare: int) -> None:
+def test_a_label_column_may_appear_in_a_later_row(tmp_path: Path, num_bare: int) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.jsonl").write_text('{"text": "a text"}\n' * num_bare + as_json(ROWS[:3]))
     with pytest.raises(UsageError, match=r"an empty label in .*test\.jsonl, row 1"):
@@ -187,7 +187,7 @@ def test_labels_that_come_late_are_labels(tmp_path: Path, num_bare: int) -> None
 # --- columns and labels ----------------------------------------------------------------------------------------------
 
 
-def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
+def test_columns_are_guessed_and_can_be_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     lines = [
         {"title": "no", "premise": text, "hypothesis": "so", "class": label, "kind": "ab"[n % 2]}
@@ -205,7 +205,7 @@ def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
     assert caught.value.try_ == "text_column=premise"
 
 
-def test_a_column_is_not_taken_twice(tmp_path: Path) -> None:
+def test_a_column_has_one_role(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"text": label, "review": text}) for text, label in ROWS))
     assert "text = review, label = text" in read_files(file, overrides=ColumnOverrides(label="text")).notes[0]
@@ -221,9 +221,7 @@ def test_a_column_is_not_taken_twice(tmp_path: Path) -> None:
         (['["a", "b"]', "['b']"], "auto", ("a", "b")),
     ],
 )
-def test_several_labels_are_understood(
-    tmp_path: Path, cells: list[object], separator: str, classes: tuple[str, ...]
-) -> None:
+def test_multi_label_cells(tmp_path: Path, cells: list[object], separator: str, classes: tuple[str, ...]) -> None:
     lines = [json.dumps({"text": text, "labels": cells[n % len(cells)]}) for n, (text, _) in enumerate(ROWS)]
     (tmp_path / "rows").write_text("\n".join(lines))
     corpus = read_files(tmp_path / "rows", separator=separator).corpus
@@ -236,17 +234,17 @@ AUTHORS = [f"{last}, {first}" for last in ("Smith", "Doe", "Lee") for first in (
 
 
 @pytest.mark.parametrize("labels", [["Smith, Ann", "Smith, Bob"], AUTHORS, ["a;b", "c;d"], ["x", "y"]])
-def test_signs_in_names_are_no_separators(labels: list[str]) -> None:
+def test_punctuation_in_names_is_not_a_separator(labels: list[str]) -> None:
     assert detect_separator(labels) is None
 
 
-def test_a_separator_can_be_forbidden(tmp_path: Path) -> None:
+def test_the_separator_can_be_disabled(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text, "label": ["a|b", "a", "b"][n % 3]}) for n, (text, _) in enumerate(ROWS)]
     (tmp_path / "rows").write_text("\n".join(lines))
     assert read_files(tmp_path / "rows", separator=None).corpus.classes == ("a", "a|b", "b")
 
 
-def test_sentences_of_a_document_stay_in_one_part(tmp_path: Path) -> None:
+def test_sentences_of_a_document_stay_in_one_split(tmp_path: Path) -> None:
     lines = [{"sentences": [f"first {n}", f"second {n}"], "labels": ["x", "y"]} for n in range(60)]
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, lines)))
     corpus = read_files(tmp_path / "rows").corpus
@@ -263,7 +261,7 @@ def parts(corpus: Corpus) -> tuple[Examples, Examples, Examples]:
     return corpus.train, corpus.val, corpus.test
 
 
-def test_no_group_and_no_folded_text_is_in_two_parts() -> None:
+def test_groups_and_equal_texts_stay_in_one_split() -> None:
     texts = tuple(f"{'The  text' if n % 2 else 'THE text'} {n // 2} " for n in range(1_000))
     groups = [f"author {n // 3}" if n % 5 else None for n in range(1_000)]
     examples = Examples(texts=texts, labels=tuple(n // 2 % 2 for n in range(1_000)))
@@ -288,7 +286,7 @@ def test_a_split_is_stratified_and_follows_its_seed() -> None:
         assert [Counter(part.labels) for part in parts(corpus)] == [{0: 720, 1: 80}, {0: 90, 1: 10}, {0: 90, 1: 10}]
 
 
-def test_large_groups_leave_every_part_its_share() -> None:
+def test_large_groups_keep_the_split_sizes() -> None:
     groups = [f"group {n // 10}" for n in range(2_000)]
     examples = Examples(texts=tuple(f"text {n}" for n in range(2_000)), labels=tuple(n % 2 for n in range(2_000)))
     assert [len(part) for part in parts(split(examples, classes=["a", "b"], groups=groups))] == [1_600, 200, 200]
@@ -297,7 +295,7 @@ def test_large_groups_leave_every_part_its_share() -> None:
 # --- class weights ---------------------------------------------------------------------------------------------------
 
 
-def test_class_weights_are_understood(tmp_path: Path) -> None:
+def test_class_weights_are_parsed(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text(as_json([*ROWS, *((f"{text} again", "sport") for text, _ in ROWS)]))
     corpus = read_files(tmp_path / "rows").corpus
     sport = corpus.classes.index("sport")
@@ -318,7 +316,7 @@ def test_class_weights_are_understood(tmp_path: Path) -> None:
         read_class_weights("{sport: much}")
 
 
-def test_a_training_is_told_what_was_understood_and_what_is_wrong(tmp_path: Path) -> None:
+def test_notes_before_a_training(tmp_path: Path) -> None:
     for part, rows in PARTS.items():
         (tmp_path / f"{part}.jsonl").write_text(as_json([*rows, PARTS["train"][3], PARTS["train"][5], *rows[:2]]))
     (tmp_path / "train.jsonl").write_text(

@@ -1,4 +1,4 @@
-"""The tokenizer: learned the same way every time, loses nothing, and survives a run folder and a fork."""
+"""The tokenizer: deterministic training, lossless encoding, serialization, forks."""
 
 import json
 import subprocess
@@ -26,18 +26,18 @@ def test_the_same_texts_give_the_same_tokenizer(tokenizer: Tokenizer) -> None:
     assert len({Tokenizer.train(TEXTS, vocab_size=320).to_json() for _ in range(5)} | {tokenizer.to_json()}) == 1
 
 
-def test_it_survives_being_written_down(tokenizer: Tokenizer) -> None:
+def test_it_survives_serialization(tokenizer: Tokenizer) -> None:
     json.loads(tokenizer.to_json())
     again = Tokenizer.from_json(tokenizer.to_json())
     assert again.encode(TEXTS, max_length=64) == tokenizer.encode(TEXTS, max_length=64)
 
 
-def test_what_is_not_a_tokenizer_is_refused() -> None:
+def test_invalid_tokenizers_are_rejected() -> None:
     with pytest.raises(WhetError, match="cannot read a saved tokenizer"):
         Tokenizer.from_json("{}")
 
 
-def test_every_text_can_be_written(tokenizer: Tokenizer) -> None:
+def test_every_text_can_be_encoded(tokenizer: Tokenizer) -> None:
     for text in ("naïve café", "\N{SNOWMAN} 雪だるま", "a\tb\n  c", "\x00\x7f"):
         (ids,) = tokenizer.encode([text], max_length=1000)
         assert tokenizer.decode(ids).strip(" ") == text
@@ -49,22 +49,22 @@ def test_ids_stay_inside_the_vocabulary(tokenizer: Tokenizer) -> None:
     assert max(max(ids) for ids in tokenizer.encode(TEXTS, max_length=64)) < tokenizer.vocab_size
 
 
-def test_the_padding_mark_in_a_text_is_only_text(tokenizer: Tokenizer) -> None:
+def test_the_padding_token_in_a_text_is_plain_text(tokenizer: Tokenizer) -> None:
     (ids,) = tokenizer.encode(["a <pad> b"], max_length=64)
     assert PAD_ID not in ids
 
 
-def test_case_and_length(tokenizer: Tokenizer) -> None:
+def test_lower_case_and_truncation(tokenizer: Tokenizer) -> None:
     upper, lower = tokenizer.encode(["RETURN THE SUM", "return the sum"], max_length=64)
     assert upper == lower
     assert tokenizer.encode(["return the sum"], max_length=2) == [lower[:2]]
 
 
-def test_an_empty_text_still_has_a_token(tokenizer: Tokenizer) -> None:
+def test_an_empty_text_has_one_token(tokenizer: Tokenizer) -> None:
     assert all(len(ids) > 0 for ids in tokenizer.encode(["", " "], max_length=8))
 
 
-def test_nothing_is_printed_when_a_process_forks_later() -> None:
+def test_a_later_fork_prints_no_warning() -> None:
     script = (
         "import os\n"
         "from whet.recipes.text.tokenizer import Tokenizer\n"
@@ -79,7 +79,7 @@ def test_nothing_is_printed_when_a_process_forks_later() -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_columns_hold_every_row_of_every_split() -> None:
+def test_tokenized_splits_contain_every_row() -> None:
     parts = [Examples(texts=tuple(TEXTS[n:m]), labels=tuple(range(m - n))) for n, m in ((0, 6), (6, 8), (8, 12))]
     corpus = Corpus(classes=tuple("abcdef"), train=parts[0], val=parts[1], test=parts[2])
     arch = TextArch(vocab_size=300, max_length=5)

@@ -1,4 +1,4 @@
-"""The text recipe from the command line and in the loop: learns, equals a hand-written loop, resumes, predicts."""
+"""The text recipe from the command line and in the loop: learns, equals a plain PyTorch loop, resumes, predicts."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.voc
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts whose class shows in one word, among words that say nothing."""
+    """Texts whose class depends on one word among irrelevant ones."""
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
     filler = ["the", "a", "some", "of", "in", "for", "with", "and", "or", "but", "to", "from", "by", "on"]
     rows = []
@@ -47,7 +47,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cli:
-    """`whet WORDS`; unless it is supervised, without the parent that would start a training again."""
+    """Runs `whet ARGS`; unless supervised, without the parent process that would restart a training."""
 
     def __init__(self, folder: Path, python: WarmPython) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ def test_train_report_and_predict(
 
 
 @pytest.mark.parametrize("shape", ["padded", "packed"])
-def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) -> None:
+def test_an_evaluation_has_the_confusion_matrix_and_mistakes(table: Path, shape: str) -> None:
     recipe = text_recipe()
     config = resolve_config(recipe.Config, args=[f"data={table}", *SMALL]).config
     data = recipe.data(config)
@@ -133,7 +133,7 @@ def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) ->
 
 
 @pytest.mark.parametrize("form", ["one label", "several labels", "pairs"])
-def test_class_weights_weigh_the_loss_as_torch_does_however_it_is_cut(tmp_path: Path, form: str) -> None:
+def test_class_weights_match_torch_for_any_micro_batch(tmp_path: Path, form: str) -> None:
     rows = [{"sentence1": f"the fox {n}", "label": ["a", "b", "b"][n % 3]} for n in range(120)]
     if form == "several labels":
         rows = [{"text": row["sentence1"], "labels": [["a"], ["a", "b"], []][n % 3]} for n, row in enumerate(rows)]
@@ -172,7 +172,7 @@ def test_class_weights_weigh_the_loss_as_torch_does_however_it_is_cut(tmp_path: 
         assert "second half" in first
 
 
-def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, table: Path) -> None:
+def test_ctrl_c_and_resume_give_the_uninterrupted_curve(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", "epochs=12", "dropout=0.2", "ema=true", *SMALL)
     code, _, errors = cli.run(*words, "--run", "whole")
     assert code == 0, errors
@@ -201,7 +201,7 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     assert all(torch.equal(ours[1].tensors[name], tensor) for name, tensor in theirs[1].tensors.items())
 
 
-def test_a_finished_run_says_so_and_may_grow(cli: Cli, table: Path) -> None:
+def test_a_finished_run_can_be_extended(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", "schedule=constant", *SMALL, "--run", "run")
     assert cli.run(*words, "epochs=1")[0] == 0
     code, out, errors = cli.run(*words, "epochs=1")
@@ -219,7 +219,7 @@ def test_a_finished_run_says_so_and_may_grow(cli: Cli, table: Path) -> None:
     assert max(losses(cli.folder / "run")) == 15
 
 
-def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None:
+def test_fifty_steps_are_bit_equal_to_a_plain_loop(table: Path) -> None:
     recipe = text_recipe()
     config = resolve_config(recipe.Config, [f"data={table}", "dropout=0.1", *SMALL]).config
     data = recipe.data(config)
@@ -261,7 +261,7 @@ def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None
         assert torch.equal(mine, other), name
 
 
-def test_the_plan_counts_what_the_model_has(table: Path) -> None:
+def test_the_plan_counts_the_model_parameters(table: Path) -> None:
     recipe = text_recipe()
     config = resolve_config(recipe.Config, [f"data={table}", *SMALL]).config
     data = recipe.data(config)
@@ -271,7 +271,7 @@ def test_the_plan_counts_what_the_model_has(table: Path) -> None:
     assert count_parameters(config.arch, num_classes=3) == counted
 
 
-def test_texts_that_are_cut_are_counted_before_training(table: Path) -> None:
+def test_truncated_texts_are_counted_before_training(table: Path) -> None:
     recipe = text_recipe()
     for words, is_told in ((["arch.max_length=4"], True), (["arch.max_length=1000"], False)):
         data = recipe.data(resolve_config(recipe.Config, [f"data={table}", *SMALL, *words]).config)
@@ -290,7 +290,7 @@ def test_texts_that_are_cut_are_counted_before_training(table: Path) -> None:
     ],
     ids=["empty", "one class", "not UTF-8", "no text column"],
 )
-def test_bad_data_is_refused_before_a_run_folder_exists(cli: Cli, content: bytes, what: str) -> None:
+def test_bad_data_is_rejected_before_a_run_folder_exists(cli: Cli, content: bytes, what: str) -> None:
     (cli.folder / "bad.jsonl").write_bytes(content)
     code, _, errors = cli.run("train", "text", "data=bad.jsonl", *SMALL)
     assert code in (1, 2)
@@ -299,7 +299,7 @@ def test_bad_data_is_refused_before_a_run_folder_exists(cli: Cli, content: bytes
     assert not (cli.folder / "runs").exists()
 
 
-def test_real_texts_can_be_trained_on(cli: Cli) -> None:
+def test_training_on_real_texts(cli: Cli) -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set")
@@ -310,11 +310,11 @@ def test_real_texts_can_be_trained_on(cli: Cli) -> None:
     assert len(open_run(cli.folder / "run").metadata["classes"]) == 3
 
 
-def test_fresh_spares_the_old_run_until_there_is_a_new_one(cli: Cli, table: Path) -> None:
+def test_fresh_keeps_the_old_run_until_the_new_one_starts(cli: Cli, table: Path) -> None:
     words = ("train", "text", *SMALL, "max_steps=3", "--run", "run")
     assert cli.run(*words, f"data={table}")[0] == 0
     (cli.folder / "bad.jsonl").write_text("")
-    # The old run is set aside by the parent, where there is one.
+    # The parent process, if there is one, moves the old run away.
     for wrong, is_supervised in (("data=bad.jsonl", True), (f"data={table} --device cuda", False)):
         assert cli.run(*words, *wrong.split(), "--fresh", is_supervised=is_supervised)[0] == 2
         assert len(losses(cli.folder / "run")) == 3, "the old run is still there"
@@ -325,7 +325,7 @@ def test_fresh_spares_the_old_run_until_there_is_a_new_one(cli: Cli, table: Path
     assert sorted(path.name for path in cli.folder.iterdir() if path.name.startswith(".tmp-")) == []
 
 
-def test_other_texts_are_refused(cli: Cli, table: Path) -> None:
+def test_changed_texts_are_rejected(cli: Cli, table: Path) -> None:
     copy_of_table = cli.folder / "texts.jsonl"
     copy_of_table.write_text(table.read_text())
     words = ("train", "text", "data=texts.jsonl", *SMALL, "--run", "run")
@@ -336,7 +336,7 @@ def test_other_texts_are_refused(cli: Cli, table: Path) -> None:
     assert "not what the run was started with" in errors
 
 
-def test_init_from_takes_the_tokens_along(cli: Cli, table: Path) -> None:
+def test_init_from_uses_the_tokenizer_of_the_run(cli: Cli, table: Path) -> None:
     words = ("train", "text", *SMALL, "max_steps=3")
     assert cli.run(*words, f"data={table}", "--run", "first")[0] == 0
     half = cli.folder / "half.jsonl"
@@ -351,7 +351,7 @@ def test_init_from_takes_the_tokens_along(cli: Cli, table: Path) -> None:
     assert "other classes" in errors
 
 
-def test_a_run_folder_does_not_choose_the_code(cli: Cli, table: Path) -> None:
+def test_a_run_folder_cannot_select_code(cli: Cli, table: Path) -> None:
     assert cli.run("train", "text", *SMALL, "max_steps=3", f"data={table}", "--run", "run")[0] == 0
     header = json.loads((cli.folder / "run" / "run.json").read_text())
     (cli.folder / "evil.py").write_text("open('executed', 'w').close()\n")
@@ -363,7 +363,7 @@ def test_a_run_folder_does_not_choose_the_code(cli: Cli, table: Path) -> None:
         assert not (cli.folder / "executed").exists()
 
 
-def test_another_batch_must_be_allowed_by_name(cli: Cli, table: Path) -> None:
+def test_another_batch_size_needs_allow(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", *SMALL, "--run", "run")
     assert cli.run(*words, "max_steps=2")[0] == 0
     code, _, errors = cli.run(*words, "max_steps=3", "global_batch_size=16")

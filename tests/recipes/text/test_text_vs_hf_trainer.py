@@ -1,4 +1,4 @@
-"""A pretrained model trained by whet and by transformers' own Trainer: the same losses, step by step."""
+"""A pretrained model trained by whet and by the Trainer of transformers has the same losses."""
 
 import copy
 from pathlib import Path
@@ -26,12 +26,12 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 
-def test_the_losses_are_those_of_transformers_own_trainer(tmp_path: Path) -> None:
+def test_losses_equal_those_of_the_hf_trainer(tmp_path: Path) -> None:
     folder = write_tiny_bert(tmp_path / "model")
     table = write_rows(tmp_path / "pairs.jsonl", num_rows=210, has_pairs=True)
     recipe = text_recipe()
     words = (f"model={folder}", f"data={table}", "pair_column=sentence2", f"global_batch_size={BATCH}", "dropout=0")
-    # Cut in two and packed, which must not matter.
+    # Two micro-batches and packing must not matter.
     how = ("lr=3e-3", "warmup_steps=0", f"max_steps={NUM_STEPS}", "epochs=9", "micro_batch=4", "threads=1", "seed=3")
     resolved = resolve_config(recipe.Config, [*words, *how])
     corpus, data = load_corpus(resolved.config).corpus, recipe.data(resolved.config)
