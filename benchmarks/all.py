@@ -1,8 +1,8 @@
-"""The benchmarks of speed under one command: peers, overhead, regret; each writes its dated page into docs/bench/.
+"""Run the speed benchmarks (peers, overhead, regret); each writes a dated page into docs/bench/.
 
     python benchmarks/all.py --device cpu [--only overhead regret] [--small]
 
-`--small` tries this file itself with a few steps each, and writes nothing.
+`--small` is a smoke test with a few steps each, and writes nothing.
 """
 
 import argparse
@@ -10,36 +10,36 @@ import subprocess
 import sys
 from pathlib import Path
 
-from results import FALLS_SHORT, head, write
+from results import BELOW_TARGET, head, write
 
 HERE = Path(__file__).parent
 PARTS = {
-    "peers": ("Beside other loops", ["--device", "{device}"], ["--small", "--ways", "bare", "whet"]),
-    "overhead": ("What a step costs beside the model", [], ["--rounds", "2", "--steps", "4", "--milliseconds", "0.1"]),
-    "regret": ("How far a measured plan is from the best", ["--device", "{device}"], ["conv", "--budget", "2"]),
+    "peers": ("Comparison with other loops", ["--device", "{device}"], ["--small", "--loops", "bare", "whet"]),
+    "overhead": ("Overhead of a step", [], ["--rounds", "2", "--steps", "4", "--milliseconds", "0.1"]),
+    "regret": ("Regret of a measured plan", ["--device", "{device}"], ["conv", "--budget", "2"]),
 }
-"""What each is called, what it is told, and what it is told when it is only tried."""
+"""Title, arguments, and arguments of the smoke test."""
 
 
 def run(name: str, *, device: str, is_small: bool) -> int:
-    title, told, tried = PARTS[name]
-    words = [word.format(device=device) for word in told] + (tried if is_small else [])
-    command = ["python", f"benchmarks/{name}.py", *words]
+    title, arguments, smoke_arguments = PARTS[name]
+    args = [word.format(device=device) for word in arguments] + (smoke_arguments if is_small else [])
+    command = ["python", f"benchmarks/{name}.py", *args]
     print(f"--- {' '.join(command)}", flush=True)
     lines: list[str] = []
-    started = [sys.executable, HERE / f"{name}.py", *words]
+    started = [sys.executable, HERE / f"{name}.py", *args]
     with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     code = process.returncode
-    if code not in (0, FALLS_SHORT):
+    if code not in (0, BELOW_TARGET):
         print(f"--- {name} broke off with exit code {code}: nothing is written")
     elif not is_small:
-        # What takes no device computes on the CPU.
-        where = device if told else "cpu"
-        # The peers' is a page already.
+        # Benchmarks without --device run on the CPU.
+        where = device if arguments else "cpu"
+        # peers.py writes its own page.
         page = lines if name == "peers" else [*head(title, where, " ".join(command)), "```", *lines, "```"]
         print(f"--- {write(name, where, chr(10).join(page).rstrip() + chr(10))}")
     return code

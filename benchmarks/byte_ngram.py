@@ -1,7 +1,7 @@
-"""How well are bytes foretold by the few before them? An interpolated Kneser-Ney model of bytes, to compare with.
+"""An interpolated Kneser-Ney n-gram model of bytes, the baseline for chat models.
 
-Each order takes a discount off its counts (n1 / (n1 + 2 n2), Ney et al. 1994) and gives what that frees to the order
-below, which counts in how many contexts a byte was seen, not how often; the lowest one knows all 256 bytes.
+Each order subtracts a discount from its counts (n1 / (n1 + 2 n2), Ney et al. 1994) and gives the freed mass to the
+order below, which counts in how many contexts a byte occurred, not how often; the lowest order covers all 256 bytes.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class _Order:
     contexts: Array
     totals: Array
     kinds: Array
-    """How many different bytes were seen behind each context."""
+    """Number of different bytes after each context."""
     discount: float
 
 
 class ByteModel:
-    """Probabilities of bytes given up to `order` - 1 before them."""
+    """Probabilities of bytes given up to `order` - 1 previous ones."""
 
     def __init__(self, texts: list[bytes], *, order: int = 5) -> None:
         self.order = order
@@ -37,13 +37,13 @@ class ByteModel:
             if above is None:
                 grams, counts = np.unique(_codes(texts, length), return_counts=True)
             else:
-                # How many different bytes were seen before it.
+                # Continuation counts: in how many contexts the shorter gram occurs.
                 grams, counts = np.unique(above % np.uint64(_BYTES**length), return_counts=True)
             above = grams
             self._orders.insert(0, _order(grams, counts))
 
     def log2(self, text: bytes) -> Array:
-        """The logarithm of the probability of each byte but for the first order - 1, in whose place 0 stands."""
+        """Return log2 of the probability of each byte; 0 for the first order - 1 bytes."""
         length = len(text)
         chances = np.full(length, 1 / _BYTES)
         for size, known in enumerate(self._orders, 1):
@@ -76,7 +76,7 @@ def _order(grams: Array, counts: Array) -> _Order:
 
 
 def _codes(texts: list[bytes], length: int) -> Array:
-    """Every run of `length` bytes as one number; the last byte is the lowest."""
+    """Encode every sequence of `length` bytes as a number; the last byte is the lowest."""
     found = []
     for text in texts:
         data = np.frombuffer(text, dtype=np.uint8).astype(np.uint64)

@@ -1,11 +1,11 @@
-"""How fast does `whet data chat` prepare conversations, beside the tokenizer alone, and in how much memory?
+"""Speed and memory of `whet data chat`, compared with the tokenizer alone.
 
-    python benchmarks/chat_data.py                    # speed on 64 MB, in turns with encode_batch
+    python benchmarks/chat_data.py                    # speed on 64 MB, interleaved with encode_batch
     python benchmarks/chat_data.py --gigabytes 2      # and the peak memory on a file of that size
 
-Both sides tokenize the same texts with the same vocabulary, in turns. whet's time is that of the whole command:
-starting Python, reading the file twice, splitting, tokenizing, packing, hashing and writing. encode_batch is given
-ready texts in batches, and its ids are read, since without that there is no result.
+Both sides tokenize the same texts with the same vocabulary in alternation. whet's time is that of the whole command:
+starting Python, reading the file twice, splitting, tokenizing, packing, hashing and writing. encode_batch gets texts in
+batches, and its ids are read, because the library converts them lazily.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BATCH = 4096
 
 
 def generate(path: Path, size: int) -> None:
-    """Conversations that differ, in words that occur: until the file has `size` bytes."""
+    """Write different conversations until the file has `size` bytes."""
     draw = random.Random(0)
     facts = [(question, fact.answer) for fact in (*whet_facts(), *python_facts()) for question in fact.questions]
     written = number = 0
@@ -44,39 +44,39 @@ def generate(path: Path, size: int) -> None:
             number += 1
 
 
-class Took(NamedTuple):
-    """What something cost."""
+class Cost(NamedTuple):
+    """Time and memory of a process."""
 
     seconds: float
     processor_seconds: float
-    """Of all cores together; on a busy machine this says more."""
+    """CPU seconds of all cores, more reliable on a busy machine."""
 
 
-def prepare(path: Path, out: Path, *words: str) -> Took:
-    """The whole command."""
+def prepare(path: Path, out: Path, *words: str) -> Cost:
+    """Run the whole command."""
     command = [sys.executable, "-m", "whet", "--quiet", "data", "chat", str(path), "--output-dir", str(out), *words]
     start, before = time.perf_counter(), children_seconds()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return Took(time.perf_counter() - start, children_seconds() - before)
+    return Cost(time.perf_counter() - start, children_seconds() - before)
 
 
-def encode(engine: Tokenizer, texts: list[str]) -> Took:
-    """The tokenizer alone."""
+def encode(engine: Tokenizer, texts: list[str]) -> Cost:
+    """Run the tokenizer alone."""
     start, before = time.perf_counter(), time.process_time()
     for first in range(0, len(texts), BATCH):
         for found in engine.encode_batch(texts[first : first + BATCH], add_special_tokens=False):
             _ = found.ids
-    return Took(time.perf_counter() - start, time.process_time() - before)
+    return Cost(time.perf_counter() - start, time.process_time() - before)
 
 
 def children_seconds() -> float:
-    """Processor time of finished children."""
+    """Return the CPU time of finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def peak_bytes() -> int:
-    """The most memory that a finished child had; Linux counts in kB, macOS in bytes."""
+    """Return the peak memory of finished child processes; Linux counts in kB, macOS in bytes."""
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -108,7 +108,7 @@ def main() -> None:
             ):
                 whole = prepare(file, folder / f"{name}-{number}", *words)
                 after = encode(engine, texts)
-                mean = Took(*((one + other) / 2 for one, other in zip(before, after, strict=True)))
+                mean = Cost(*((one + other) / 2 for one, other in zip(before, after, strict=True)))
                 ratios[name].append((mean.seconds / whole.seconds, mean.processor_seconds / whole.processor_seconds))
                 print(
                     f"round {number + 1}, {name}: encode_batch {size / mean.seconds / 1e6:.2f} MB/s of text, "

@@ -1,13 +1,13 @@
-"""How well do small chat models foretell held-out answers? A recursive model and a GPT of equal compute, beside bytes.
+"""Bits per byte of small chat models on held-out answers: a recursive model, a GPT of equal compute, and a byte 5-gram.
 
     python benchmarks/chat_quality.py --data DIR [--device cuda] [--minutes 4] [--out FILE.json] [--words key=value ...]
 
-DIR holds train.json, dev.json and test.json of conversations (chat-sgd); without --data, the folder chat-sgd in what
-WHET_TEST_DATA names. Each model is trained as `whet train chat` does for at most --minutes: a short run measures what
-a step takes, and as many epochs follow as fit, --epochs at most. The best checkpoint by the dev part is judged on the
-test part, in bits per byte of the assistants' texts. The bar is an interpolated byte 5-gram, learned from the same
-conversations and scored on the same bytes with everything before them in view; both foretell where an answer ends.
-Then each model answers the questions of one test conversation, with its own earlier answers in view.
+DIR holds train.json, dev.json and test.json of conversations (chat-sgd); without --data, the folder chat-sgd in
+WHET_TEST_DATA. Each model is trained like `whet train chat` for at most --minutes: a short run measures the time of a
+step, and as many epochs follow as fit, at most --epochs. The checkpoint with the best validation result is evaluated on
+the test split, in bits per byte of the assistants' texts. The baseline is an interpolated byte 5-gram, trained on the
+same conversations and scored on the same bytes with the same context; both also predict where an answer ends. Finally,
+each model answers the questions of one test conversation, with its own earlier answers as context.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from whet.run.folder import open_run
 from whet.training.weights import load_weights
 
 BAR = 0.8
-"""At most so much of the 5-gram's bits per byte."""
+"""Target: bits per byte relative to the 5-gram."""
 SIZES = ("arch.preset=tiny", "arch.H_cycles=2", "arch.L_cycles=2")
 TRAINING = ("global_batch_size=32", "lr=6e-4", "dropout=0.2", "ema=true", "weight_decay=0.1")
 KINDS = {"trm": "arch.kind=trm", "gpt": "arch.kind=gpt"}
@@ -87,11 +87,11 @@ def main() -> None:
         sys.exit(1)
 
 
-# --- the bar ---------------------------------------------------------------------------------------------------------
+# --- baseline --------------------------------------------------------------------------------------------------------
 
 
 def byte_bits(dataset: ChatDataset) -> float:
-    """Bits per byte of the test part's answers by the 5-gram, with the ends of answers in the sum."""
+    """Return bits per byte of the 5-gram on the answers of the test split, ends of answers included."""
     model = ByteModel([script(turns)[0] for turns in conversations(dataset.train, dataset.tokenizer)])
     bits, num_bytes = 0.0, 0
     for turns in conversations(dataset.test, dataset.tokenizer):
@@ -103,7 +103,7 @@ def byte_bits(dataset: ChatDataset) -> float:
 
 
 def script(turns: list[Turn]) -> tuple[bytes, Any]:
-    """A conversation as bytes, and where the bytes of answers and their ends are."""
+    """Return a conversation as bytes, and a mask of answers and their ends."""
     text, is_learned = b"\0" * 4, [False] * 4
     for turn in turns:
         said = turn.text.encode() + END
@@ -113,7 +113,7 @@ def script(turns: list[Turn]) -> tuple[bytes, Any]:
 
 
 def conversations(part: ChatSplit, tokenizer: ChatTokenizer) -> Iterator[list[Turn]]:
-    """The documents of a part as texts again."""
+    """Decode the documents of a split."""
     roles = {number: role for role, number in tokenizer.role_ids.items()}
     for document in part:
         turns: list[tuple[str, list[int]]] = []
@@ -129,7 +129,7 @@ def conversations(part: ChatSplit, tokenizer: ChatTokenizer) -> Iterator[list[Tu
 
 
 def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.Namespace) -> dict[str, Any]:
-    """Trains one kind within its minutes, and judges the best checkpoint on the test part."""
+    """Train one kind of model within its minutes, and evaluate the best checkpoint on the test split."""
     began = time.perf_counter()
     device = open_device(given.device).device
     words = [
@@ -146,7 +146,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     data = read_chat(config)
     steps_of_epoch = math.ceil(data.num_rows / config.global_batch_size)
     left = 60 * given.minutes - (time.perf_counter() - began)
-    # A tenth is left for evaluations and checkpoints.
+    # A tenth of the time is reserved for evaluations and checkpoints.
     epochs = max(1, min(given.epochs, int(0.9 * left / (step_seconds * steps_of_epoch))))
     last = [f"max_steps={max(1, int(0.9 * left / step_seconds))}"] if epochs == 1 else []
     run = train(kind, [*words, f"epochs={epochs}", *last], scratch / kind, given)
@@ -178,14 +178,14 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
 
 
 def train(kind: str, words: list[str], run: Path, given: argparse.Namespace) -> Path:
-    """A run as `whet train chat` makes it."""
+    """Train like `whet train chat`."""
     resolved = resolve_config(ChatRecipe.Config, words)
     train_recipe(ChatRecipe(), resolved, run=run, device=given.device, command=["chat_quality", kind])
     return run
 
 
 def pace(run: Path) -> float:
-    """Seconds of a step, by the second half of a run: the first steps prepare."""
+    """Return the seconds per step in the second half of a run, without the warm-up."""
     taken = [
         sum(
             seconds
@@ -198,7 +198,7 @@ def pace(run: Path) -> float:
 
 
 def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) -> Iterator[MicroBatch]:
-    """A part as micro-batches."""
+    """Yield a split as micro-batches."""
     total = len(columns["tokens"])
     for start in range(0, total, size):
         fields = {name: device.put(column[start : start + size]) for name, column in columns.items()}
@@ -206,7 +206,7 @@ def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) ->
 
 
 def dialogue(speaker: Responder, part: ChatSplit, name: str) -> None:
-    """The questions of one test conversation with the model's own answers."""
+    """Return the questions of one test conversation with the model's own answers."""
     asked = next(talk for talk in conversations(part, speaker.tokenizer) if 10 <= len(talk) <= 14)
     turns: list[Turn] = []
     print(f"\n--- {name}")

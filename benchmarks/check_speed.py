@@ -1,4 +1,4 @@
-"""How long does `whet check` take, after torch is imported? Each model in a process of its own, several times.
+"""Duration of `whet check` after torch is imported; each model in its own process, several times.
 
 python benchmarks/check_speed.py [--repeats 3]
 """

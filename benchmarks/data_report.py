@@ -3,8 +3,8 @@
     python benchmarks/data_report.py [--rows 1000000] [--folder DIR]
 
 The texts are sentences of 8 to 60 words drawn from 20,000 made-up words (mean 220 characters), with the defects that
-real files have: 1 % exact and 1 % near duplicates, 0.1 % with HTML, mojibake and so on. DIR keeps the files for the next
-time. Peak memory includes Python and numpy. On a busy machine, CPU seconds are more reliable than wall-clock time.
+real files have: 1 % exact and 1 % near duplicates, 0.1 % with HTML, mojibake and so on. DIR keeps the files for later
+runs. Peak memory includes Python and numpy. On a busy machine, CPU seconds are more reliable than wall-clock time.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def main() -> None:
             file = folder / f"{given.rows}-{name}"
             if not file.exists():
                 write(file, given.rows)
-            tell(f"{name}, {file.stat().st_size / 1e6:,.0f} MB", measure(file))
-        tell("rows.jsonl with a cleaned copy", measure(file, Path(scratch) / "clean.jsonl"))
+            show(f"{name}, {file.stat().st_size / 1e6:,.0f} MB", measure(file))
+        show("rows.jsonl with a cleaned copy", measure(file, Path(scratch) / "clean.jsonl"))
 
 
 def measure(*words: Path) -> dict[str, object]:
@@ -55,7 +55,7 @@ def measure(*words: Path) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def tell(what: str, got: dict[str, object]) -> None:
+def show(what: str, got: dict[str, object]) -> None:
     rows, seconds, cpu, peak = (float(str(got[name])) for name in ("rows", "seconds", "cpu", "peak"))
     speeds = f"{rows / seconds:,.0f} rows/s; {cpu:.0f} s of the processor, {rows / cpu:,.0f} rows/s"
     print(f"{what}: {rows:,.0f} rows in {seconds:.0f} s ({speeds}), {peak / 1e6:.0f} MB at its peak")

@@ -1,15 +1,14 @@
-"""What do several processes cost where there is only one? Two answers, both against the plain step.
+"""Overhead of the distributed code paths in a single process, compared with a plain step.
 
     python benchmarks/ddp_overhead.py [--device cuda|cpu] [--seconds 20] [--tasks text chat] [--precision bf16]
                                       [--processor-time]
 
 Whole optimizer steps of the same model on the same batches. "torchrun" is what `torchrun --nproc-per-node 1 -m whet
-train` runs: a world of one process, for which whet opens no group; its bar is 1.02. "machinery" forces DDP with a
-group of one (NCCL on CUDA, gloo on the CPU): its buckets, hooks and collectives, which a single process never runs;
-it is what each of several processes pays besides the network. They take turns in tossed order; the ratio is taken
-inside a round, and told with the interval of its median. "in a row" is the time of a step when nobody waits for the
-device in between, as in a training. `--processor-time` counts what the processor did instead of the time that passed:
-for a CPU that others use as well.
+train` runs: a world of one process, for which whet creates no process group; its target is 1.02. "machinery" forces DDP
+with a group of one (NCCL on CUDA, gloo on the CPU): the buckets, hooks and collectives that each of several processes
+pays for in addition to the network. The variants alternate in random order; ratios are computed within each round and
+reported with the interval of their median. "in a row" is the time of a step without synchronization in between, as in a
+training. `--processor-time` counts CPU time instead of wall-clock time, for a CPU with other load.
 """
 
 import argparse
@@ -41,7 +40,7 @@ ROW_STEPS = 20
 
 
 class GroupOfOne(RankGroup):
-    """Goes all the way, as a process among several does."""
+    """A process group of one that runs the full distributed code path."""
 
     @property
     def is_alone(self) -> bool:
@@ -97,31 +96,35 @@ def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range, *
 
 
 def compare(name: str, *, device: str, precision: str, seconds: float, clock: Clock) -> None:
-    is_large, coin = device == "cuda", random.Random(0)
+    is_large, rng = device == "cuda", random.Random(0)
     settings: dict[str, Any] = {"device": device, "is_large": is_large, "precision": precision}
-    ways = {
+    variants = {
         "plain": parts_of(name, group=RankGroup(RankInfo()), **settings),
         "torchrun": parts_of(name, group=RankGroup(RankInfo()), **settings),
         "machinery": parts_of(name, group=GroupOfOne(RankInfo()), **settings),
     }
     batches = {}
-    for way, (parts, loss) in ways.items():
+    for variant, (parts, loss) in variants.items():
         found = parts.source.batches(Position())
-        batches[way] = [next(found) for _ in range(NUM_BATCHES)]
-        timed(parts, loss, batches[way], range(NUM_BATCHES), clock=clock)  # Every shape has been there once.
+        batches[variant] = [next(found) for _ in range(NUM_BATCHES)]
+        timed(parts, loss, batches[variant], range(NUM_BATCHES), clock=clock)  # Every shape has been there once.
     for kind, steps in (("one by one", 1), ("in a row", ROW_STEPS)):
-        times: dict[str, list[float]] = {way: [] for way in ways}
+        times: dict[str, list[float]] = {variant: [] for variant in variants}
         number, end = 0, time.perf_counter() + seconds / 2
         while time.perf_counter() < end or len(times["plain"]) < 8:
-            for way in coin.sample([*ways], len(ways)):
-                times[way].append(timed(*ways[way], batches[way], range(number, number + steps), clock=clock))
+            for variant in rng.sample([*variants], len(variants)):
+                times[variant].append(
+                    timed(*variants[variant], batches[variant], range(number, number + steps), clock=clock)
+                )
             number += steps
         plain = median_interval(times["plain"]).median
         print(f"{name:5} {kind:10} plain {plain * 1e3:8.2f} ms, {len(times['plain'])} rounds")
-        for way in ("torchrun", "machinery"):
-            ratio = median_interval([ours / theirs for ours, theirs in zip(times[way], times["plain"], strict=True)])
-            bar = "" if way == "machinery" else "  within 1.02" if ratio.median <= 1.02 else "  OVER 1.02"
-            print(f"      {way:10} {ratio.median:.3f} of plain ({ratio.low:.3f} to {ratio.high:.3f}){bar}")
+        for variant in ("torchrun", "machinery"):
+            ratio = median_interval(
+                [ours / theirs for ours, theirs in zip(times[variant], times["plain"], strict=True)]
+            )
+            bar = "" if variant == "machinery" else "  within 1.02" if ratio.median <= 1.02 else "  OVER 1.02"
+            print(f"      {variant:10} {ratio.median:.3f} of plain ({ratio.low:.3f} to {ratio.high:.3f}){bar}")
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""Whole steps as CUDA graphs: what they save, what they cost, and whether they train the same.
+"""Whole steps as CUDA graphs: speed, cost, and equality of training.
 
     python benchmarks/graphs.py [--seconds 8] [--tasks text chat conv] [--precision bf16]
 
-Three models of usual shape on made-up data: a BERT-like classifier at a global batch of 32 with four lengths, a causal
-language model, a residual net. Steps that run one kernel after the other and steps that are replayed take turns on the
-same batches, in tossed order; the ratio is taken inside a pair. "in a row" is the time of a step when nobody waits for
-the device in between, as in a training. Then 50 losses of both are compared in fp32 without dropout, and a run that is
-cut and resumed with one that is not, with dropout. `--simulated` tries this file itself on the CPU; its times mean
-nothing.
+Three models of usual shape on random data: a BERT-like classifier at a global batch of 32 with four lengths, a causal
+language model, a residual net. Eager and replayed steps alternate on the same batches in random order; ratios are
+computed within each pair. "in a row" is the time of a step without synchronization in between, as in a training. Then
+50 losses of both are compared in fp32 without dropout, and an interrupted and resumed run with an uninterrupted one,
+with dropout. `--simulated` is a smoke test on the CPU; its times mean nothing.
 """
 
 import argparse
@@ -70,7 +69,7 @@ class Classifier(nn.Module):
 
 
 def text(*, is_large: bool, dropout: float = 0.1) -> Task:
-    """Lengths of scientific sentences: 46 of 128 tokens on average."""
+    """Text lengths of scientific sentences: 46 of 128 tokens on average."""
     torch.manual_seed(0)
     longest, vocabulary = (128, 30_522) if is_large else (32, 300)
     shape = {"width": 768, "layers": 12, "heads": 12} if is_large else {"width": 64, "layers": 2, "heads": 4}
@@ -93,68 +92,70 @@ def lengths_of(name: str) -> dict[str, Any]:
     return {} if name == "conv" else {"lengths": "few shapes"}
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+# --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def in_a_row(prepared: LocalPreparedStep, rig: Any, steps: int) -> float:
-    """Seconds of one step when nobody waits in between."""
+def in_a_row(prepared: LocalPreparedStep, bench: Any, steps: int) -> float:
+    """Return the seconds of a step without synchronization in between."""
     parts = prepared._parts
     parts.device.sync()
     start = time.perf_counter()
     for index in range(steps):
-        batch = rig.batch(index)
-        parts.stepper(rig.loss, prepared._cut(batch), num_samples=len(batch), step=index + 1)
+        batch = bench.batch(index)
+        parts.stepper(bench.loss, prepared._cut(batch), num_samples=len(batch), step=index + 1)
     parts.device.sync()
     return (time.perf_counter() - start) / steps
 
 
 def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: float) -> None:
-    task, coin = TASKS[name](is_large=is_large), random.Random(0)
-    with task.rig(device=device, name=name, precision=precision, **lengths_of(name)) as rig:
-        ways = {"eager": rig.prepare({}, seconds=60)}
+    task, rng = TASKS[name](is_large=is_large), random.Random(0)
+    with task.bench(device=device, name=name, precision=precision, **lengths_of(name)) as bench:
+        variants = {"eager": bench.prepare({}, seconds=60)}
         try:
-            ways["graph"] = rig.prepare({"graph": "on"}, seconds=60)
+            variants["graph"] = bench.prepare({"graph": "on"}, seconds=60)
         except ProbeFailedError as error:
             print(f"{name:5} not captured: {error.reason}")
             return
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        rows: dict[str, list[float]] = {way: [] for way in ways}
+        times: dict[str, list[float]] = {variant: [] for variant in variants}
+        rows: dict[str, list[float]] = {variant: [] for variant in variants}
         ratios: list[float] = []
         end = time.perf_counter() + seconds
         index = 0
         while time.perf_counter() < end or index < NUM_BATCHES:
-            order = list(ways) if coin.random() < 0.5 else list(ways)[::-1]
-            for way in order:
-                times[way].append(ways[way].step(index))
+            order = list(variants) if rng.random() < 0.5 else list(variants)[::-1]
+            for variant in order:
+                times[variant].append(variants[variant].step(index))
             ratios.append(torch.tensor(times["graph"][-1] / times["eager"][-1]).log().item())
             index += 1
         for _ in range(3):
-            for way, prepared in ways.items():
-                rows[way].append(in_a_row(prepared, rig, 2 * NUM_BATCHES))
-        stepper = ways["graph"]._parts.stepper
+            for variant, prepared in variants.items():
+                rows[variant].append(in_a_row(prepared, bench, 2 * NUM_BATCHES))
+        stepper = variants["graph"]._parts.stepper
         gain = ratio_interval(ratios)
         print(
             f"{name:5} {stepper.num_captured} shapes captured in {stepper.capture_seconds:.2f} s; "
-            f"ready after {ways['graph'].preparation_seconds:.1f} s (eager {ways['eager'].preparation_seconds:.1f} s)"
+            f"ready after {variants['graph'].preparation_seconds:.1f} s "
+            f"(eager {variants['eager'].preparation_seconds:.1f} s)"
         )
-        for way, prepared in ways.items():
-            found = median_interval(times[way])
+        for variant, prepared in variants.items():
+            found = median_interval(times[variant])
             batch = task.training["global_batch_size"]
-            pace = statistics.median(rows[way])
+            pace = statistics.median(rows[variant])
             print(
-                f"      {way}: {1e3 * found.middle:8.3f} ms a step ({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
+                f"      {variant}: {1e3 * found.middle:8.3f} ms per step "
+                f"({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
                 f"in a row {1e3 * pace:8.3f} ms, {batch / pace:8.0f} samples/s, "
                 f"peak {format_bytes(prepared.peak_bytes() or 0)}"
             )
         print(f"      {gain.middle:.2f}x ({gain.low:.2f} to {gain.high:.2f}) in {gain.repeats} pairs")
 
 
-# --- the same training ------------------------------------------------------------------------------------------------
+# --- equality of training --------------------------------------------------------------------------------------------
 
 
 def run(name: str, folder: Path, *, device: str, graph: str, is_large: bool, max_steps: int, **how: Any) -> nn.Module:
     overrides = {"graph": graph, "precision": "fp32", "verify": "off", "micro_batch": 64, **lengths_of(name)}
-    overrides |= how.pop("wishes", {})
+    overrides |= how.pop("overrides", {})
     task = TASKS[name](is_large=is_large, **how)
     whet.train(
         task.model,
@@ -182,12 +183,12 @@ def replayed(folder: Path) -> int:
     return sum("graph" in e.fields["seconds"] for e in History(whet.open_run(folder)).events(kinds=("step",)))
 
 
-def tell_changes(folder: Path) -> None:
-    """Whatever was not as planned."""
+def print_changes(folder: Path) -> None:
+    """Print deviations from the plan."""
     for event in History(whet.open_run(folder)).events(kinds=("plan", "oom", "skip", "resume")):
-        told = {key: event.fields[key] for key in ("message", "reason", "rollback_reason") if event.fields.get(key)}
-        if told:
-            print(f"      {folder.name}, step {event.step}: {told}")
+        details = {key: event.fields[key] for key in ("message", "reason", "rollback_reason") if event.fields.get(key)}
+        if details:
+            print(f"      {folder.name}, step {event.step}: {details}")
 
 
 def equality(name: str, folder: Path, *, device: str, is_large: bool) -> None:
@@ -196,13 +197,13 @@ def equality(name: str, folder: Path, *, device: str, is_large: bool) -> None:
     for kind in ("off", "again", "on"):
         run(name, folder / kind, graph="on" if kind == "on" else "off", **how)
     eager = losses(folder / "off")
-    # Kernels that sum in the order in which they finish differ from themselves, too.
+    # Kernels with a nondeterministic order of summation differ from themselves.
     again, ours = (largest_difference(losses(folder / kind), eager) for kind in ("again", "on"))
     print(
         f"{name:5} 50 losses, {replayed(folder / 'on')} replayed: largest relative difference {ours:.2e} "
         f"(eager twice: {again:.2e})"
     )
-    tell_changes(folder / "on")
+    print_changes(folder / "on")
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
@@ -210,7 +211,7 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
 
 
 def resumption(name: str, folder: Path, *, device: str) -> None:
-    how: dict[str, Any] = {"device": device, "graph": "on", "is_large": False, "wishes": {"deterministic": "on"}}
+    how: dict[str, Any] = {"device": device, "graph": "on", "is_large": False, "overrides": {"deterministic": "on"}}
     whole = run(name, folder / "whole", max_steps=40, **how)
     run(name, folder / "cut", max_steps=17, **how)
     cut = run(name, folder / "cut", max_steps=40, **how)
@@ -224,8 +225,8 @@ def resumption(name: str, folder: Path, *, device: str) -> None:
         pairs = zip(losses(folder / "whole"), losses(folder / "cut"), strict=False)
         first = next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), None)
         print(f"      the first loss that differs is that of step {first}")
-    tell_changes(folder / "whole")
-    tell_changes(folder / "cut")
+    print_changes(folder / "whole")
+    print_changes(folder / "cut")
 
 
 def main() -> None:

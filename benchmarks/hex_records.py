@@ -1,10 +1,10 @@
-"""How much does a net learn from recorded games? Beside the two-distance player, on the same held-out positions.
+"""Train a net on recorded Hex games and compare it with the two-distance player on the same held-out positions.
 
     python benchmarks/hex_records.py --device cuda [--data DIR] [--run DIR] [key=value ...]
 
-DIR holds hex-neurohex-13x13/raw_games.dat; without --data, the folder that WHET_TEST_DATA names. Trains as `whet train
-hex` does, and judges both on the undecided positions of the games of the test part. Nothing is chosen on that part.
-Exit code 1: a bar was missed.
+DIR holds hex-neurohex-13x13/raw_games.dat; without --data, the folder in WHET_TEST_DATA. Trains like `whet train hex`
+and evaluates both players on the undecided positions of the test split. Nothing is selected on that split. Exit code 1:
+a target was missed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WORDS = (
 )
 SECONDS = 480.0
 BARS = {"policy_top1": 1.3, "value_accuracy": 1.1}
-"""How many times the two-distance player's."""
+"""Targets relative to the two-distance player."""
 AIMS = {"policy_top1": 0.40, "value_accuracy": 0.75}
 AT_ONCE = 2048
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def judged_on(found: PositionSet, player: Player) -> dict[str, float]:
-    """A player's metrics on the undecided positions of the test part; of moves it thinks equal, one is drawn."""
+    """Return a player's metrics on the undecided positions of the test split; ties are broken randomly."""
     draw = np.random.default_rng(0)
     ranks, wins, results = [], [], []
     numbers = found.split("test")
@@ -98,7 +98,7 @@ def judged_on(found: PositionSet, player: Player) -> dict[str, float]:
 
 
 def show(figures: dict) -> bool:
-    """The table; whether the bars are reached."""
+    """Print the table, and return whether the targets are reached."""
     judged, names = figures["test"], list(figures["test"]["net"])
     print(f"training took {figures['seconds']:.0f} s of {SECONDS:.0f} s on {figures['device']}")
     print("| " + " | ".join(["test part", *names]) + " |")

@@ -1,7 +1,7 @@
-"""How many boards a second are checked for a winner, on one core? Beside the plain union-find, on the same boards.
+"""Speed of the Hex rules on one core: winner checks (compared with a plain union-find), evaluations, games and imports.
 
-And how many does the two-distance player judge, how many games does it play, how fast are games imported? Seconds are
-those of the processor: neighbours on the machine do not count.
+The two-distance player evaluates boards and plays games. Seconds are CPU seconds, so other load on the machine does not
+count.
 
 python benchmarks/hex_rules.py [--sizes 5,11,13,19] [--boards 200000]
 """
@@ -23,7 +23,7 @@ from whet.recipes.hex.game.rules import legal, winners
 
 
 def random_boards(count: int, *, size: int, seed: int = 0) -> np.ndarray:
-    """Boards of all densities, half of them full."""
+    """Draw boards of all densities, half of them full."""
     generator = np.random.default_rng(seed)
     boards = generator.integers(1, 3, (count, size, size), dtype=np.int8)
     density = np.where(generator.random(count) < 0.5, 1.0, generator.random(count))
@@ -32,7 +32,7 @@ def random_boards(count: int, *, size: int, seed: int = 0) -> np.ndarray:
 
 
 def per_second(function, boards: np.ndarray, *, repeats: int = 5) -> list[float]:
-    """Boards a second, sorted."""
+    """Return boards per second, sorted."""
     rates = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -42,7 +42,7 @@ def per_second(function, boards: np.ndarray, *, repeats: int = 5) -> list[float]
 
 
 def one_by_one(boards: np.ndarray) -> list[int]:
-    """The winners by union-find, board after board."""
+    """Return the winners by union-find, one board at a time."""
     found = []
     for board in boards.reshape(len(boards), -1).tolist():
         chains = ChainTracker(int(len(board) ** 0.5))
@@ -91,7 +91,7 @@ def played(size: int, count: int) -> Games:
 
 
 def measured(work):
-    """What it gives, and the seconds it took."""
+    """Call a function, and return its result and CPU seconds."""
     begin = time.process_time()
     return work(), time.process_time() - begin
 

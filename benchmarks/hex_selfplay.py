@@ -1,12 +1,12 @@
-"""Does a net get better by playing itself? The champion after some minutes against a net that only learned from games.
+"""Strength gained by self-play: the champion after some minutes against a net that was trained on games only.
 
     python benchmarks/hex_selfplay.py [--minutes 20] [--against RUN] [--folder DIR] [--device cpu] [key=value ...]
 
-RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
-many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
-and RUN meet with equal searches: none, and as many simulations as are named. Exit code 1: the bar was missed with one
-of them. Beside it, without a bar: longer searches, which leave too little to win on 5x5 for any player (docs/hex.md),
-and all of them on even openings.
+RUN is a run of `whet train hex`; without it, one is trained first. Then `whet train hex selfplay=True` runs for the
+given minutes from scratch, its first generation and its games included, and is killed. Its champion and RUN play with
+equal searches: none, and the given numbers of simulations. Exit code 1: the target was missed with one of them. Without
+a target, longer searches are reported too, which leave too little to win on 5x5 for any player (docs/hex.md), and all
+of them on even openings.
 """
 
 import argparse
@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the self-play is kept, or is there already")
     parser.add_argument("--games", type=int, default=400)
     parser.add_argument("--simulations", type=int, nargs="*", default=[4], help="searches that the bar holds for")
-    parser.add_argument("--beside", type=int, nargs="*", default=[16, 64], help="searches that are told beside them")
+    parser.add_argument(
+        "--longer", type=int, nargs="*", default=[16, 64], help="simulations of longer searches that are reported them"
+    )
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -46,8 +48,8 @@ def main() -> None:
         state = read_state(folder)
         met = partial(meet, folder, against, games=given.games, device=given.device)
         judged = [met(count, count) for count in (0, *given.simulations)]
-        beside = [met(count, count) for count in given.beside]
-        beside += [met(count, count, openings="even") for count in (0, *given.simulations, *given.beside)]
+        beside = [met(count, count) for count in given.longer]
+        beside += [met(count, count, openings="even") for count in (0, *given.simulations, *given.longer)]
     for done in state.generations[1:]:
         kept = "champion" if done.is_champion else "left"
         print(f"generation {done.number}: {done.num_positions:,} positions, won {done.win_rate:.1%}, {kept}")
@@ -62,13 +64,13 @@ def main() -> None:
 def meet(
     one: Path, other: Path, looks: int, others: int, *, games: int, device: str, openings: OpeningKind = "random"
 ) -> Contest:
-    """The champion and the net of games alone, with so many simulations each."""
+    """Let the champion play the net trained on games, with equal numbers of simulations."""
     players = [f"{path}@{count}" if count else str(path) for path, count in ((one, looks), (other, others))]
     return hold_contest(*players, num_games=games, openings=openings, device=device)
 
 
 def improve(folder: Path, words: list[str], *, minutes: float, device: str, home: Path) -> None:
-    """A self-play that is killed when its time is over."""
+    """Run self-play, and kill it when its time is over."""
     command = [sys.executable, "-m", "whet", "train", "hex", "selfplay=True", "loop.generations=1000", *words]
     command += ["--device", device, "--run", str(folder), "--max-restarts", "0"]
     child = subprocess.Popen(command, env=env.child_environment(WHET_HOME=str(home / "fresh")))

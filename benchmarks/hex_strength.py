@@ -1,10 +1,10 @@
-"""How well does a net play 5x5 after a few minutes on a CPU?
+"""Playing strength of a net on 5x5 after a few minutes of training on a CPU.
 
     python benchmarks/hex_strength.py [--run DIR] [--games 400] [--device cpu] [key=value ...]
 
-Trains as `whet train hex` does, games included (an empty cache), and lets the net meet the random player without a
-search and the two-distance player with 64 simulations a move. Openings are random and paired. Exit
-code 1: a bar was missed.
+Trains like `whet train hex`, including the generation of games (an empty cache). The net plays the random player
+without a search and the two-distance player with 64 simulations per move. Openings are random and paired. Exit code 1:
+a target was missed.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from whet.base import env
 from whet.recipes.hex.arena import Contest, hold_contest
 
 SECONDS = 300.0
-"""What making the games and training may take."""
+"""Limit for generating games and training."""
 BARS = {"random": ("", 0.95), "two-distance": ("@64", 0.60)}
-"""Opponent: what is put behind the run's name, and the least win rate."""
+"""For each opponent: the suffix of the run's name, and the minimum win rate."""
 
 
 def main() -> None:
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def train(path: Path, words: list[str], *, device: str, home: Path) -> None:
-    """The games are made too: the cache is empty."""
+    """Train, with an empty cache, so that the games are generated too."""
     command = [sys.executable, "-m", "whet", "train", "hex", *words, "--device", device, "--run", str(path)]
     subprocess.run(command, env=env.child_environment(WHET_HOME=str(home / "cache")), check=True)
 
 
 def show(contest: Contest) -> bool:
-    """The lines of a contest; whether its bar is reached."""
+    """Print a contest, and return whether its target is reached."""
     look, bar = BARS[contest.two]
     is_reached = contest.rating.win_rate >= bar
     shown = f"with {look[1:]} simulations a move" if look else "without a search"

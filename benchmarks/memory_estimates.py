@@ -1,11 +1,11 @@
-"""How near memory estimates come: the estimate, made without the device, beside the peak that real steps allocate.
+"""Accuracy of memory estimates: the estimate, made without the device, and the peak that real steps allocate.
 
     python benchmarks/memory_estimates.py [--precisions fp32 bf16] [--only BERT] [--steps 3] [--out FILE]
 
-Each model is estimated among fake tensors, then trained for a few real steps on the device by whet's own Stepper with
-fused AdamW and clipping, with and without activation checkpointing. The peak is the allocator's own
-(`max_memory_allocated`), reset after the first step, which makes the optimizer's state. What cuBLAS holds from the
-models before is given back between them, so that each row stands alone. Exit status 1 if one row is off by over 10 %.
+Each model is estimated with fake tensors, then trained for a few real steps on the device by whet's Stepper with fused
+AdamW and clipping, with and without activation checkpointing. The peak is that of the allocator
+(`max_memory_allocated`), reset after the first step, which creates the optimizer state. cuBLAS workspaces are released
+between models, so that rows are independent. Exit status 1 if one row is off by more than 10 %.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Row:
     seconds: float = 0.0
     measured: int = 0
     at_rest: int = 0
-    """Allocated between steps: weights, optimizer state, workspaces; the gradients are let go of first."""
+    """Bytes allocated between steps: weights, optimizer state, workspaces, without gradients."""
     error: str = ""
 
     @property
@@ -77,7 +77,7 @@ HEAD = (
 
 
 def rows(cases: list[Case], precisions: list[str], device: AbstractDevice, steps: int) -> Iterator[Row]:
-    """One row for each way to train each model; a failure is a row too."""
+    """Yield a row for each model and each training variant; a failure is a row too."""
     for case in cases:
         for precision in precisions:
             for is_checkpointed in (False, True) if case.has_blocks else (False,):
@@ -105,9 +105,9 @@ def _measure(case: Case, precision: str, is_checkpointed: bool, device: Abstract
     device.use_precision(precision)
     trainable = case.trainable()
     if device.kind == "cpu":
-        # No allocator counts there: real tensors are followed instead.
-        ways = {"device": "cpu", "precision": precision, "activation_checkpointing": is_checkpointed}
-        return estimate_trainable(trainable, name=case.name, **ways).bytes_at(case.size), 0
+        # The CPU has no allocator statistics, so real tensors are tracked instead.
+        options = {"device": "cpu", "precision": precision, "activation_checkpointing": is_checkpointed}
+        return estimate_trainable(trainable, name=case.name, **options).bytes_at(case.size), 0
     device.put_model(trainable.model)
     optimizer = build_optimizer(trainable.optimizer, trainable.model, device, kernels="fused")
     stepper = Stepper(trainable.model, optimizer, device, precision=precision, clip=1.0)
@@ -139,7 +139,7 @@ def _forget(device: AbstractDevice) -> None:
 
 
 def facts(device: AbstractDevice) -> list[str]:
-    """What libraries keep beside tensors, measured: what the estimates assume can be compared with it."""
+    """Measure what libraries allocate besides tensors, to compare with the assumptions of the estimates."""
     if device.kind != "cuda":
         return []
     return [line for look in (_workspaces, _reserve) for line in _looked(look, device)]

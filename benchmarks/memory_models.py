@@ -1,4 +1,4 @@
-"""Models whose steps take more than 500 MB, of the usual families, written with plain torch.nn."""
+"""Models of the usual families whose steps take more than 500 MB, written with plain torch.nn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Case:
     has_blocks: bool = True
 
     def trainable(self) -> Trainable:
-        """The model with `size` samples; fake where it is made among fake tensors."""
+        """Return the model with `size` samples; made of fake tensors under a fake mode."""
         return make_trainable(self.make(self.size), name=self.name)
 
 
 class Encoder(nn.Module):
-    """As BERT base: 12 layers of 768 with dropout, norms after the blocks, a masked language model's head."""
+    """Like BERT base: 12 layers of 768 with dropout, norms after the blocks, a masked language model's head."""
 
     def __init__(self, vocabulary: int = 30_522, width: int = 768, layers: int = 12, length: int = 512) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As GPT-2 medium: 24 layers of 1024, words tied to the head."""
+    """Like GPT-2 medium: 24 layers of 1024, words tied to the head."""
 
     def __init__(self, vocabulary: int = 50_257, width: int = 1024, layers: int = 24, length: int = 1024) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """As ResNet-50."""
+    """Like ResNet-50."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Recurrent(nn.Module):
 
 
 class Vision(nn.Module):
-    """As ViT-B/16: patches through 12 blocks with norms before them."""
+    """Like ViT-B/16: patches through 12 blocks with norms before them."""
 
     def __init__(self, width: int = 768, layers: int = 12, classes: int = 1000) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Vision(nn.Module):
 
 
 class ConvNext(nn.Module):
-    """As ConvNeXt-T: depthwise convolutions, norms over channels last, four stages."""
+    """Like ConvNeXt-T: depthwise convolutions, norms over channels last, four stages."""
 
     def __init__(self, widths: tuple[int, ...] = (96, 192, 384, 768), depths: tuple[int, ...] = (3, 3, 9, 3)) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ CASES = (
 
 
 def small(case: Case) -> Case:
-    """The same kind of model, small enough for a CPU."""
+    """Return the same kind of model, small enough for a CPU."""
     kinds: dict[str, Any] = {
         "BERT": _text(lambda: Encoder(500, 64, 2, 32), 500, 32),
         "GPT": _text(lambda: Decoder(500, 64, 2, 32), 500, 32),

@@ -1,12 +1,12 @@
-"""What whet costs: Session and train() beside the bare PyTorch loop on the same step, in turns.
+"""Overhead of whet: Session and train() compared with a bare PyTorch loop, interleaved step by step.
 
     python benchmarks/overhead.py [--rounds 20] [--steps 200] [--milliseconds 5]
 
-Before each step of whet's a bare loop makes one, on a model of its own, so that both meet the same moment of the
-machine. The time of whet's is from there to the begin of the next step: set-up does not count, everything between
-steps does. The slowest tenth of each side's steps is left out. In each round a second bare loop takes whet's place too:
-what the place itself costs is known from it, and taken away. The table shows the median over rounds and the interval
-that holds it in 95 % of resamplings.
+Before each step of whet, a bare loop runs one on its own model, so that both see the same state of the machine. The
+time of whet's step ends when the next step begins: set-up does not count, everything between steps does. The slowest
+tenth of each side's steps is dropped. In each round a second bare loop takes the place of whet as well, which measures
+the cost of the position itself; it is subtracted. The table shows the median over rounds and its 95 % bootstrap
+interval.
 """
 
 import argparse
@@ -31,8 +31,8 @@ BATCH = 32
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Turns:
-    """A loss function that lets the bare loop make a step first, and notes when both began."""
+class InterleavedLoss:
+    """A loss function that runs a step of the bare loop first, and records when both began."""
 
     def __init__(self, model: nn.Module, bare: Iterator[None]) -> None:
         self._model = model
@@ -47,7 +47,7 @@ class Turns:
         return nn.functional.cross_entropy(self._model(x), y)
 
     def seconds(self, steps: int) -> tuple[float, float]:
-        """A step of the bare loop, and one of ours; calls before the first step measured the memory of a sample."""
+        """Return the seconds of a bare step and of ours, without the calls that measured the memory of a sample."""
         begun, done = self._begun[-steps:], self._done[-steps:]
         theirs = [end - start for start, end in zip(begun, done, strict=True)]
         ours = [following - end for end, following in zip(done, begun[1:], strict=False)]
@@ -55,7 +55,7 @@ class Turns:
 
 
 def _without_slowest(steps: list[float]) -> float:
-    """The mean of all but the slowest tenth: those are the machine's other work, on whichever side they fall."""
+    """Return the mean of all but the slowest tenth, which are disturbed by other work of the machine."""
     kept = sorted(steps)[: -(-len(steps) * 9 // 10)]
     return sum(kept) / len(kept)
 
@@ -66,7 +66,7 @@ def make_model(width: int) -> nn.Module:
 
 
 def bare_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_of: Loss | None = None) -> Iterator[None]:
-    """Makes a step whenever it is asked for one."""
+    """Run one step per iteration."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     order = torch.from_numpy(epoch_order(len(x), seed=0, epoch=0))
     for rows in itertools.cycle(order.split(BATCH)):
@@ -79,20 +79,24 @@ def bare_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_of: Loss 
         yield
 
 
-def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: Path, loss_of: Turns) -> None:
+def run_bare(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: Path, loss_of: InterleavedLoss) -> None:
     for _ in itertools.islice(bare_loop(model, x, y, loss_of), steps):
         pass
 
 
-def by_session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: Turns) -> None:
+def run_session(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: InterleavedLoss
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    options = {"global_batch_size": BATCH, "max_steps": steps, "clip": 1.0, "wishes": WISHES}
+    options = {"global_batch_size": BATCH, "max_steps": steps, "clip": 1.0, "overrides": OVERRIDES}
     with whet.Session(model, optimizer, (x, y), run=run, **options) as session:
         for batch in session:
             session.step(lambda micro: loss_of(micro.x, micro.y), batch)
 
 
-def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: Turns) -> None:
+def run_train(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: InterleavedLoss
+) -> None:
     whet.train(
         model,
         (x, y),
@@ -102,18 +106,18 @@ def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run
         max_steps=steps,
         clip=1.0,
         run=run,
-        overrides=WISHES,
+        overrides=OVERRIDES,
         on_event=None,
     )
 
 
-WISHES = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
-PLACE = "bare loop"
-WAYS = {PLACE: by_hand, "Session": by_session, "train()": by_train}
+OVERRIDES = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
+BASELINE = "bare loop"
+VARIANTS = {BASELINE: run_bare, "Session": run_session, "train()": run_train}
 
 
 def width_for(milliseconds: float, x: torch.Tensor, y: torch.Tensor) -> int:
-    """The width at which a bare step takes about that long."""
+    """Return the width at which a bare step takes about `milliseconds`."""
     width = 64
     while width < 4_096:
         loop, times = bare_loop(make_model(width), x, y), []
@@ -136,15 +140,15 @@ def interval(values: list[float]) -> tuple[float, float]:
 def measure(
     width: int, x: torch.Tensor, y: torch.Tensor, *, rounds: int, steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step of the bare loop and of each way in its turn, round by round."""
+    """Return the seconds of a bare step and of a step of each variant, for each round."""
     first = make_model(width)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
-            for name in list(WAYS) if number % 2 else list(WAYS)[::-1]:
+            for name in list(VARIANTS) if number % 2 else list(VARIANTS)[::-1]:
                 model = copy.deepcopy(first)
-                turns = Turns(model, bare_loop(copy.deepcopy(first), x, y))
-                WAYS[name](model, x, y, steps, Path(folder) / f"{number}-{name}", turns)
+                turns = InterleavedLoss(model, bare_loop(copy.deepcopy(first), x, y))
+                VARIANTS[name](model, x, y, steps, Path(folder) / f"{number}-{name}", turns)
                 if number:  # the first round warms up
                     seconds[name].append(turns.seconds(steps))
     return seconds
@@ -157,28 +161,28 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=5.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    # A step of almost nothing is timed twice as often: what is done once in a while counts then.
+    # Tiny steps are timed twice as often, so that periodic work is included.
     x = torch.randn(BATCH * 2 * given.steps, 64)
     y = torch.randint(0, 10, (len(x),))
     width = width_for(given.milliseconds, x, y)
     seconds = measure(width, x, y, rounds=given.rounds, steps=given.steps)
     print(f"{given.rounds} rounds of {given.steps} steps, width {width}, one thread, torch {torch.__version__}")
-    print(f"{'way':10} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
+    print(f"{'variant':10} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
     for name, times in seconds.items():
         ratios = [
             (ours / theirs) / (again / bare)
-            for (theirs, ours), (bare, again) in zip(times, seconds[PLACE], strict=True)
+            for (theirs, ours), (bare, again) in zip(times, seconds[BASELINE], strict=True)
         ]
         low, high = interval(ratios)
         ours = statistics.median(ours for _, ours in times) * 1e3
         print(f"{name:10} {ours:12.3f} {statistics.median(ratios):24.4f}    {low:.4f} to {high:.4f}")
 
     seconds = measure(8, x, y, rounds=given.rounds, steps=2 * given.steps)
-    print("\nwhat a step costs more than in the bare loop, on a step of almost nothing")
+    print("\noverhead of a tiny step over the bare loop")
     for name in ("Session", "train()"):
         more = [
             1e6 * ((ours - theirs) - (again - bare))
-            for (theirs, ours), (bare, again) in zip(seconds[name], seconds[PLACE], strict=True)
+            for (theirs, ours), (bare, again) in zip(seconds[name], seconds[BASELINE], strict=True)
         ]
         low, high = interval(more)
         share = statistics.median(more) / (given.milliseconds * 1e3)

@@ -1,12 +1,12 @@
-"""How far is the plan that whet finds within its budget from the best of a grid? Measured in one run.
+"""Regret of the plan that whet finds within its budget, relative to the best of a grid, measured in one run.
 
     python benchmarks/regret.py [text chat conv] [--budget 60] [--device auto] [--rounds 10] [--no-compile] [--out FILE]
 
-First the search, as `whet plan --measure` makes it. Then every cell of a grid over precision, micro-batch, lengths,
-optimizer kernels and threads, in a random order, with a few steps each; the three best are tried compiled too. In the
-end the plan and the three best cells take turns, `--rounds` times, on the same batches: the ratio is taken inside each
-round, and the table shows its median with the interval that holds it in 95 % of resamplings. Half precision counts in
-the grid only where it computes the same (whet's own bound).
+First the search of `whet plan --measure`. Then every cell of a grid over precision, micro-batch, lengths, optimizer
+kernels and threads, in random order, with a few steps each; the three best are also compiled. Finally the plan and the
+three best cells alternate `--rounds` times on the same batches: ratios are computed within each round, and the table
+shows their median with its 95 % bootstrap interval. Half precision counts in the grid only where it computes the same
+(whet's own bound).
 """
 
 import argparse
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from results import FALLS_SHORT, at_least
-from workloads import TASKS, remote_rig
+from results import BELOW_TARGET, at_least
+from workloads import TASKS, process_bench
 
 from whet.autotune.candidates import device_kind
 from whet.autotune.search import search
@@ -43,9 +43,9 @@ class Cell:
     problem: str = ""
 
 
-def grid(rig: LocalStepBench) -> list[Settings]:
-    """All combinations that are worth listing on the device."""
-    plan = rig.plan
+def grid(bench: LocalStepBench) -> list[Settings]:
+    """Return the combinations that apply to the device."""
+    plan = bench.plan
     kind, whole = device_kind(plan), plan.workload.global_batch_size
     axes: dict[str, list[Scalar]] = {
         "precision": ["fp32", "bf16"] if kind == "cpu" else ["fp32", "tf32", "bf16", "fp16"],
@@ -62,9 +62,9 @@ def grid(rig: LocalStepBench) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def measure(rig: LocalStepBench, settings: Settings) -> Cell:
+def measure(bench: LocalStepBench, settings: Settings) -> Cell:
     try:
-        prepared = rig.prepare(settings, seconds=120)
+        prepared = bench.prepare(settings, seconds=120)
         seconds = statistics.median(prepared.step(index) for index in range(STEPS))
         prepared.close()
     except ProbeFailedError as error:
@@ -72,18 +72,18 @@ def measure(rig: LocalStepBench, settings: Settings) -> Cell:
     return Cell(settings, seconds)
 
 
-def usable(rig: LocalStepBench, cells: list[Cell]) -> list[Cell]:
-    """Without those in a precision that does not compute the same."""
+def usable(bench: LocalStepBench, cells: list[Cell]) -> list[Cell]:
+    """Drop cells in a precision that does not compute the same."""
     verdicts: dict[Scalar, bool] = {"fp32": True}
     for cell in cells:
         precision = cell.settings["precision"]
         if precision not in verdicts:
-            verdicts[precision] = rig.agreement(cell.settings, seconds=60).agrees
+            verdicts[precision] = bench.agreement(cell.settings, seconds=60).agrees
     return [cell for cell in cells if verdicts[cell.settings["precision"]] and not cell.problem]
 
 
-def take_turns(ready: list[LocalPreparedStep], *, rounds: int, seed: int) -> list[list[float]]:
-    """For each, the seconds of a step in each round."""
+def alternate(ready: list[LocalPreparedStep], *, rounds: int, seed: int) -> list[list[float]]:
+    """Return the seconds per step of each cell in each round."""
     coin, found = random.Random(seed), [[] for _ in ready]
     for number in range(rounds):
         order = list(range(len(ready)))
@@ -94,7 +94,7 @@ def take_turns(ready: list[LocalPreparedStep], *, rounds: int, seed: int) -> lis
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """The median, and where it lies in 95 % of resamplings."""
+    """Return the median and its 95 % bootstrap interval."""
     draws = random.Random(0)
     medians = sorted(statistics.median(draws.choices(values, k=len(values))) for _ in range(2000))
     return statistics.median(values), medians[50], medians[1949]
@@ -108,27 +108,27 @@ def report(name: str, *, device: str, budget: float, rounds: int, compiles: bool
     task = TASKS[name](is_large=device != "cpu")
     yield f"## {name}: {sum(p.numel() for p in task.model.parameters()):,} parameters"
     yield ""
-    with remote_rig(name, device=device) as elsewhere:
+    with process_bench(name, device=device) as elsewhere:
         found = search(elsewhere.plan, elsewhere, budget_seconds=budget)
     yield from (f"- {line}" for line in found.words)
     yield from (f"  - {trial.words} ({trial.spent_seconds:.1f} s)" for trial in found.trials)
-    with task.rig(device=device, name=name) as rig:
-        cells = [Cell(settings) for settings in grid(rig)]
+    with task.bench(device=device, name=name) as bench:
+        cells = [Cell(settings) for settings in grid(bench)]
         random.Random(1).shuffle(cells)
         start = time.perf_counter()
-        cells = [measure(rig, cell.settings) for cell in cells]
+        cells = [measure(bench, cell.settings) for cell in cells]
         took = time.perf_counter() - start
-        good = sorted(usable(rig, cells), key=lambda cell: cell.seconds)
+        good = sorted(usable(bench, cells), key=lambda cell: cell.seconds)
         yield f"- grid: {len(cells)} cells in {took:.0f} s, {len(cells) - len(good)} failed or compute something else"
         if compiles:
-            compiled = [measure(rig, {**cell.settings, "compile": "on"}) for cell in good[:BEST]]
+            compiled = [measure(bench, {**cell.settings, "compile": "on"}) for cell in good[:BEST]]
             yield from (
                 f"- {shown(cell.settings)}: {cell.problem or f'{1e3 * cell.seconds:.1f} ms'}" for cell in compiled
             )
             good = sorted([*good, *(cell for cell in compiled if not cell.problem)], key=lambda cell: cell.seconds)
         candidates = [found.settings, *(cell.settings for cell in good[:BEST])]
-        ready = [rig.prepare(settings, seconds=120) for settings in candidates]
-        times = take_turns(ready, rounds=rounds, seed=2)
+        ready = [bench.prepare(settings, seconds=120) for settings in candidates]
+        times = alternate(ready, rounds=rounds, seed=2)
     yield ""
     yield "| settings | ms a step | plan over it | |"
     yield "| --- | --- | --- | --- |"
@@ -163,7 +163,7 @@ def main() -> None:
             print(line, flush=True)
     if given.out:
         given.out.write_text("\n".join(lines) + "\n")
-    sys.exit(FALLS_SHORT if any("regret" in line and "FALLS SHORT" in line for line in lines) else 0)
+    sys.exit(BELOW_TARGET if any("regret" in line and "FALLS SHORT" in line for line in lines) else 0)
 
 
 if __name__ == "__main__":

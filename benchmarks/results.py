@@ -1,4 +1,4 @@
-"""Where results are kept: docs/bench/, a file for each benchmark, machine and day, written by the benchmark itself."""
+"""Write results to docs/bench/, one file per benchmark, machine and day."""
 
 import argparse
 import datetime as dt
@@ -11,8 +11,8 @@ import torch
 
 from whet.device.open import current_machine
 
-FALLS_SHORT = 3
-"""The exit code of a whole result that is not as good as it shall be; a benchmark that broke off has another."""
+BELOW_TARGET = 3
+"""Exit code of a complete result below its target; a crashed benchmark has another."""
 
 DOCS = Path(__file__).parent.parent / "docs" / "bench"
 
@@ -26,14 +26,14 @@ def device_name(device: str) -> str:
 
 
 def machine_word(device: str) -> str:
-    """For the name of a file: h200, linux-2core, m3-max."""
+    """Short name of the machine for file names: h200, linux-2core, m3-max."""
     if device == "cpu":
         return f"{platform.system().lower()}-{os.cpu_count()}core"
     return device_name(device).removeprefix("NVIDIA ").removeprefix("Apple ").lower().replace(" ", "-")
 
 
 def head(title: str, device: str, command: str) -> list[str]:
-    """The first lines of a result: what, where, when, by whom."""
+    """Return the header of a result: title, machine, date, versions and command."""
     return [
         f"# {title}: {machine_word(device)}, {today()}",
         "",
@@ -54,7 +54,7 @@ def today() -> dt.date:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number from there on, for an option."""
+    """Return an argparse type for integers of at least `least`."""
 
     def read(word: str) -> int:
         if int(word) < least:

@@ -1,9 +1,9 @@
-"""Does a search find what a grid finds, and does pruning save steps without losing the winner?
+"""Quality of hyperparameter search: the winner compared with a grid, and the steps that pruning saves.
 
-    python benchmarks/search_quality.py lr        12 trials of the text recipe beside a grid of 25 learning rates
+    python benchmarks/search_quality.py lr        12 trials of the text recipe and a grid of 25 learning rates
     python benchmarks/search_quality.py pruning   5 searches with and without pruning, the same settings in both
 
-Every trial is a real run in a process of its own; nothing is replayed. Figures are for docs/bench/.
+Every trial is a real run in its own process; nothing is replayed. Figures are for docs/bench/.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def against_grid(options: argparse.Namespace, root: Path) -> None:
-    """How far the winner's learning rate is from the best of a grid."""
+    """Compare the winner's learning rate with the best of a grid."""
     shared = {"root": root, "device": options.device, "say": print}
     began = time.monotonic()
     found = search(
@@ -71,7 +71,7 @@ def against_grid(options: argparse.Namespace, root: Path) -> None:
 
 
 def with_and_without(options: argparse.Namespace, root: Path) -> None:
-    """The steps that pruning saves, and whether the winner stays; random draws, so that both try the same settings."""
+    """Count the steps that pruning saves, and check the winner; random sampling, so that both try the same settings."""
     same, shares, longest = 0, [], 0.0
     for repeat in range(options.first, options.first + options.repeats):
         results = {}

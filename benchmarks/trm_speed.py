@@ -1,12 +1,12 @@
-"""The puzzle model's step beside the official implementation's: the same sizes, the same weights, in turns.
+"""Speed of a puzzle step compared with the official implementation: same sizes, same weights, interleaved.
 
-    python benchmarks/trm_speed.py --device cuda --reference CHECKOUT [--seconds 60] [--ways ...]
+    python benchmarks/trm_speed.py --device cuda --reference CHECKOUT [--seconds 60] [--plans ...]
 
-CHECKOUT is one of SamsungSAILMontreal/TinyRecursiveModels; its model, its loss head and its update of puzzle vectors
-run compiled as it does, with our AdamATan2, so that no other package is needed. Without it only our ways are timed.
-A step is one global batch: forward, loss, backward, update, the carry of all slots. Ways of ours are plans that
-`whet train puzzle` can have; each is named by its settings. Rounds in tossed order; the ratio is taken inside a round.
-`--small` tries this file itself, nothing compiled; its times mean nothing.
+CHECKOUT is one of SamsungSAILMontreal/TinyRecursiveModels; its model, loss head and update of puzzle embeddings run
+compiled as it does, with our AdamATan2, so that no other package is needed. Without it only our plans are timed. A step
+is one global batch: forward, loss, backward, update, the state of all slots. Our plans are those that `whet train
+puzzle` can have; each is named by its settings. Rounds in random order; ratios are computed within each round.
+`--small` is a smoke test without compilation; its times mean nothing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from whet.step.optimizers import AdamATan2
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import parse_training_config
 
-WAYS = (
+PLANS = (
     "compile=on attention=torch",
     "compile=on attention=own",
     "compile=on graph=on attention=torch",
@@ -52,18 +52,18 @@ LARGE = ("global_batch_size=768", "arch.mlp_t=false")
 SMALL = ("global_batch_size=8", "arch.mlp_t=false", "arch.hidden_size=32", "arch.num_heads=2", "arch.L_cycles=2")
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
+# --- ours ------------------------------------------------------------------------------------------------------------
 
 
 def made_up(config: PuzzleConfig) -> dict[str, Tensor]:
-    """Tokens without a meaning: eight global batches."""
+    """Draw random tokens for eight global batches."""
     draw = torch.Generator().manual_seed(0)
     shape = (8 * config.global_batch_size, SUDOKU.length)
     inputs, labels = (torch.randint(1, SUDOKU.num_tokens, shape, generator=draw).short() for _ in range(2))
     return {"inputs": inputs, "labels": labels, "puzzles": torch.zeros(len(inputs), dtype=torch.int32)}
 
 
-def our_rig(
+def our_bench(
     config: PuzzleConfig, model: PuzzleModel, data: dict[str, Tensor], device: str, precision: str
 ) -> LocalStepBench:
     machine, conditions = current_machine()
@@ -82,7 +82,7 @@ def our_rig(
 
 @torch.no_grad()
 def first_loss(model: PuzzleModel, data: dict[str, Tensor], device: Any, *, size: int, precision: str) -> float:
-    """Of the first batch, from the beginning."""
+    """Return the loss of the first batch, with new slots."""
     micro = MicroBatch({name: column[:size] for name, column in data.items()}, np.arange(size)).map_tensors(device.put)
     model.eval()
     with device.autocast(precision):
@@ -91,16 +91,16 @@ def first_loss(model: PuzzleModel, data: dict[str, Tensor], device: Any, *, size
     return loss
 
 
-def settings_of(way: str) -> dict[str, Any]:
-    pairs = (word.split("=", 1) for word in way.split())
+def settings_of(plan: str) -> dict[str, Any]:
+    pairs = (word.split("=", 1) for word in plan.split())
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
-# --- theirs -----------------------------------------------------------------------------------------------------------
+# --- official --------------------------------------------------------------------------------------------------------
 
 
 class Reference:
-    """Their model, loss head and update of puzzle vectors, stepped on the same batches with our AdamATan2."""
+    """The official model, loss head and update of puzzle embeddings, with our AdamATan2, on the same batches."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Reference:
 
     @property
     def loss(self) -> float:
-        """Of the last step, as a mean over the slots."""
+        """The loss of the last step, mean over the slots."""
         return float(self._loss) / self._size
 
     def _step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -183,7 +183,7 @@ def take_weights(head: Any, ours: PuzzleModel) -> None:
 
 
 def stand_in_for_einops() -> None:
-    """Their code permutes four dimensions with it, and needs nothing else."""
+    """Replace einops: the official code only permutes four dimensions with it."""
     try:
         importlib.import_module("einops")
     except ImportError:
@@ -194,14 +194,14 @@ def stand_in_for_einops() -> None:
         sys.modules["einops"] = module
 
 
-# --- in turns ---------------------------------------------------------------------------------------------------------
+# --- comparison-------------------------------------------------------------------------------------------------------
 
 
 def compare(arms: dict[str, Callable[[int], float]], *, seconds: float, batch: int, base: str) -> None:
     times: dict[str, list[float]] = {name: [] for name in arms}
-    coin, end, index = random.Random(0), time.perf_counter() + seconds, 0
+    rng, end, index = random.Random(0), time.perf_counter() + seconds, 0
     while time.perf_counter() < end or index < 5:
-        for name in coin.sample(list(arms), len(arms)):
+        for name in rng.sample(list(arms), len(arms)):
             times[name].append(arms[name](index))
         index += 1
     for name, taken in times.items():
@@ -221,50 +221,52 @@ def main() -> None:
     parser.add_argument("--reference", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
-    parser.add_argument("--keys", nargs="*", default=[], help="more keys, such as arch.mlp_t=true")
-    parser.add_argument("--inductor", default="", help="options of the compiler for our ways, such as max_autotune=1")
-    parser.add_argument("--profile", action="store_true", help="then tell which kernels take the time")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS))
+    parser.add_argument("--keys", nargs="*", default=[], help="more options, such as arch.mlp_t=true")
+    parser.add_argument("--inductor", default="", help="options of the compiler for our plans, such as max_autotune=1")
+    parser.add_argument("--profile", action="store_true", help="then print which kernels take the time")
     parser.add_argument("--small", action="store_true")
-    told = parser.parse_args()
-    config = resolve_config(PuzzleConfig, ["size=9", *(SMALL if told.small else LARGE), *told.keys]).config
-    options = settings_of(told.inductor)
+    given = parser.parse_args()
+    config = resolve_config(PuzzleConfig, ["size=9", *(SMALL if given.small else LARGE), *given.keys]).config
+    options = settings_of(given.inductor)
     torch.manual_seed(0)
     model = make_model(config, SUDOKU, num_slots=config.global_batch_size)
     data = made_up(config)
     print(f"torch {torch.__version__}, {describe(config, SUDOKU).num_parameters:,} parameters, {config.arch}")
-    with our_rig(config, model, data, told.device, told.precision) as rig:
-        device = rig._built(rig.plan).device
+    with our_bench(config, model, data, given.device, given.precision) as bench:
+        device = bench._built(bench.plan).device
         arms: dict[str, Callable[[int], float]] = {}
-        if told.reference is not None:
-            dtype = {"bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}[told.precision]
-            reference = Reference(told.reference, config, model, data, device, dtype=dtype, is_compiled=not told.small)
+        if given.reference is not None:
+            dtype = {"bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}[given.precision]
+            reference = Reference(
+                given.reference, config, model, data, device, dtype=dtype, is_compiled=not given.small
+            )
             start = time.perf_counter()
             reference.step(0)
-            ours = first_loss(model, data, device, size=config.global_batch_size, precision=told.precision)
+            ours = first_loss(model, data, device, size=config.global_batch_size, precision=given.precision)
             print(f"reference: ready after {time.perf_counter() - start:.1f} s")
             print(f"the first loss: {reference.loss:.6f} there, {ours:.6f} here")
             for index in range(1, 6):
                 reference.step(index)
             arms["reference"] = reference.step
-        for way in told.ways:
+        for plan in given.plans:
             try:
                 with torch._inductor.config.patch({name: bool(value) for name, value in options.items()}):
-                    prepared = rig.prepare(settings_of(way), seconds=300)
+                    prepared = bench.prepare(settings_of(plan), seconds=300)
             except ProbeFailedError as error:
-                print(f"{way}: {error.reason}")
+                print(f"{plan}: {error.reason}")
                 continue
             peak = format_bytes(prepared.peak_bytes() or 0)
-            print(f"{way}: ready after {prepared.preparation_seconds:.1f} s, peak {peak}")
-            arms[f"whet {way}"] = prepared.step
-        base = "reference" if told.reference is not None else next(iter(arms))
-        compare(arms, seconds=told.seconds, batch=config.global_batch_size, base=base)
-        for name, step in arms.items() if told.profile else ():
-            tell_kernels(name, step)
+            print(f"{plan}: ready after {prepared.preparation_seconds:.1f} s, peak {peak}")
+            arms[f"whet {plan}"] = prepared.step
+        base = "reference" if given.reference is not None else next(iter(arms))
+        compare(arms, seconds=given.seconds, batch=config.global_batch_size, base=base)
+        for name, step in arms.items() if given.profile else ():
+            print_kernels(name, step)
 
 
-def tell_kernels(name: str, step: Callable[[int], float]) -> None:
-    """The kernels that two steps spend their time in."""
+def print_kernels(name: str, step: Callable[[int], float]) -> None:
+    """Print the kernels that take the time of two steps."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for index in range(2):
             step(index)

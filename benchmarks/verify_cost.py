@@ -1,9 +1,9 @@
-"""What the checks before the first step cost: the text recipe's model and small GPTs, on each device that is there.
+"""Duration of the checks before the first step: the model of the text recipe and small GPTs, on each available device.
 
     python benchmarks/verify_cost.py [--virtual-mac] [--repeats 3] [--threads 2]
 
-Printed is the whole of it, as a run tells it: the comparison with the CPU, the second pass, the probe for causality.
-With --virtual-mac the device is simulated: what it computes takes the CPU's time.
+The total is printed as a run reports it: the comparison with the CPU, the second pass, the causality check. With
+--virtual-mac the device is simulated, and its computations take the CPU's time.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def verify_gpt(width: int, layers: int, *, device: str, threads: int) -> str:
     torch.manual_seed(0)
     model = Gpt(width, layers)
     data = {"tokens": torch.randint(0, VOCABULARY, (64, LENGTH + 1))}
-    told: list[str] = []
+    messages: list[str] = []
     whet.train(
         model,
         data,
@@ -72,14 +72,14 @@ def verify_gpt(width: int, layers: int, *, device: str, threads: int) -> str:
         device=device,
         outputs=model.outputs,
         overrides={"verify": "always", "threads": threads, "micro_batch": 16},
-        on_event=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
+        on_event=lambda kind, fields: messages.append(str(fields.get("message"))) if kind == "plan" else None,
     )
-    return next(line for line in told if "verified" in line)
+    return next(line for line in messages if "verified" in line)
 
 
 def verify_text(*, device: str, threads: int) -> str:
     recipe = load_recipe("text")
-    told: list[str] = []
+    messages: list[str] = []
     resolved = resolve_config(recipe.Config, ("max_steps=1", "verify=always", f"threads={threads}"))
     with tempfile.TemporaryDirectory() as folder:
         train_recipe(
@@ -87,9 +87,9 @@ def verify_text(*, device: str, threads: int) -> str:
             resolved,
             run=Path(folder, "run"),
             device=device,
-            on_event=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
+            on_event=lambda kind, fields: messages.append(str(fields.get("message"))) if kind == "plan" else None,
         )
-    return next((line for line in told if "verified" in line), "nothing to verify here")
+    return next((line for line in messages if "verified" in line), "nothing to verify here")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Three workloads to measure plans with: text, a chat-shaped model, a convolutional net; real models on made-up data.
+"""Three workloads for measuring plans: text, a chat-shaped model and a convolutional net, on random data.
 
-The text is whet's own recipe on the docstrings of installed packages; the others draw their data, whose values do not
-matter for speed. Each is small on a CPU and larger on a GPU.
+The text workload is whet's own recipe on the docstrings of installed packages; the others use random data, whose values
+do not matter for speed. Each is small on a CPU and larger on a GPU.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from whet.training.workload import describe_workload
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """All that a rig needs; `workload` only where a recipe says more than its data."""
+    """Everything that a step bench needs; `workload` only where a recipe provides one."""
 
     model: nn.Module
     data: Any
@@ -39,7 +39,7 @@ class Task:
     optimizer: OptimizerChoice = OptimizerChoice()  # noqa: RUF009 - frozen
     workload: Workload | None = None
 
-    def rig(self, *, device: str, name: str, **overrides: Any) -> LocalStepBench:
+    def bench(self, *, device: str, name: str, **overrides: Any) -> LocalStepBench:
         training = parse_training_config(self.training)
         machine, conditions = current_machine()
         workload = self.workload or describe_workload(self.model, self.data, training, recipe=name)
@@ -51,10 +51,10 @@ class Task:
 
 
 def text(*, is_large: bool) -> Task:
-    """whet's encoder: small on a CPU, of BERT-base shape on a GPU."""
+    """whet's small encoder on a CPU; the shape of BERT base on a GPU."""
     recipe = load_recipe("text")
     words = ["arch.layers=12", "arch.hidden_size=768", "arch.heads=12"] if is_large else []
-    # Long enough for anything to pay: what is compared is the time of a step.
+    # A long run, so that every optimization would pay off; only the time of a step is compared.
     made = prepare_recipe(recipe, resolve_config(recipe.Config, [*words, "dropout=0", "epochs=1000"]).config)
     return Task(
         model=made.model,
@@ -149,14 +149,14 @@ TASKS: dict[str, Callable[..., Task]] = {"text": text, "chat": chat, "conv": con
 
 
 def open_bench(arguments: dict[str, Any]) -> LocalStepBench:
-    """For a process of its own."""
+    """Open the bench of a task in a child process."""
     task = TASKS[arguments["task"]](is_large=arguments["device"] != "cpu")
-    return task.rig(device=arguments["device"], name=arguments["task"])
+    return task.bench(device=arguments["device"], name=arguments["task"])
 
 
-def remote_rig(name: str, *, device: str) -> ProcessStepBench:
-    """The same task in a child, as whet measures a recipe."""
+def process_bench(name: str, *, device: str) -> ProcessStepBench:
+    """Run the same task in a child process, like whet measures a recipe."""
     paths = f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}"
     return ProcessStepBench(
-        "workloads:open_rig", {"task": name, "device": device}, environment=env.child_environment(PYTHONPATH=paths)
+        "workloads:open_bench", {"task": name, "device": device}, environment=env.child_environment(PYTHONPATH=paths)
     )

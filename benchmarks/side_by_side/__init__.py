@@ -1,1 +1,1 @@
-"""Training loops side by side: works are what is trained, ways are who trains it, each in a process of its own."""
+"""Compare training loops: each trains the same workload in its own process."""

@@ -1,4 +1,4 @@
-"""The process of one way: makes the work, waits for orders, trains."""
+"""The process of one loop: build the workload, wait for commands, train."""
 
 import importlib
 import json
@@ -7,40 +7,42 @@ import sys
 
 import torch
 
-from side_by_side.pace import Pace
 from side_by_side.spec import Spec
-
-FILES = {"whet": "ours"}
-"""Where the file of a way has another name, since it would hide the package."""
+from side_by_side.step_gate import StepGate
 
 
 def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
-    # What libraries print goes elsewhere.
+    # Libraries print to stdout, which carries the answers: redirect theirs to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    pace = Pace(spec.device, takes_losses=spec.takes_losses, orders=sys.stdin, answers=answers)
+    gate = StepGate(spec.device, records_losses=spec.records_losses, orders=sys.stdin, answers=answers)
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
-    family = spec.way.split("-")[0]
+    family = spec.loop.split("-")[0]
     if family == "ceiling":
-        importlib.import_module("side_by_side.ceiling").run(pace, spec)
+        importlib.import_module("side_by_side.ceiling").run(gate, spec)
         return
     try:
-        way = importlib.import_module(f"side_by_side.ways.{FILES.get(family, family)}_way")
+        loop = importlib.import_module(f"side_by_side.loops.{family}_loop")
     except ImportError as error:
-        pace.answer(absent=str(error))
+        gate.answer(absent=str(error))
         return
-    name = spec.work.rstrip("0123456789")
-    make = importlib.import_module(f"side_by_side.works.{name}").make
-    work = make(spec)
+    name = spec.workload.rstrip("0123456789")
+    make = importlib.import_module(f"side_by_side.workloads.{name}").make
+    workload = make(spec)
     touch(spec.device)
-    pace.made = {"words": work.words, "batch": work.batch, "flops": work.flops, "epoch": work.steps_per_epoch}
-    way.run(work, pace, spec)
+    gate.made = {
+        "description": workload.description,
+        "batch": workload.batch,
+        "flops": workload.flops,
+        "epoch": workload.steps_per_epoch,
+    }
+    loop.run(workload, gate, spec)
 
 
 def touch(device: str) -> None:
-    """Loads what a device loads once: no way's doing."""
+    """Initialize the device, which should not count as set-up of a loop."""
     square = torch.ones(64, 64, device=device)
     float((square @ square).sum())
 

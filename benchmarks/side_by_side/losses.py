@@ -1,77 +1,77 @@
-"""Do all ways train the same? The losses of the first steps without dropout, beside those of the other ways."""
+"""Check that all loops train the same: compare the losses of the first steps without dropout."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from side_by_side.process import Way, WayFailedError
+from side_by_side.process import LoopFailedError, LoopProcess
 from side_by_side.spec import Spec
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2}
-"""The largest relative difference: rounding in float32; in bf16 where there is no peer to say."""
-TIMES_THE_NOISE = 2.0
+"""The largest accepted relative difference; for bf16 only if no peer provides a noise level."""
+NOISE_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far the losses of one work are from those that all should have.
+    """The differences between the losses of each loop and the reference losses.
 
-    These are the first way's: in half precision its own in float32. Loops that call the same kernels round alike, so
-    what they differ by from each other says little; how far bf16 takes each of them from float32 is the yardstick.
+    The reference is the first loop, in float32. Loops that call the same kernels round the same way, so their mutual
+    differences in bf16 would be too strict a bound; the distance of the peers' bf16 losses from float32 is used.
     """
 
     names: dict[str, str]
-    """How tables call the ways."""
+    """Display names of the loops."""
     precision: str
     steps: int
     losses: dict[str, list[float]]
     problems: dict[str, str]
     exact: list[float] | None = None
-    """In float32, by the first way; None where all are."""
+    """Losses of the first loop in float32; None if all loops run in float32."""
 
     @property
     def noise(self) -> float | None:
-        """How far the farthest peer is, whet left out, where that is rounding to half precision."""
+        """The largest difference of a peer (not whet) from float32; None if all loops run in float32."""
         if self.exact is None:
             return None
-        return max((self.difference(way) for way in self.losses if not way.startswith("whet")), default=None)
+        return max((self.difference(loop) for loop in self.losses if not loop.startswith("whet")), default=None)
 
     @property
     def bound(self) -> float:
-        return BOUND[self.precision] if self.noise is None else TIMES_THE_NOISE * self.noise
+        return BOUND[self.precision] if self.noise is None else NOISE_FACTOR * self.noise
 
-    def difference(self, way: str) -> float:
-        """The largest, relative."""
-        return largest_difference(self.losses[way], self.exact or next(iter(self.losses.values())))
+    def difference(self, loop: str) -> float:
+        """The largest relative difference of a loop."""
+        return largest_difference(self.losses[loop], self.exact or next(iter(self.losses.values())))
 
-    def agrees(self, way: str) -> bool:
-        return self.difference(way) <= self.bound
+    def agrees(self, loop: str) -> bool:
+        return self.difference(loop) <= self.bound
 
 
 def largest_difference(one: list[float], two: list[float]) -> float:
-    """Relative; infinite where there are not as many."""
+    """Return the largest relative difference; infinite for lists of different lengths."""
     if len(one) != len(two) or not one:
         return float("inf")
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(one, two, strict=True))
 
 
 def check(specs: Iterable[Spec], *, at_once: int) -> Agreement:
-    """Runs each way for as many steps as its schedule has; nothing is timed, so several at once."""
+    """Run each loop for its scheduled steps; nothing is timed, so several run at once."""
     specs = list(specs)
     precision = specs[0].precision
-    finer = [replace(specs[0], precision="fp32")] if precision != "fp32" else []
+    reference = [replace(specs[0], precision="fp32")] if precision != "fp32" else []
     losses: dict[str, list[float]] = {}
     problems: dict[str, str] = {}
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(_losses_of, [*finer, *specs]))
-        exact = answers.pop(0) if finer else None
+        answers = list(pool.map(_losses_of, [*reference, *specs]))
+        exact = answers.pop(0) if reference else None
         for spec, found in zip(specs, answers, strict=True):
             if isinstance(found, str):
                 problems[spec.name] = found
             else:
-                losses[spec.way] = found
+                losses[spec.loop] = found
     return Agreement(
-        names={spec.way: spec.name for spec in specs},
+        names={spec.loop: spec.name for spec in specs},
         precision=precision,
         steps=specs[0].total_steps,
         losses=losses,
@@ -81,14 +81,14 @@ def check(specs: Iterable[Spec], *, at_once: int) -> Agreement:
 
 
 def _losses_of(spec: Spec) -> list[float] | str:
-    way = Way(spec)
+    loop = LoopProcess(spec)
     try:
-        made = way.wait_made()
+        made = loop.wait_made()
         if "absent" in made:
             return f"not installed: {made['absent']}"
-        way.order(steps=1)
-        return [float(loss) for loss in way.answer()["losses"]]
-    except WayFailedError as error:
+        loop.order(steps=1)
+        return [float(loss) for loss in loop.answer()["losses"]]
+    except LoopFailedError as error:
         return str(error)
     finally:
-        way.close()
+        loop.close()

@@ -1,4 +1,4 @@
-"""A way's process as its parent sees it: started, ordered, asked, ended."""
+"""Start and control the process of a loop."""
 
 import contextlib
 import json
@@ -14,18 +14,18 @@ from whet.base import env
 HERE = Path(__file__).parent.parent
 
 
-class WayFailedError(Exception):
-    """The process ended without an answer; its last words."""
+class LoopFailedError(Exception):
+    """The process ended without an answer; the message is its last error line."""
 
 
-class Way:
-    """One process; it computes only between an order and its answer."""
+class LoopProcess:
+    """A child process that computes only between a command and its answer."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._said = Path(self._folder.name) / "said.txt"
-        # What one way has compiled must not save time to another; and all it leaves behind lies in one place.
+        self._stderr = Path(self._folder.name) / "stderr.txt"
+        # A compile cache of its own, so that no loop profits from another, in a folder that is removed afterwards.
         environment = env.child_environment(
             PYTHONPATH=f"{HERE}:{env.read('PYTHONPATH') or ''}",
             TORCHINDUCTOR_CACHE_DIR=self._folder.name,
@@ -36,36 +36,36 @@ class Way:
             [sys.executable, "-m", "side_by_side.child", json.dumps(spec.as_json())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said.open("w"),
+            stderr=self._stderr.open("w"),
             text=True,
             env=environment,
         )
         self.made: dict[str, Any] = {}
         self.first: dict[str, Any] = {}
-        """The answer to the order of the first step, where it came before its turn."""
+        """The answer to the first step, if it was run ahead of its turn."""
 
     def wait_made(self) -> dict[str, Any]:
-        """What the work is; {"absent": why} where a package is not there."""
+        """Wait for the facts about the workload; {"absent": reason} if a package is missing."""
         self.made = self.answer()
         return self.made
 
-    def order(self, **words: Any) -> None:
+    def order(self, **command: Any) -> None:
         assert self._process.stdin is not None
         try:
-            print(json.dumps(words), file=self._process.stdin, flush=True)
+            print(json.dumps(command), file=self._process.stdin, flush=True)
         except OSError:
-            raise WayFailedError(self._last_words()) from None
+            raise LoopFailedError(self._error_line()) from None
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            raise WayFailedError(self._last_words())
+            raise LoopFailedError(self._error_line())
         return dict(json.loads(line))
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Makes so many steps; the seconds they took, and what else it says."""
+        """Run steps and return the answer with their duration."""
         self.order(steps=count)
         return self.answer()
 
@@ -80,14 +80,14 @@ class Way:
             self._process.wait()
         self._folder.cleanup()
 
-    def _last_words(self) -> str:
-        lines = self._said.read_text(errors="replace").strip().splitlines()
-        told = next(
-            (line for line in reversed(lines) if "Error" in line or "error" in line), lines[-1] if lines else ""
+    def _error_line(self) -> str:
+        lines = self._stderr.read_text(errors="replace").strip().splitlines()
+        line = next(
+            (text for text in reversed(lines) if "Error" in text or "error" in text), lines[-1] if lines else ""
         )
-        return f"exit code {self._process.poll()}: {told.strip()[:300]}"
+        return f"exit code {self._process.poll()}: {line.strip()[:300]}"
 
     @property
-    def whole_words(self) -> str:
-        """All that the process wrote."""
-        return self._said.read_text(errors="replace")
+    def output(self) -> str:
+        """Everything the process wrote to stderr."""
+        return self._stderr.read_text(errors="replace")

@@ -1,9 +1,9 @@
-"""What one process is told to do: which way trains which work, where, and for how long."""
+"""The specification of one process: loop, workload, device and length."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WAYS = {
+LOOPS = {
     "bare": "bare loop",
     "expert": "expert loop",
     "expert-compiled": "expert loop, compiled",
@@ -17,33 +17,33 @@ WAYS = {
     "whet-graph": "whet, graph",
     "whet-compiled": "whet, compiled",
 }
-"""Every way and how it is called in tables."""
+"""Loops and their display names."""
 PLAIN_NAMES = {"trainer": "HF Trainer", "trainer-compiled": "HF Trainer, compiled"}
-"""Where there is nothing to pad."""
-WORKS = ("text32", "text256", "hex", "chat")
+"""Display names for workloads without padding."""
+WORKLOADS = ("text32", "text256", "hex", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Plain values only: it travels as JSON."""
+    """Plain values, sent to the process as JSON."""
 
-    way: str
-    work: str
+    loop: str
+    workload: str
     device: str
     scale: str
-    """full, cpu (small enough that a step takes 5 to 100 ms on two cores), or tiny (tries the files themselves)."""
+    """full, cpu (a step takes 5 to 100 ms on two cores), or tiny (smoke test)."""
     precision: str
     total_steps: int
-    """The linear schedule ends here."""
+    """Length of the linear schedule."""
     has_dropout: bool
     workers: int
-    """Processes that read data for those peers that use a DataLoader."""
+    """DataLoader workers."""
     threads: int | None = None
-    takes_losses: bool = False
+    records_losses: bool = False
 
     @property
     def is_compiled(self) -> bool:
-        return self.way.endswith("-compiled")
+        return self.loop.endswith("-compiled")
 
     @property
     def is_half(self) -> bool:
@@ -54,6 +54,6 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """How tables call the way."""
-        plain = {} if self.work.startswith("text") else PLAIN_NAMES
-        return plain.get(self.way) or WAYS.get(self.way, self.way)
+        """Display name of the loop."""
+        plain = {} if self.workload.startswith("text") else PLAIN_NAMES
+        return plain.get(self.loop) or LOOPS.get(self.loop, self.loop)

@@ -1,4 +1,4 @@
-"""Who is how fast? All ways are made ready one after the other, then take turns on the same batches in tossed order."""
+"""Time all loops: warm them up one after the other, then run blocks of the same batches in random order."""
 
 import contextlib
 import random
@@ -8,34 +8,34 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from side_by_side.process import Way, WayFailedError
+from side_by_side.process import LoopFailedError, LoopProcess
 from side_by_side.spec import Spec
 
-_LEAST_STEPS = 4
+_MIN_STEPS = 4
 _PASSES, _PASSES_CAPTURED = 1, 4
-"""Over the data before time is taken, so that every shape was met. whet captures a shape when it comes again, and all
-once more when a larger one comes."""
+"""Passes over the data before timing, so that every shape was seen. whet captures a shape when it occurs again, and
+recaptures all when a larger one occurs."""
 
 
 @dataclass(kw_only=True)
-class Taken:
-    """What one way took."""
+class LoopTimes:
+    """The times and memory of one loop."""
 
-    way: str
+    loop: str
     name: str
     batch: int
     first_step: float
-    """Seconds from the order to begin until the first step was done."""
+    """Seconds until the first step was done."""
     warmup_steps: int
     warmup_seconds: float
-    rough: float
-    """Seconds of a step before the turns begin."""
+    estimate: float
+    """Seconds per step, estimated before the timed rounds."""
     blocks: list[float] = field(default_factory=list)
-    """Seconds of one step, the mean of each block."""
+    """Mean seconds per step of each block."""
     held: int = 0
-    """Bytes that the device keeps for the process at most."""
+    """Peak bytes reserved by the process."""
     used: int = 0
-    """Bytes of its tensors at most; on a CPU the whole process."""
+    """Peak bytes of its tensors; on a CPU the resident set."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,122 +44,122 @@ class Taken:
 
     @property
     def setup(self) -> float:
-        """Seconds lost in all until every shape was met: what the first pass took beyond what it takes later."""
+        """Extra seconds until every shape was seen, compared with steady steps."""
         return max(0.0, self.first_step + self.warmup_seconds - (1 + self.warmup_steps) * self.step_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
-    """All that was found for one work."""
+class LoopComparison:
+    """The results for one workload."""
 
     spec: Spec
-    words: str
+    description: str
     flops: float
     ceiling: float
-    """Operations in a second, by products of large matrices in the same run."""
-    taken: list[Taken]
+    """Matmul FLOP/s measured in the same run."""
+    times: list[LoopTimes]
     missing: dict[str, str]
     """Ways that are not here, or failed, and why."""
     block_steps: int
 
 
-def hold(specs: Iterable[Spec], *, rounds: int, seconds: float, most_warmup: int, tell: Any) -> Contest:
-    """`seconds` is what a block of the slowest way takes."""
+def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_warmup: int, log: Any) -> LoopComparison:
+    """Compare all loops; a block of the slowest takes `seconds`."""
     specs = list(specs)
     missing: dict[str, str] = {}
     with ExitStack() as closing:
-        taken: dict[str, Taken] = {}
-        # Loading packages and drawing weights is not timed, so all do it at once.
-        ways = {spec.way: Way(spec) for spec in (_ceiling_of(specs[0]), *specs)}
-        for way in ways.values():
-            closing.callback(way.close)
-        _drop_absent(ways, missing)
-        product = ways.pop("ceiling")
-        ceiling = _ready(product, most_warmup=10)
-        _compile_first(ways)
-        for name, way in list(ways.items()):
+        times: dict[str, LoopTimes] = {}
+        # Imports and initialization are not timed, so all processes do them concurrently.
+        loops = {spec.loop: LoopProcess(spec) for spec in (_ceiling_of(specs[0]), *specs)}
+        for loop in loops.values():
+            closing.callback(loop.close)
+        _drop_absent(loops, missing)
+        product = loops.pop("ceiling")
+        ceiling = _ready(product, max_warmup=10)
+        _compile_first(loops)
+        for name, loop in list(loops.items()):
             try:
-                taken[name] = _ready(way, most_warmup=most_warmup)
-                tell(f"{way.spec.name}: first step after {taken[name].first_step:.1f} s")
-            except WayFailedError as error:
-                missing[way.spec.name] = str(error)
-                del ways[name]
-                tell(f"{way.spec.name}: {error}")
-        if not taken:
-            raise SystemExit("no way could be made ready")
-        slowest = max(found.rough for found in taken.values())
-        block = max(_LEAST_STEPS, round(seconds / slowest))
-        first = next(iter(ways.values()))
-        coin = random.Random(0)
+                times[name] = _ready(loop, max_warmup=max_warmup)
+                log(f"{loop.spec.name}: first step after {times[name].first_step:.1f} s")
+            except LoopFailedError as error:
+                missing[loop.spec.name] = str(error)
+                del loops[name]
+                log(f"{loop.spec.name}: {error}")
+        if not times:
+            raise SystemExit("no loop could be started")
+        slowest = max(found.estimate for found in times.values())
+        block = max(_MIN_STEPS, round(seconds / slowest))
+        first = next(iter(loops.values()))
+        rng = random.Random(0)
         for number in range(rounds):
-            # Not one way alone shall find the device warm from the products.
-            ceiling.blocks.append(_block(product, max(10, round(0.2 / ceiling.rough))))
-            for name in coin.sample(list(ways), len(ways)):
+            # Before the loops in random order, so that no single loop always follows the matrix products.
+            ceiling.blocks.append(_block(product, max(10, round(0.2 / ceiling.estimate))))
+            for name in rng.sample(list(loops), len(loops)):
                 try:
-                    taken[name].blocks.append(_block(ways[name], block, into=taken[name]))
-                except WayFailedError as error:
-                    missing[ways[name].spec.name] = f"in round {number + 1}: {error}"
-                    del ways[name], taken[name]
-        return Contest(
+                    times[name].blocks.append(_block(loops[name], block, into=times[name]))
+                except LoopFailedError as error:
+                    missing[loops[name].spec.name] = f"in round {number + 1}: {error}"
+                    del loops[name], times[name]
+        return LoopComparison(
             spec=first.spec,
-            words=str(first.made["words"]),
+            description=str(first.made["description"]),
             flops=float(first.made["flops"]),
             ceiling=float(product.made["flops"]) / min(ceiling.blocks),
-            taken=list(taken.values()),
+            times=list(times.values()),
             missing=missing,
             block_steps=block,
         )
 
 
-def _drop_absent(ways: dict[str, Way], missing: dict[str, str]) -> None:
-    """Leaves out who is not here or failed, with the reason."""
-    for name, way in list(ways.items()):
+def _drop_absent(loops: dict[str, LoopProcess], missing: dict[str, str]) -> None:
+    """Remove loops that are not installed or failed."""
+    for name, loop in list(loops.items()):
         try:
-            absent = way.wait_made().get("absent")
+            absent = loop.wait_made().get("absent")
             why = f"not installed: {absent}" if absent else None
-        except WayFailedError as error:
+        except LoopFailedError as error:
             why = str(error)
         if why:
-            missing[way.spec.name] = why
-            del ways[name]
+            missing[loop.spec.name] = why
+            del loops[name]
 
 
-def _compile_first(ways: dict[str, Way]) -> None:
-    """Those that compile make their first steps at once, on a GPU: it waits for the compilers, which take cores."""
-    ordered = [way for way in ways.values() if way.spec.is_compiled and way.spec.device != "cpu"]
-    for way in ordered:
-        with contextlib.suppress(WayFailedError):
-            way.order(steps=1)
-    for way in ordered:
-        with contextlib.suppress(WayFailedError):
-            way.first = way.answer()
+def _compile_first(loops: dict[str, LoopProcess]) -> None:
+    """On a GPU, run the first steps of compiled loops concurrently: compilation needs CPU cores, not the GPU."""
+    ordered = [loop for loop in loops.values() if loop.spec.is_compiled and loop.spec.device != "cpu"]
+    for loop in ordered:
+        with contextlib.suppress(LoopFailedError):
+            loop.order(steps=1)
+    for loop in ordered:
+        with contextlib.suppress(LoopFailedError):
+            loop.first = loop.answer()
 
 
-def _ready(way: Way, *, most_warmup: int) -> Taken:
-    """Until a way has met every batch of the data, or as many as it may."""
-    made = way.made
-    first = way.first or way.steps(1)
-    passes = _PASSES_CAPTURED if way.spec.way.startswith("whet") else _PASSES
-    warmup = min(most_warmup, passes * int(made["epoch"]))
-    warm = way.steps(warmup)
-    return Taken(
-        way=way.spec.way,
-        name=way.spec.name,
+def _ready(loop: LoopProcess, *, max_warmup: int) -> LoopTimes:
+    """Warm up a loop until it has seen every batch, at most `max_warmup` steps."""
+    made = loop.made
+    first = loop.first or loop.steps(1)
+    passes = _PASSES_CAPTURED if loop.spec.loop.startswith("whet") else _PASSES
+    warmup = min(max_warmup, passes * int(made["epoch"]))
+    warm = loop.steps(warmup)
+    return LoopTimes(
+        loop=loop.spec.loop,
+        name=loop.spec.name,
         batch=int(made["batch"]),
         first_step=first["seconds"],
         warmup_steps=warmup,
         warmup_seconds=warm["seconds"],
-        rough=_block(way, _LEAST_STEPS),
+        estimate=_block(loop, _MIN_STEPS),
         notes=first["notes"],
     )
 
 
-def _block(way: Way, steps: int, *, into: Taken | None = None) -> float:
-    answer = way.steps(steps)
+def _block(loop: LoopProcess, steps: int, *, into: LoopTimes | None = None) -> float:
+    answer = loop.steps(steps)
     if into is not None:
         into.held, into.used, into.notes = int(answer["held"]), int(answer["used"]), answer["notes"]
     return float(answer["seconds"]) / steps
 
 
 def _ceiling_of(spec: Spec) -> Spec:
-    return Spec(**{**spec.as_json(), "way": "ceiling"})
+    return Spec(**{**spec.as_json(), "loop": "ceiling"})

@@ -1,11 +1,11 @@
-"""How quickly runs are read back: a thousand listed, one of five million events opened with all its curves.
+"""Speed of reading runs: list a thousand, and open one of five million events with all its curves.
 
-    python benchmarks/reading.py [--events 5000000] [--runs 1000] [--folder DIR]
+    python benchmarks/read_speed.py [--events 5000000] [--runs 1000] [--folder DIR]
 
-The long run is written by whet's own log (a step event each, health every 500 steps, an evaluation every 5,000, a
-resume after two thirds that goes back 1,000 steps), in 1.7 GB; DIR keeps it for the next time. Each figure is from a
-process of its own, the peak memory too: it includes Python and numpy. Files are read from the system's cache, as they
-are while a run trains: the first reading after a restart takes as long as the disk does. "CPU" includes Python's start.
+The long run is written by whet's own log (one event per step, health every 500 steps, an evaluation every 5,000, a
+resume after two thirds that goes back 1,000 steps), 1.7 GB; DIR keeps it for the next time. Each figure is from its own
+process, peak memory included, with Python and numpy. Files are read from the page cache, as during training: the first
+read after a restart takes as long as the disk. "CPU" includes the start of Python.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def measure(code: str, folder: Path) -> dict[str, Any]:
-    """What a process of its own needed."""
+    """Return the time and memory of a separate process."""
     home = child_environment(WHET_HOME=str(folder / "home"))
     program = MEASURED.format(code=code)
     done = subprocess.run([sys.executable, "-c", program, folder], check=True, capture_output=True, env=home)
@@ -131,7 +131,7 @@ def make_run(path: Path, steps: int) -> Path:
 
 
 def make_runs(folder: Path, count: int) -> None:
-    """Runs as they lie around: each with a few hundred steps, evaluations and a checkpoint of four files."""
+    """Create ordinary runs with a few hundred steps, evaluations and a checkpoint of four files."""
     building = folder.with_name("building-runs")
     for number in range(count):
         run = make_run(building / f"text-{number:04}", 300)
@@ -150,7 +150,7 @@ def make_long_run(folder: Path, events: int) -> None:
 
 
 def write_events(folder: Path, events: int) -> None:
-    """Steps at 100 a second, with what a real run writes."""
+    """Write the events of a real run at 100 steps per second."""
     draw = random.Random(0)
     now = 1.7e9
     with EventLog(folder, clock=lambda: now, stopwatch=lambda: now) as log:
@@ -205,7 +205,7 @@ def health(draw: random.Random, step: int) -> dict[str, object]:
 
 
 def spent(measured: dict[str, Any]) -> str:
-    """Waiting for a core that others use is in the first, not in the second."""
+    """Return wall-clock and CPU seconds; only the first includes waiting for a core."""
     return f"{measured['seconds']:.2f} s ({measured['cpu']:.2f} s of CPU), {measured['peak'] / 1e6:.0f} MB at its peak"
 
 

@@ -1,4 +1,4 @@
-"""How far may a loop go before it waits? Its process makes as many steps as it is told, and says how long they took."""
+"""Let a loop run a commanded number of steps, and report how long they took."""
 
 import json
 import os
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 
-class Pace:
-    """Is told of every step; lets the loop go on, or keeps it until the next order comes."""
+class StepGate:
+    """Called after every step; blocks the loop when its steps are done, until the next command arrives."""
 
-    def __init__(self, device: str, *, takes_losses: bool, orders: TextIO, answers: TextIO) -> None:
+    def __init__(self, device: str, *, records_losses: bool, orders: TextIO, answers: TextIO) -> None:
         self._device, self._orders, self._answers = device, orders, answers
-        self._takes_losses = takes_losses
+        self._records_losses = records_losses
         self._losses: list[Tensor] = []
         self._left, self._asked, self._began = 1, 1, 0.0
         self.made: dict[str, Any] = {}
-        """What the work is."""
+        """Facts about the workload."""
         self.notes: dict[str, Any] = {}
-        """What a way has to say of itself: told with the first step."""
+        """Facts about the loop, such as its plan, sent with every answer."""
 
     def begin(self) -> None:
-        """Says that all is made, and waits for the order to begin: nothing before is timed."""
+        """Report that everything is built, and wait for the first command; nothing before is timed."""
         self.answer(**self.made)
         self._order()
         self._begin(1)
 
     def step(self, loss: Tensor | None = None) -> None:
-        """One optimizer step was made."""
-        if self._takes_losses:
+        """Count an optimizer step."""
+        if self._records_losses:
             if loss is not None:
                 self._losses.append(loss.detach())
             return
@@ -45,7 +45,7 @@ class Pace:
             self._begin(self._order()["steps"])
 
     def end(self, losses: list[float] | None = None) -> None:
-        """The loop came to its end: only where losses are taken."""
+        """Report the losses at the end of the loop."""
         found = losses if losses is not None else [float(loss) for loss in self._losses]
         self.answer(losses=found, notes=self.notes)
 
@@ -53,7 +53,7 @@ class Pace:
         print(json.dumps(fields), file=self._answers, flush=True)
 
     def _memory(self) -> tuple[int, int]:
-        """The most that the device kept for this process, and the most that tensors took of it."""
+        """Return peak memory: reserved by the process, and used by tensors."""
         if self._device == "cuda":
             return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()  # noqa: TID251
         if self._device == "mps":
@@ -64,7 +64,7 @@ class Pace:
     def _order(self) -> dict[str, Any]:
         line = self._orders.readline()
         if not line.strip():
-            # Nobody wants more; loops of others cannot be left politely.
+            # The parent closed the pipe. Framework loops have no clean way out from here.
             os._exit(0)
         return dict(json.loads(line))
 

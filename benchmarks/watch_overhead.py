@@ -1,14 +1,14 @@
-"""What does looking cost? Steps of one training with five open pages against none, in turns, while it trains.
+"""Slow-down of a training by `whet watch`: five open pages against none, alternating during the training.
 
-    python benchmarks/watching.py [--pairs 20] [--seconds 5] [--milliseconds 5] [--cores 0,1]
+    python benchmarks/watch_overhead.py [--pairs 20] [--seconds 5] [--milliseconds 5] [--cores 0,1]
 
-The training is pinned to the first core, `whet watch` and its clients to the second (Linux). Four clients look at the
-run as the page does: they listen, and fetch the run whenever they are told that it changed; the fifth has the list
-open. Time is cut into windows, with the pages and without, in pairs whose order is tossed. A step lasts from one call
-of the loss to the next; half a second after each change is left out, and the slowest tenth of a window's steps. A ratio
-is taken inside a pair; shown are the median over pairs and the interval that holds it in 95 % of resamplings. It needs
-a machine that does nothing else: on a busy one, whatever the pages push from their core pushes the training. Processor
-time shows the rest of what they do to it then. In the end the server is killed, and the training must go on.
+The training is pinned to the first core, `whet watch` and its clients to the second (Linux). Four clients behave like
+the page of the run: they listen, and fetch the run whenever it changed; the fifth has the list open. Time is divided
+into windows, with and without the pages, in pairs of random order. A step lasts from one call of the loss to the next;
+half a second after each switch is dropped, and the slowest tenth of a window's steps. Ratios are computed within each
+pair; the result is their median with its 95 % bootstrap interval. It needs an otherwise idle machine: on a busy one,
+work displaced from the pages' core slows the training. CPU time shows the remaining effect. Finally the server is
+killed, and the training must continue.
 """
 
 import argparse
@@ -36,8 +36,8 @@ CLIENTS = 5
 BATCH = 32
 
 
-def train(run: Path, told: Path, *, milliseconds: float, core: int) -> None:
-    """Trains until a file `stop` appears beside the run; then says when each step began."""
+def train(run: Path, steps_file: Path, *, milliseconds: float, core: int) -> None:
+    """Train until a file `stop` appears next to the run, then write when each step began."""
     import torch
     from torch import nn
 
@@ -67,9 +67,9 @@ def train(run: Path, told: Path, *, milliseconds: float, core: int) -> None:
     ) as session:
         for batch in session:
             session.step(loss, batch)
-            if len(begun) % 50 == 0 and (told.parent / "stop").exists():
+            if len(begun) % 50 == 0 and (steps_file.parent / "stop").exists():
                 break
-    told.write_text(json.dumps(begun))
+    steps_file.write_text(json.dumps(begun))
 
 
 def step_seconds(model, x, y) -> float:
@@ -89,7 +89,7 @@ def pin(core: int) -> None:
 
 
 class Page(threading.Thread):
-    """What a browser does with the page open."""
+    """A client that behaves like a browser with the page open."""
 
     def __init__(self, port: int, token: str, ident: str | None) -> None:
         super().__init__(daemon=True)
@@ -126,9 +126,9 @@ def watching(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, int, 
     words = [sys.executable, "-m", "whet", "watch", str(folder), "--port", "0", "--json", "--no-browser"]
     server = subprocess.Popen(words, env=child_environment(WHET_HOME=str(home)), stdout=subprocess.PIPE, text=True)
     try:
-        told = json.loads(server.stdout.readline())
+        started = json.loads(server.stdout.readline())
         file = next((home / "servers").glob("watch-*.json"))
-        yield server, int(told["url"].rstrip("/").rpartition(":")[2]), json.loads(file.read_text())["token"]
+        yield server, int(started["url"].rstrip("/").rpartition(":")[2]), json.loads(file.read_text())["token"]
     finally:
         server.kill()
         server.wait()
@@ -137,7 +137,7 @@ def watching(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, int, 
 
 @contextlib.contextmanager
 def ended(training: subprocess.Popen) -> Iterator[None]:
-    """Leaves no training behind when something else fails."""
+    """Stop the training when something else fails."""
     try:
         yield
     except BaseException:
@@ -146,11 +146,11 @@ def ended(training: subprocess.Popen) -> Iterator[None]:
 
 
 Moment = tuple[float, float]
-"""On the clock, and in the processor's time of the training."""
+"""Wall-clock and CPU time of the training."""
 
 
 def window_mean(begun: list[Moment], start: float, end: float, *, clock: int) -> float:
-    """The mean step of a window without its slowest tenth, on the clock (0) or in processor time (1)."""
+    """Return the mean step of a window without its slowest tenth, in wall-clock (0) or CPU time (1)."""
     inside = [moment[clock] for moment in begun if start + 0.5 <= moment[0] <= end]
     steps = sorted(later - earlier for earlier, later in itertools.pairwise(inside))
     quick = steps[: math.ceil(0.9 * len(steps))]
@@ -169,11 +169,11 @@ def shown(ratios: list[float]) -> str:
 
 
 def measure(folder: Path, *, pairs: int, seconds: float, milliseconds: float, cores: tuple[int, int]) -> None:
-    run, told = folder / "runs" / "trained", folder / "told.json"
+    run, steps_file = folder / "runs" / "trained", folder / "steps.json"
     pin(cores[1])
     from whet.report.watch.status_reader import run_id
 
-    words = [sys.executable, __file__, "--train", str(run), str(told), str(milliseconds), str(cores[0])]
+    words = [sys.executable, __file__, "--train", str(run), str(steps_file), str(milliseconds), str(cores[0])]
     training = subprocess.Popen(words, env=child_environment(WHET_HOME=str(folder / "home")))
     windows: list[list[tuple[str, float, float]]] = []
     fetched = 0
@@ -205,7 +205,7 @@ def measure(folder: Path, *, pairs: int, seconds: float, milliseconds: float, co
     is_alive = training.poll() is None
     (folder / "stop").touch()
     code = training.wait(120)
-    begun = json.loads(told.read_text())
+    begun = json.loads(steps_file.read_text())
     share = cpu / (pairs * seconds)
     print(
         f"{len(begun):,} steps, {pairs} pairs of windows of {seconds:g} s; load of the machine {os.getloadavg()[0]:.1f}"
@@ -230,8 +230,8 @@ def server_cpu(pid: int) -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["--train"]:
-        run, told, milliseconds, core = sys.argv[2:]
-        train(Path(run), Path(told), milliseconds=float(milliseconds), core=int(core))
+        run, steps_file, milliseconds, core = sys.argv[2:]
+        train(Path(run), Path(steps_file), milliseconds=float(milliseconds), core=int(core))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=20)

@@ -1,4 +1,4 @@
-"""Text classification with a model of BERT's shape: texts as long as those of SciCite, tokens drawn at random."""
+"""Text classification with a model of BERT's shape: random tokens, with the text lengths of SciCite."""
 
 import tempfile
 from collections.abc import Callable
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from side_by_side.spec import Spec
-from side_by_side.work import Batch, ForWhet, Work
+from side_by_side.workload import Batch, ForWhet, PeerWorkload
 
 LONGEST, MEAN, CLASSES = 128, 46.5, 3
 QUANTILES = (
     *(15, 25, 28, 30, 32, 33, 35, 37, 38, 40, 41, 43, 44, 46, 48, 49, 51, 53, 55, 57, 59, 61, 63, 66, 69, 72, 74),
     *(78, 82, 87, 94, 108, 128),
 )
-"""Of the lengths of SciCite's training texts, in 32nds, with BERT's tokenizer, whose mean is 55.4; scaled to MEAN."""
+"""32-quantiles of the lengths of SciCite's training texts with BERT's tokenizer (mean 55.4), scaled to MEAN below."""
 SHAPES = {
     "full": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
     "cpu": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
@@ -26,14 +26,14 @@ SHAPES = {
 }
 NUM_TEXTS = {"full": 8192, "cpu": 4096, "tiny": 1024}
 LR = 2e-5
-LR_OF_LOSSES = {"full": 1e-4, "cpu": 1e-3, "tiny": 1e-3}
-"""Where losses are compared they have to move, or a wrong step would not be seen."""
+LR_FOR_LOSSES = {"full": 1e-4, "cpu": 1e-3, "tiny": 1e-3}
+"""Higher rates for comparing losses, which must change noticeably for a wrong step to show."""
 
 
-def make(spec: Spec) -> Work:
+def make(spec: Spec) -> PeerWorkload:
     from transformers import BertConfig, BertForSequenceClassification
 
-    batch = int(spec.work.removeprefix("text"))
+    batch = int(spec.workload.removeprefix("text"))
     dropout = 0.1 if spec.has_dropout else 0.0
     config = BertConfig(
         vocab_size=30_522 if spec.scale == "full" else 2_000,
@@ -48,11 +48,11 @@ def make(spec: Spec) -> Work:
     torch.manual_seed(0)
     model = BertForSequenceClassification(config)
     texts = [torch.from_numpy(text) for text in draw_texts(NUM_TEXTS[spec.scale], vocabulary=config.vocab_size)]
-    # Something to learn: the class is in the first token behind the start.
+    # Learnable: the class follows from the first token after the start token.
     labels = torch.stack([text[1] % CLASSES for text in texts])
     samples = list(zip(texts, labels, strict=True))
     lengths = torch.tensor([len(text) for text in texts])
-    return Work(
+    return PeerWorkload(
         model=model,
         samples=samples,
         collate=partial(collate, length=None),
@@ -60,9 +60,9 @@ def make(spec: Spec) -> Work:
         resident=partial(resident, texts, labels, batch),
         for_whet=partial(for_whet, model, texts, labels, batch, dropout),
         batch=batch,
-        lr=LR_OF_LOSSES[spec.scale] if spec.takes_losses else LR,
+        lr=LR_FOR_LOSSES[spec.scale] if spec.records_losses else LR,
         flops=batch * flops_of_text(lengths, SHAPES[spec.scale]),
-        words=(
+        description=(
             f"BERT, {config.num_hidden_layers} layers of width {config.hidden_size}, hidden dropout {dropout:g}; "
             f"{len(texts):,} texts of {lengths.float().mean():.1f} tokens on average, {int(lengths.max())} at most"
         ),
@@ -70,11 +70,11 @@ def make(spec: Spec) -> Work:
 
 
 def draw_texts(count: int, *, vocabulary: int) -> list[np.ndarray]:
-    """Token ids; the first is one and the same, as BERT's texts begin."""
+    """Draw token ids; the first one is always the same, like BERT's start token."""
     draw = np.random.default_rng(0)
     places = np.linspace(0, 1, len(QUANTILES))
     shape = np.interp(draw.random(count), places, QUANTILES)
-    # The longest stay as long: only then are batches padded as far as they are.
+    # The longest texts keep their length, so that batches are padded as in the real data.
     scaled = np.where(shape < 110, shape * MEAN / 55.9, shape)
     lengths = np.clip(np.rint(scaled), 8, LONGEST).astype(int)
     texts = [draw.integers(5, vocabulary, length) for length in lengths]
@@ -84,7 +84,7 @@ def draw_texts(count: int, *, vocabulary: int) -> list[np.ndarray]:
 
 
 def collate(samples: list[tuple[Tensor, Tensor]], *, length: int | None) -> Batch:
-    """Filled up with zeros to the longest, or to one length."""
+    """Pad with zeros to the longest text, or to a fixed length."""
     longest = length or max(len(text) for text, _ in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     mask = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -95,7 +95,7 @@ def collate(samples: list[tuple[Tensor, Tensor]], *, length: int | None) -> Batc
 
 
 def resident(texts: list[Tensor], labels: Tensor, batch: int, device: str) -> Callable[[int], Batch]:
-    """All texts lie on the device; a batch is as long as its longest, in sixteens."""
+    """Put all texts on the device; the length of a batch is rounded up to a multiple of 16."""
     whole = collate(list(zip(texts, labels, strict=True)), length=LONGEST)
     there = {name: tensor.to(device) for name, tensor in whole.items()}
     lengths = np.array([len(text) for text in texts])
@@ -114,7 +114,7 @@ def resident(texts: list[Tensor], labels: Tensor, batch: int, device: str) -> Ca
 
 
 def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropout: float) -> ForWhet:
-    """The same weights from a folder, as `whet train text model=FOLDER` takes them."""
+    """Load the same weights from a folder, like `whet train text model=FOLDER`."""
     from whet.config.resolve import resolve_config
     from whet.data.batch import Ragged
     from whet.recipes.recipe import load_recipe
@@ -138,14 +138,14 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
         baseline=None,
     )
     recipe = load_recipe("text")
-    words = [f"model={folder}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
-    words += [f"dropout={dropout:g}", "attention_dropout=0"]
-    made = prepare_recipe(recipe, resolve_config(recipe.Config, words).config, data=data)
+    args = [f"model={folder}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
+    args += [f"dropout={dropout:g}", "attention_dropout=0"]
+    made = prepare_recipe(recipe, resolve_config(recipe.Config, args).config, data=data)
     return ForWhet(model=made.model, data=made.data.train, loss=made.loss, workload=made.workload)
 
 
 def flops_of_text(lengths: Tensor, shape: dict[str, int]) -> float:
-    """Of training on one text, on average: six for each weight and token, and twelve for each pair of places."""
+    """Mean FLOPs of training on one text: 6 per weight and token, and 12 per pair of positions."""
     width, layers, inner = shape["hidden_size"], shape["num_hidden_layers"], shape["intermediate_size"]
     weights = layers * (4 * width**2 + 2 * width * inner)
     tokens, pairs = lengths.double().mean().item(), lengths.double().square().mean().item()

@@ -1,4 +1,4 @@
-"""Rows of made-up conversations and the recipe's recursive language model, preset medium."""
+"""Random conversations and the recursive language model of the chat recipe, preset medium."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from side_by_side.spec import Spec
-from side_by_side.work import ForWhet, Work, resident_columns
+from side_by_side.workload import ForWhet, PeerWorkload, resident_columns
 from whet.config.resolve import resolve_config
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.model import CausalModel, build_model, next_token_loss
@@ -14,21 +14,21 @@ from whet.recipes.recipe import load_recipe
 
 SHAPES = {"full": ("medium", 512, 8_192, 32, 2_048), "cpu": ("nano", 64, 512, 8, 512), "tiny": ("nano", 16, 300, 4, 64)}
 """Preset, tokens of a row, vocabulary, global batch, rows."""
-LR, LR_OF_LOSSES = 3e-4, 2e-3
-"""Where losses are compared they have to move, or a wrong step would not be seen."""
+LR, LR_FOR_LOSSES = 3e-4, 2e-3
+"""A higher rate for comparing losses, which must change noticeably for a wrong step to show."""
 DOCUMENTS = 4
-"""Of a row, on average."""
+"""Mean number per row."""
 
 
 class Fields:
-    """What the loss asks of a micro-batch."""
+    """The part of a micro-batch that the loss needs."""
 
     def __init__(self, tokens: Tensor, is_start: Tensor, is_loss: Tensor) -> None:
         self.tokens, self.is_start, self.is_loss = tokens, is_start, is_loss
 
 
 class WithLoss(nn.Module):
-    """The model as peers want it: tensors by name in, a map with the mean loss out."""
+    """The model for peers: named tensors in, a dict with the mean loss out."""
 
     def __init__(self, model: CausalModel) -> None:
         super().__init__()
@@ -39,17 +39,17 @@ class WithLoss(nn.Module):
         return {"loss": nats / count}
 
 
-def make(spec: Spec) -> Work:
+def make(spec: Spec) -> PeerWorkload:
     preset, length, vocabulary, batch, count = SHAPES[spec.scale]
     recipe = load_recipe("chat")
-    words = [f"arch.preset={preset}", f"arch.seq_len={length}", f"global_batch_size={batch}", "dropout=0"]
-    config = resolve_config(recipe.Config, words).config
+    args = [f"arch.preset={preset}", f"arch.seq_len={length}", f"global_batch_size={batch}", "dropout=0"]
+    config = resolve_config(recipe.Config, args).config
     torch.manual_seed(0)
     model = build_model(config.arch, vocab_size=vocabulary)
     columns = draw(count, length=length + 1, vocabulary=vocabulary)
     samples = [{name: column[row] for name, column in columns.items()} for row in range(count)]
     workload = chat_config.describe_chat(config, vocab_size=vocabulary, longest=length, num_rows=count)
-    return Work(
+    return PeerWorkload(
         model=WithLoss(model),
         samples=samples,
         collate=torch.utils.data.default_collate,
@@ -63,17 +63,17 @@ def make(spec: Spec) -> Work:
             outputs=partial(recipe.outputs, model),  # type: ignore[attr-defined]
         ),
         batch=batch,
-        lr=LR_OF_LOSSES if spec.takes_losses else LR,
+        lr=LR_FOR_LOSSES if spec.records_losses else LR,
         flops=batch * length * config.arch.training_flops(vocabulary),
-        words=f"{config.arch.words(vocabulary)}; {count:,} rows of {length} tokens",
+        description=f"{config.arch.words(vocabulary)}; {count:,} rows of {length} tokens",
     )
 
 
 def draw(count: int, *, length: int, vocabulary: int) -> dict[str, Tensor]:
-    """Tokens, where documents begin, and which tokens are to be predicted: every second turn, as in a conversation."""
+    """Draw tokens, document starts, and a mask of predicted tokens."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (count, length), generator=draw, dtype=torch.int32)
-    # Something to learn: half of the tokens follow from the ones before.
+    # Learnable: half of the tokens follow from the previous one.
     tokens[:, 1::2] = (tokens[:, 0 : length - 1 : 2] * 7 + 3) % vocabulary
     is_start = torch.rand((count, length), generator=draw) < DOCUMENTS / length
     is_start[:, 0] = True

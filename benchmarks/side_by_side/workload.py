@@ -1,4 +1,4 @@
-"""What all ways train: the same model with the same first weights, the same samples in the same order."""
+"""The workload of a comparison: same model, same initial weights, same samples in the same order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ForWhet:
-    """The same training as whet's recipe has it."""
+    """The same training in the form of whet's recipe."""
 
     model: nn.Module
     data: Any
@@ -23,28 +23,28 @@ class ForWhet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """`model(**batch)` gives a map with the mean loss, as models of transformers do."""
+class PeerWorkload:
+    """A model and its data; `model(**batch)` returns a dict with the mean loss, like transformers models."""
 
     model: nn.Module
     samples: Sequence[Any]
-    """One epoch; the next one brings the same in the same order."""
+    """One epoch; every epoch has the same samples in the same order."""
     collate: Callable[[list[Any]], Batch]
-    """Samples as a batch, as anyone would write it."""
+    """An ordinary collate function."""
     collate_fixed: Callable[[list[Any]], Batch] | None
-    """The same with one shape for all batches; None where there is only one."""
+    """The same with one shape for all batches; None if there is only one."""
     resident: Callable[[str], Callable[[int], Batch]]
-    """For a device: from the number of a step to its batch, as one writes it who knows that all data fits there."""
+    """For a device: a function from the step to its batch, with all data resident on the device."""
     for_whet: Callable[[], ForWhet]
     batch: int
     lr: float
     flops: float
-    """Of the model in one step, on average: products of matrices, forward and backward, padding not counted."""
-    words: str
-    """What it is, in one line."""
+    """Mean matmul FLOPs of a step, forward and backward, without padding."""
+    description: str
+    """One line for the report."""
     clip: float = 1.0
     is_image_like: bool = False
-    """Convolutions: channels last is worth it in half precision."""
+    """Convolutional: channels_last is faster in half precision."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,10 +52,10 @@ class Work:
 
 
 class Repeated(Dataset[Any]):
-    """So many steps of the same samples, in order."""
+    """The samples repeated in order for a number of steps."""
 
-    def __init__(self, work: Work, *, total_steps: int) -> None:
-        self._samples, self._length = work.samples, total_steps * work.batch
+    def __init__(self, workload: PeerWorkload, *, total_steps: int) -> None:
+        self._samples, self._length = workload.samples, total_steps * workload.batch
 
     def __len__(self) -> int:
         return self._length
@@ -65,7 +65,7 @@ class Repeated(Dataset[Any]):
 
 
 def resident_columns(columns: dict[str, Tensor], batch: int, device: str) -> Callable[[int], Batch]:
-    """All columns lie on the device; a batch is a slice of each."""
+    """Put all columns on the device; a batch is a slice of each."""
     there = {name: column.to(device) for name, column in columns.items()}
     num_batches = len(next(iter(columns.values()))) // batch
 

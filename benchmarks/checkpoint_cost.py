@@ -1,12 +1,12 @@
-"""What saving costs: a model of realistic size is trained and saved, and the run's own ledger is added up.
+"""Cost of checkpoints: train and save a model of realistic size, and add up the costs that the run logged.
 
-    python benchmarks/checkpointing.py [--seconds 150] [--every 30] [--blocks 12] [--device cpu] [--folder DIR]
+    python benchmarks/checkpoint_cost.py [--seconds 150] [--every 30] [--blocks 12] [--device cpu] [--folder DIR]
 
-The interval is shortened (30 s instead of 5 minutes or more) so that enough saves fall into minutes; what one save
-costs does not depend on it. The cost of a save is what the log says: the time the training stood still
-(`stall_seconds`) and how much longer the steps beside the writing took (`slowed_seconds`). From the median cost follows
-the interval that a run would choose by itself, and the share of the time that saving then takes. A run tries both ways
-of writing, beside the training and in a pause, and takes the cheaper one; two more runs are held to one way each.
+The interval is shortened (30 s instead of 5 minutes or more) to get enough saves in a few minutes; the cost of a save
+does not depend on it. That cost comes from the log: the time during which training was blocked (`stall_seconds`), and
+the slow-down of steps during background writes (`slowed_seconds`). The median cost determines the interval that a run
+would choose by itself, and the share of time that saving then takes. A run tries both modes of writing, in the
+background and blocking, and takes the cheaper one; two more runs are fixed to one mode each.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def make_model(blocks: int) -> nn.Module:
 
 
 def train(run: Path, *, blocks: int, seconds: float, every: float, device: str) -> tuple[float, int]:
-    """Trains for a while; seconds in the loop, and steps."""
+    """Train for a while, and return the seconds in the loop and the steps."""
     torch.manual_seed(0)
     model = make_model(blocks)
     data = (torch.randn(4096, WIDTH), torch.randint(10, (4096,)))
@@ -64,13 +64,13 @@ def train(run: Path, *, blocks: int, seconds: float, every: float, device: str) 
 
 
 def on_the_clock(run: Path) -> list[Event]:
-    """The saves while training: without the first state, and without the last, which the end waits for."""
+    """Return the saves during training, without the first and the final one."""
     saves = list(read_events(run, kinds=("checkpoint",)))
     return [event for event in saves[1:-1] if event.step > 0]
 
 
 def show(name: str, saves: list[Event], took: float, steps: int) -> float:
-    """Prints one way; the median cost of a save."""
+    """Print one mode, and return the median cost of a save."""
     stall, slowed, whole = (
         [event.number(field) or 0.0 for event in saves] for field in ("stall_seconds", "slowed_seconds", "seconds")
     )
