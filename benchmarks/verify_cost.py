@@ -21,7 +21,7 @@ import whet
 from whet.config.resolve import resolve_config
 from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
-from whet.device.open import _UNAVAILABLE_REASONS
+from whet.device.open import UNAVAILABLE_REASONS
 from whet.recipes.recipe import load_recipe
 from whet.recipes.runner import train_recipe
 
@@ -100,7 +100,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.virtual_mac:
         virtual_mac.install("m2-air-8gb")
-    devices = ["cpu", *(kind for kind, why_not in _UNAVAILABLE_REASONS.items() if why_not() is None)]
+    devices = ["cpu", *(kind for kind, reason in UNAVAILABLE_REASONS.items() if reason() is None)]
     print(f"torch {torch.__version__}, {asked.threads} threads, {asked.repeats} repeats")
     subjects = {
         "text recipe": lambda device: verify_text(device=device, threads=asked.threads),

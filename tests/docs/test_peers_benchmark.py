@@ -62,14 +62,14 @@ def test_whet_has_the_losses_of_the_bare_loop(peers: dict[str, list[float]]) -> 
 
 
 @pytest.mark.parametrize("fault", [{"lr": 5.5e-3}, {"clip": 0.1}, {"batch": 15}])
-def test_a_way_that_trains_otherwise_is_found(peers: dict[str, list[float]], fault: dict[str, float]) -> None:
+def test_a_loop_that_trains_differently_is_reported(peers: dict[str, list[float]], fault: dict[str, float]) -> None:
     found = agreed({**peers, "whet": losses_of(whet_loop, replace(SPEC, loop="whet"), **fault)})
     assert not found.agrees("whet")
     assert sum("NOT EQUAL" in line for line in agreement(found)) == 1
 
 
 @pytest.mark.parametrize(("whet", "agrees"), [(0.985, True), (1.019, True), (1.03, False)])
-def test_half_precision_is_judged_by_how_far_it_takes_peers_from_float32(whet: float, agrees: bool) -> None:
+def test_the_bound_in_half_precision_is_the_distance_of_peers_from_float32(whet: float, agrees: bool) -> None:
     found = Agreement(
         names={},
         precision="bf16",
@@ -84,7 +84,7 @@ def test_half_precision_is_judged_by_how_far_it_takes_peers_from_float32(whet: f
 
 
 @pytest.mark.parametrize("loops", [("expert", "whet"), ("whet",)])
-def test_the_yardstick_is_named_also_where_it_fails_in_half_precision(
+def test_the_reference_is_named_even_if_it_fails_in_half_precision(
     loops: tuple[str, ...],
 ) -> None:
     found = Agreement(
@@ -99,7 +99,7 @@ def test_the_yardstick_is_named_also_where_it_fails_in_half_precision(
     assert f"difference from the {loops[0]} loop (" in next(agreement(replace(found, exact=None)))
 
 
-def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
+def test_the_table_compares_with_the_best_peer_within_each_round() -> None:
     def taken(loop: str, blocks: list[float]) -> LoopTimes:
         facts = {"first_step": 3.0, "warmup_steps": 9, "warmup_seconds": 2.0, "estimate": 0.1}
         return LoopTimes(loop=loop, name=loop, batch=10, blocks=blocks, **facts)
@@ -124,7 +124,7 @@ def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
     assert "- Fabric: not there" in lines
 
 
-def test_a_contest_without_rounds_or_ways_is_none() -> None:
+def test_a_comparison_needs_rounds_and_loops() -> None:
     with pytest.raises(SystemExit):
         command.parse(["--rounds", "0"])
     lines = list(command.one_workload("hex", command.parse(["--loops", "whet-graph", "trainer-fixed"])))
@@ -134,7 +134,7 @@ def test_a_contest_without_rounds_or_ways_is_none() -> None:
 @pytest.mark.parametrize(
     ("ending", "written"), [("sys.exit(0)", ["cpu"]), ("sys.exit(3)", ["cpu"]), ("raise RuntimeError", [])]
 )
-def test_a_result_that_broke_off_replaces_no_page(
+def test_a_crashed_benchmark_replaces_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, written: list[str]
 ) -> None:
     (tmp_path / "overhead.py").write_text(f"import sys\nprint('half a result')\n{ending}\n")
@@ -148,7 +148,7 @@ def test_a_result_that_broke_off_replaces_no_page(
 
 
 @pytest.mark.slow
-def test_the_whole_command_in_small(tmp_path: Path) -> None:
+def test_smoke_run_of_the_command(tmp_path: Path) -> None:
     description = ["--small", "--threads", "1", "--workloads", "hex", "--loops", "bare", "whet", "--losses", "3"]
     command = [sys.executable, BENCHMARKS / "peers.py", *description, "--out", tmp_path / "found.md"]
     subprocess.run(command, check=True, capture_output=True)
