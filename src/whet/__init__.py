@@ -1,29 +1,29 @@
 """whet trains your PyTorch model as fast as the machine in front of you allows.
 
-Without changing what is trained, and without losing a step. The packages in layers; a package imports only from those
-above it in this list:
+Without changing what is trained, and without losing a step. Packages in layers: a package imports only from packages
+above it in this list (docs/architecture.md):
 
     base         errors, units, environment variables, the isolated worker process
     machine      facts about this computer and known machines
-    plan         workload, settings with value, reason, source and evidence; the rules that decide them
-    config       options, declared once, read from keywords, the command line and files
-    run          the run folder: atomic writes, lock, events, index
-    web          the guard of every server
-    report       one model of a run, rendered as text, Markdown, HTML and a live page
-    device       CUDA, MPS, CPU, fake: the only package that calls a backend
-    distributed  ranks, launch, heartbeat: the only package that imports torch.distributed
-    data         adapters, order, batching, packing, workers
+    plan         settings with value, reason, source and evidence; the rules that decide them
+    config       options, declared once, read from keywords, command line and files
+    run          the run folder: durable writes, lock, events
+    web          the guard of every page and server
+    report       one model of a run, rendered as text, Markdown, HTML and live page
+    device       CUDA, MPS, CPU and a fake device; the only package that calls a backend
+    distributed  ranks, launcher, heartbeat, replicated and sharded strategies
+    data         adapters, order, global batches, micro-batches, workers
     step         apply a plan to a model; one optimizer step
-    checkpoint   everything an exact resume needs, on disk
-    verify       preflight, parity, start checks, memory
-    autotune     candidates, paired timing, evidence
+    checkpoint   everything that an exact resume needs, on disk
+    verify       preflight, parity with the CPU, checks before the first step, memory
+    autotune     candidate settings, paired timing, cache of evidence
     training     Session, train, callbacks, schedules
-    doctor       examine a device
-    hpo          hyperparameter search on Optuna
-    prove        kill a training, resume it and compare every bit
-    recipes      complete workloads: text, chat, puzzle, hex
-    api          what `import whet` offers where recipes are needed: check, compare, search
-    cli          one file per verb; renders and prints
+    doctor       examines a device: operators, known bugs, parity, resume, speed
+    hpo          hyperparameter search on Optuna, each trial a run folder
+    prove        kills a training, resumes it and compares every bit
+    recipes      complete workloads that ship with whet
+    api          what `import whet` offers where recipes are needed
+    cli          the command line: one file per command
 """
 
 from typing import TYPE_CHECKING, Any

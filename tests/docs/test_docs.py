@@ -15,19 +15,19 @@ from whet.recipes.recipe import load_recipe
 
 pytestmark = pytest.mark.torch
 
-ROOMS = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
+PACKAGES = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_the_maps_show_every_room_in_the_order_of_the_layers() -> None:
-    house, _, _ = (ROOT / "docs" / "map.md").read_text().partition("Around the house")
-    on_the_map = re.findall(r"^\| `(\w+)/` \|", house, re.MULTILINE)
+def test_the_architecture_page_lists_every_package_in_layer_order() -> None:
+    page, _, _ = (ROOT / "docs" / "architecture.md").read_text().partition("## Around the packages")
+    on_the_page = re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)
     in_the_docstring = re.findall(r"^    (\w+)  +\w", package.__doc__ or "", re.MULTILINE)
     layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert layers is not None
-    by_lint = [name for name in re.findall(r"\w+", layers[1]) if name in ROOMS]
-    assert on_the_map == in_the_docstring == by_lint[::-1]
-    assert sorted(on_the_map) == ROOMS
+    by_lint = [name for name in re.findall(r"\w+", layers[1]) if name in PACKAGES]
+    assert on_the_page == in_the_docstring == by_lint[::-1]
+    assert sorted(on_the_page) == PACKAGES
 
 
 def _commands() -> list[str]:
