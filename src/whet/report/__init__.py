@@ -1,1 +1,18 @@
-"""Reads run folders and renders them: one model of a run, several renderers."""
+"""Reads run folders and renders them; never writes into them.
+
+One model of a run:
+    run_status      RunStatus: what lists can afford to read; LiveStatus: the live terminal view
+    run_report      RunReport: everything a run folder says; it extends RunStatus
+    timeline, tracks, evaluation, plan_evidence, advice    its parts
+
+Its renderers:
+    text, text_chart    plain text
+    markdown            for an issue or a README
+    page/               the HTML report, and the front end of the live page
+    watch/              the live page and the live terminal view
+    comparison          several runs side by side
+    opened_run          whet.open_run(): curves and plots in Python
+    export/, forward/   numbers as files, or to a dashboard
+
+Other reports: bench_report, search_report, seeds; svg and table are shared by all.
+"""

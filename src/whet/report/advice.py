@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _HIGH_DATA_SHARE, _HIGH_EVAL_SHARE, _HIGH_SAVE_SHARE = 0.15, 0.25, 0.05
 _HIGH_HEAT_SHARE = 0.2
+# Heat and saving do not matter in a shorter run.
 _SHORT_SECONDS = 30.0
-"""Heat and saving do not matter in a shorter run."""
 _NEARLY_FULL = 0.9
 _MIN_EVALUATIONS = 3
+# Name endings of metrics that should be low.
 _LOWER_IS_BETTER = ("loss", "cross_entropy", "perplexity", "error")
-"""Name endings of metrics that should be low."""
 
 
 class Advice(FrozenModel):

@@ -12,8 +12,8 @@ from whet.report.svg import ChartPanel, ChartPoint, draw_chart
 from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 
+# A header and rows.
 TableCells = list[tuple[str, ...]]
-"""A header and rows."""
 
 _SWEEP_HEADER = ("samples/s", "vs. plan", "memory", "slow steps", "note")
 _PLAN_PARTS = (
@@ -202,10 +202,10 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+# Must be equal on all machines: otherwise a step is not the same work.
 _MUST_MATCH = ("recipe", "num_parameters", "global_batch_size", "max_length")
-"""Must be equal on all machines: otherwise a step is not the same work."""
+# May differ with the data of a machine; noted below the table.
 _MAY_DIFFER = ("num_samples", "mean_length", "lengths_vary", "has_dropout")
-"""May differ with the data of a machine; noted below the table."""
 
 
 def merged_table(results: Sequence[BenchResult]) -> TableCells:

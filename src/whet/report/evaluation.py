@@ -13,8 +13,8 @@ MAX_CLASSES = 60
 MAX_SAMPLES = 50
 MAX_COLUMNS = 8
 _MAX_CELL, _MAX_LABEL = 2000, 200
+# Older evaluations say little about the model as it is now.
 _MAX_EVALUATIONS = 50
-"""Older evaluations say little about the model as it is now."""
 
 EvaluationSplit = Literal["val", "test"]
 _PREFIXES: dict[EvaluationSplit, str] = {"val": "", "test": "test_"}

@@ -20,8 +20,8 @@ from whet.run.strict_json import StrictModel
 
 RunState = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
 
+# Speed is measured over this much of the end: steps are written in batches, up to a second late.
 _SPEED_SECONDS = 15.0
-"""Speed is measured over this much of the end: steps are written in batches, up to a second late."""
 _MAX_SPEED_STEPS = 2_000
 _MAX_RECENT = 12
 _RECENT_KINDS = ("eval", "epoch", *TIMELINE_KINDS)

@@ -19,8 +19,8 @@ SEEDS_FILE = "seeds.json"
 FORMAT_VERSION = 1
 
 _FRACTIONS = {"accuracy", "f1", "precision", "recall", "auc", "top1", "top5", "exact"}
+# The loss of a metric is not a fraction.
 _NOT_FRACTIONS = {"loss", "error"}
-"""The loss of a metric is not a fraction."""
 
 
 class MetricSpread(FrozenModel):

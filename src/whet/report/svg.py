@@ -16,8 +16,8 @@ _WIDTH, _PANEL_HEIGHT = 640, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
 _HEAD = 46
 _LINE = 18
+# A limit this many times above all points would flatten them: then the scale is logarithmic.
 _WIDE_RANGE = 6.0
-"""A limit this many times above all points would flatten them: then the scale is logarithmic."""
 _STYLE = """
 .whet-chart { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .whet-chart text { fill: currentColor; }
@@ -210,8 +210,8 @@ def escape_svg(text: str) -> str:
 _CURVES_WIDTH, _CURVES_PANEL_HEIGHT = 640, 200
 _CURVES_LEFT, _CURVES_RIGHT, _CURVES_TOP, _CURVES_BOTTOM = 86, 24, 30, 36
 _CURVES_HEAD = 50
+# Curves with at most this many points also get dots.
 _MAX_DOTS = 40
-"""Curves with at most this many points also get dots."""
 _CURVES_STYLE = """
 .whet-curves { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .whet-curves text { fill: currentColor; }

@@ -16,8 +16,8 @@ _LABEL_WIDTH = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MAX_INCIDENTS = 12
+# Characters of one text: a damaged plan may hold a reason of megabytes, which would take a minute to wrap.
 _MAX_TEXT = 4_000
-"""Characters of one text: a damaged plan may hold a reason of megabytes, which would take a minute to wrap."""
 
 
 def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:

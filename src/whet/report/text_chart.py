@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from whet.run.curve import Curve, CurvePoint
 
 _BRAILLE = 0x2800
+# The bit of the dot in column x, row y of a braille character (2 by 4 dots).
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The bit of the dot in column x, row y of a braille character (2 by 4 dots)."""
 _MIN_PLOT_COLUMNS = 8
 _BARS = "".join(chr(0x2581 + height) for height in range(8))
 _ASCII_BARS = "_.-=+*#"

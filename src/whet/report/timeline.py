@@ -10,8 +10,8 @@ from whet.plan.render import format_value
 from whet.run.event import INCIDENT_KINDS, SESSION_START_KINDS, Event, as_number
 from whet.run.events import History
 
+# The first and the last ones: a run of five million steps may have many, and a page has limits.
 MAX_TIMELINE = 300
-"""The first and the last ones: a run of five million steps may have many, and a page has limits."""
 MAX_SLOW_PERIODS = 200
 TIMELINE_KINDS = ("start", "plan", "checkpoint", *INCIDENT_KINDS, "end")
 
@@ -24,8 +24,8 @@ _NORMAL_LEVELS = {
 
 Tone = Literal["good", "plain", "warn", "bad"]
 
+# Of incidents; all others are warnings.
 _TONES: dict[str, Tone] = {"oom": "bad", "restart": "bad", "resume": "plain"}
-"""Of incidents; all others are warnings."""
 _TITLES = {
     "oom": "out of memory",
     "resume": "resumed",
@@ -33,6 +33,7 @@ _TITLES = {
     "skip": "a step was skipped",
     "spike": "the loss is far above its usual values",
 }
+# Fields of an incident that its text states in words, or that other parts of a report show.
 _UNLISTED_FIELDS = {
     "resume": ("total_steps", "goal", "mode", "rejected", "exactness", "rollback_reason", "moved_from"),
     "oom": ("action",),
@@ -44,7 +45,6 @@ _UNLISTED_FIELDS = {
     "spike": ("samples",),
     "warning": ("path", "errno", "free_bytes", "retry"),
 }
-"""Fields of an incident that its text states in words, or that other parts of a report show."""
 
 
 class SessionSpan(FrozenModel):

@@ -14,18 +14,19 @@ from whet.run.event import as_number
 from whet.run.event_block import StatCounter
 from whet.run.events import History
 
+# Per track: an evaluation may return any number of metrics.
 MAX_CURVES = 40
-"""Per track: an evaluation may return any number of metrics."""
 
 CurveSource = Literal["step", "eval", "health", "epoch"]
 Unit = Literal["", "bytes", "samples/s", "percent"]
 
+# Phases that are not part of an optimizer step.
 NON_STEP_PHASES = ("evaluate", "save", "cooldown")
-"""Phases that are not part of an optimizer step."""
 
 _SOURCES: tuple[CurveSource, ...] = ("step", "eval", "health", "epoch")
 _NOT_DRAWN = ("epoch", "samples", "num_shapes")
 _SECONDS = "seconds/"
+# In the order of a step.
 _PHASE_NOTES = {
     "data": "waiting for the next samples",
     "transfer": "copying samples to the device",
@@ -36,7 +37,6 @@ _PHASE_NOTES = {
     "save": "training paused for checkpoints",
     "cooldown": "pausing to cool down",
 }
-"""In the order of a step."""
 
 
 class TrackLine(FrozenModel):

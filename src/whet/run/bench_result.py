@@ -18,8 +18,8 @@ FORMAT_VERSION = 1
 KIND = "whet bench"
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# far slower: so slow that one or two steps were enough to see it.
 RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
-"""far slower: so slow that one or two steps were enough to see it."""
 
 
 class BenchInterval(FrozenModel):

@@ -18,8 +18,8 @@ from whet.run.event_block import SUMMARIZED_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
 
+# The kinds of events whose numbers make curves.
 CURVE_KINDS = SUMMARIZED_KINDS
-"""The kinds of events whose numbers make curves."""
 
 
 class CurvePoint(FrozenModel):

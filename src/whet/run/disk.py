@@ -71,8 +71,8 @@ class Disk:
         path.rmdir()
 
 
+# Limit for files that are read as a whole.
 MAX_WHOLE_FILE_BYTES = 64 * 1024**2
-"""Limit for files that are read as a whole."""
 
 
 def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:

@@ -21,8 +21,8 @@ from whet.run.events import History
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+# A larger step is damage.
 _MAX_STEP = 2**62
-"""A larger step is damage."""
 
 
 class ColumnTable(Protocol):
@@ -180,10 +180,10 @@ class JoinedTable:
 
 T = TypeVar("T")
 _MAX_FRESH_BLOCKS = 256
+# A larger number of samples is damage, and not exact as a float.
 _MAX_SAMPLES = 2**53
-"""A larger number of samples is damage, and not exact as a float."""
+# More events than this, other than steps, are not read one by one if their blocks give enough points.
 _MAX_EVENTS_READ = 4_096
-"""More events than this, other than steps, are not read one by one if their blocks give enough points."""
 
 
 def bucket_curves(

@@ -23,11 +23,11 @@ from whet.run.disk import NOT_SUPPORTED, Disk
 
 LEFTOVER_PREFIX = ".tmp-"
 _LEFTOVER = re.compile(re.escape(LEFTOVER_PREFIX) + r".+-\d+-[0-9a-f]{8}", re.DOTALL)
+# Smaller chunks are combined before they are written.
 _MIN_WRITE_BYTES = 1024**2
-"""Smaller chunks are combined before they are written."""
 
+# Makes every call; tests replace it.
 disk = Disk()
-"""Makes every call; tests replace it."""
 
 
 def is_leftover(path: Path) -> bool:

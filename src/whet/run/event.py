@@ -51,17 +51,17 @@ from typing import Any
 
 from whet.run import strict_json
 
+# The kinds other than regular progress; reports list them.
 INCIDENT_KINDS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
-"""The kinds other than regular progress; reports list them."""
 
+# The kinds that may be written. Readers keep unknown kinds: a newer version may have written them.
 EVENT_KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end"))
-"""The kinds that may be written. Readers keep unknown kinds: a newer version may have written them."""
 
+# The kinds that a later `resume` from an earlier step makes void: they will be repeated.
 VOIDED_KINDS = frozenset(("step", "eval", "epoch"))
-"""The kinds that a later `resume` from an earlier step makes void: they will be repeated."""
 
+# The kinds that begin a session: one process training without a break.
 SESSION_START_KINDS = frozenset(("start", "resume"))
-"""The kinds that begin a session: one process training without a break."""
 
 RESERVED_FIELDS = frozenset(("kind", "time", "step", strict_json.NONFINITE_KEY))
 

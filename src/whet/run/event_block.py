@@ -12,10 +12,10 @@ from typing import Any
 from whet.run.event import as_number
 
 BLOCK_EVENTS = 256
+# The kinds whose numbers are summarized, field by field.
 SUMMARIZED_KINDS = ("step", "health", "eval")
-"""The kinds whose numbers are summarized, field by field."""
+# Per field of a block: count, least, greatest, sum, and how many were not finite; 8 bytes each.
 STATS_PER_FIELD = 5
-"""Per field of a block: count, least, greatest, sum, and how many were not finite; 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,18 +34,18 @@ from whet.run.event import SESSION_START_KINDS, Event, parse_event, parse_event_
 from whet.run.event_block import STATS_PER_FIELD, BlockBuilder, EventBlock, intern_fields
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
+# An index of another version is ignored.
 INDEX_HEADER = b"whet events index 2\n"
-"""An index of another version is ignored."""
+# Fewer bytes of events are read in less than a second.
 LONG_BYTES = 32 * 1024**2
-"""Fewer bytes of events are read in less than a second."""
+# Called with the number of bytes read and their total.
 ScanProgress = Callable[[int, int], None]
-"""Called with the number of bytes read and their total."""
 
 _SPOT_CHECKS = 16
 _MAX_LINE_BYTES = 16 * 1024**2
 _PROGRESS_BYTES = 4 * 1024**2
+# Of all cached indexes together; the oldest are removed first.
 _MAX_CACHE_BYTES = 256 * 1024**2
-"""Of all cached indexes together; the oldest are removed first."""
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.index")
 
 

@@ -36,10 +36,10 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
+# What the recipe needs to use the model later; a run of your own loop has none.
 RECIPE_FILE = "recipe.json"
-"""What the recipe needs to use the model later; a run of your own loop has none."""
+# Parts of a run with a JSON file of their own.
 RUN_PARTS = ("config", "plan", "machine", "versions")
-"""Parts of a run with a JSON file of their own."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
 

@@ -26,12 +26,12 @@ from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, Run, run_folder
 from whet.run.lock import is_locked
 
+# The kind of an event that is in no file: the training process died without writing an end.
 PROCESS_DIED = "died"
-"""The kind of an event that is in no file: the training process died without writing an end."""
+# Where more bytes are new, the index is read again.
 _REINDEX_BYTES = 8 * 1024**2
-"""Where more bytes are new, the index is read again."""
+# Bytes before the end of the known part that identify a file.
 _FINGERPRINT_BYTES = 64
-"""Bytes before the end of the known part that identify a file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from whet.run.durable import disk_errors
 LOCK_FILE = "lock"
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
+# `holder` takes the lock for some microseconds, and longer if a busy machine preempts it then; that must not keep a
+# real owner out. Where another owner is alive, there is no waiting.
 _WAIT_SECONDS = 5.0
-"""`holder` takes the lock for some microseconds, and longer if a busy machine preempts it then; that must not keep a
-real owner out. Where another owner is alive, there is no waiting."""
 
+# The locks of this process by (device, inode) of their file; a forked child has its parent's here, see `_own_lock`.
 _held: dict[tuple[int, int], "RunLock"] = {}
-"""The locks of this process by (device, inode) of their file; a forked child has its parent's here, see `_own_lock`."""
 _guard = threading.Lock()
 
 

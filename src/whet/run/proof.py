@@ -12,8 +12,8 @@ from whet.run.strict_json import StrictModel
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
+# If fewer processes than this resumed from a checkpoint, all kills may have hit the start: no evidence.
 MIN_RESUMED_FRACTION = 0.6
-"""If fewer processes than this resumed from a checkpoint, all kills may have hit the start: no evidence."""
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 

@@ -24,8 +24,8 @@ from whet.run.folder import (
 )
 from whet.run.proof import PROOF_FILE
 
+# Younger runs are kept: a process may be about to use them.
 PRUNE_AGE_SECONDS = 60.0
-"""Younger runs are kept: a process may be about to use them."""
 
 _INTERRUPTED = "left by an interrupted write"
 _OWN_FILES = frozenset(

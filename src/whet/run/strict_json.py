@@ -22,8 +22,8 @@ from whet.base.model import FrozenModel
 
 NONFINITE_KEY = "nonfinite"
 
+# JSON on one line, for plain values: ValueError on NaN, TypeError on anything that is not JSON.
 encode_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-"""JSON on one line, for plain values: ValueError on NaN, TypeError on anything that is not JSON."""
 _pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
 _PLAIN = frozenset((bool, int, float, str))
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

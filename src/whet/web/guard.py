@@ -26,8 +26,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+# The JSON of an error at a path; None for plain text.
 ErrorFormat = Callable[[str, HttpError], object | None]
-"""The JSON of an error at a path; None for plain text."""
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -41,11 +41,11 @@ _HEADERS = {
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
 }
+# The browser must request `/` from here: after an HTTP redirect it would not send a SameSite=Strict cookie.
 _ENTRY = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>whet</title>'
     '<meta http-equiv="refresh" content="0;url=/"><p><a href="/">whet</a></html>\n'
 )
-"""The browser must request `/` from here: after an HTTP redirect it would not send a SameSite=Strict cookie."""
 
 
 class RequestGuard:

@@ -140,8 +140,8 @@ def _url_host(address: str) -> str:
 
 
 SIGTERM_EXIT_CODE = 143
+# Connections that asyncio accepts at once before the monitor can count them; each is a file descriptor.
 _ACCEPT_BATCH = 8
-"""Connections that asyncio accepts at once before the monitor can count them; each is a file descriptor."""
 
 
 def serve(

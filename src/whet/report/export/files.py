@@ -217,10 +217,10 @@ def _bytes(field: int, data: bytes) -> bytes:
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
+# Formats of the model itself, which `whet.api.export` writes.
 MODEL_FORMATS = ("transformers", "onnx")
-"""Formats of the model itself, which `whet.api.export` writes."""
+# Prefixes of our file names: a folder with any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
-"""Prefixes of our file names: a folder with any other file is never replaced."""
 
 
 class ExportResult(FrozenModel):

@@ -7,14 +7,14 @@ from whet.base.errors import WhetError
 from whet.run.event import Event, as_number
 from whet.run.events import History
 
+# The kinds of events with curves.
 EXPORTED_KINDS = ("step", "eval", "health")
-"""The kinds of events with curves."""
 
 ExportRow = tuple[int | float | None, ...]
 
 _PREFIXES = {"step": "train", "eval": "eval", "health": "health"}
+# Integers up to here are exact as a float.
 _EXACT = 2**53
-"""Integers up to here are exact as a float."""
 _REQUIRED_TABLES = ("steps", "evaluations")
 _TABLE_KINDS = {"steps": "step", "evaluations": "eval", "health": "health"}
 _MAX_COLUMNS = 4_096

@@ -56,8 +56,8 @@ class RowCollector:
             self._open = None
 
 
+# Events that wait in memory while a dashboard is slow; the rest stays in the file.
 _QUEUE_EVENTS = 10_000
-"""Events that wait in memory while a dashboard is slow; the rest stays in the file."""
 _BATCH_SECONDS = 1.0
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 

@@ -22,8 +22,8 @@ from whet.run.disk import open_regular_file
 DOCUMENT_START = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
 STATIC_FOLDER = Path(__file__).parent / "static"
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
+# Characters of one text: nobody reads more, and a log may hold lines of 16 MB.
 MAX_TEXT = 4000
-"""Characters of one text: nobody reads more, and a log may hold lines of 16 MB."""
 _MAX_ITEMS = 20_000
 _MAX_TITLE = 200
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"

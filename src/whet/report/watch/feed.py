@@ -20,8 +20,8 @@ from whet.web.access import HttpError
 
 MAX_LISTENERS = 64
 _POLL_SECONDS = 1.0
+# Share of a core that scanning for changes may take.
 _MAX_CORE_SHARE = 0.05
-"""Share of a core that scanning for changes may take."""
 _HEARTBEAT_SECONDS = 15.0
 _MAX_GROUPS = 20
 

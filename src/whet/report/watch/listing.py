@@ -10,8 +10,8 @@ from whet.report.run_status import RunStatus
 from whet.report.watch.status_reader import RunStamp, StatusReader, run_id
 from whet.run.folder import RUN_FILE, run_folders
 
+# Reading time of one scan; what is left is read by the next one.
 _SCAN_SECONDS = 0.3
-"""Reading time of one scan; what is left is read by the next one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,17 @@ from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
+# How long requests wait for a run to open, counted from the first one; most runs are open by then.
 WAIT_SECONDS = 2.0
-"""How long requests wait for a run to open, counted from the first one; most runs are open by then."""
+# Not a failure: a later request gets the run.
 ACCEPTED = 202
-"""Not a failure: a later request gets the run."""
 _MAX_RUNS = 16
+# Of 256 events each, over all open runs: a run of 5 million events has half of them.
 _MAX_BLOCKS = 40_000
-"""Of 256 events each, over all open runs: a run of 5 million events has half of them."""
+# Share of a core that rendering one run may take.
 _MAX_CORE_SHARE = 0.03
-"""Share of a core that rendering one run may take."""
+# The same with all waiting included, so that a slow disk is not kept busy.
 _MAX_WALL_SHARE = 0.2
-"""The same with all waiting included, so that a slow disk is not kept busy."""
 _MAX_PAUSE_SECONDS = 30.0
 _OPEN_LOCK = threading.Lock()
 

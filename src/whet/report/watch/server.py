@@ -53,8 +53,8 @@ DEFAULT_PORT = 8321
 PAGE_FILE = "watch.html"
 ICON_FILE = "icon.svg"
 MAX_EVENTS = 500
+# Blocks read for one page: where the wanted kinds are rare, a page may be short or empty.
 _MAX_PAGE_BLOCKS = 400
-"""Blocks read for one page: where the wanted kinds are rare, a page may be short or empty."""
 _HIDDEN_KINDS = frozenset(("step", "health"))
 _FRESH_SECONDS = 1.0
 _ID_LENGTH = len(run_id(""))

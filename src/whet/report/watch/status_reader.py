@@ -16,15 +16,15 @@ from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, RUN_FILE, Run, open_run
 from whet.run.lock import LOCK_FILE, is_locked
 
+# Where more bytes are new, the run is read again with its index.
 _MAX_NEW_BYTES = 1024**2
-"""Where more bytes are new, the run is read again with its index."""
+# Bytes of a log that are read for a list; of a longer one without an index only both ends.
 _MAX_SCAN_BYTES = 8 * 1024**2
-"""Bytes of a log that are read for a list; of a longer one without an index only both ends."""
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 1024**2
 _SLOW_SECONDS = 0.2
+# A run that takes longer than `_SLOW_SECONDS` to fail is not tried again for this long, unless it changes.
 _RETRY_SECONDS = 30.0
-"""A run that takes longer than `_SLOW_SECONDS` to fail is not tried again for this long, unless it changes."""
 _MAX_TEXT = 300
 
 FileStamp = tuple[int, int, int]

@@ -26,8 +26,8 @@ from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders, run_gr
 from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 
+# Runs that changed within this time come first, by name, so that their rows do not move.
 ACTIVE_SECONDS = 120.0
-"""Runs that changed within this time come first, by name, so that their rows do not move."""
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 
 _CURVE_POINTS = 200
@@ -46,8 +46,8 @@ _MAX_GROUPS, _MIN_HEIGHT_FOR_GROUPS = 3, 16
 _SPARK_WIDTH = 16
 _CURVE_WIDTH, _CURVE_HEIGHT, _MIN_CURVE_HEIGHT = 120, 14, 3
 _KEYS = "q quits   up and down select a run"
+# The last ones are dropped first where there is no room.
 _COLUMNS = ("state", "step", "loss", "curve", "left", "goal", "updated")
-"""The last ones are dropped first where there is no room."""
 
 
 class RunBoard(FrozenModel):
