@@ -187,7 +187,7 @@ def write_events(folder: Path, events: int) -> None:
             if step == back_at and events > 3_000:
                 step, back_at = step - 1_000, 0
                 now += 3_600
-                log.resume_from(step, total_steps=events, goal="accuracy", mode="max")
+                log.append("resume", step=step, total_steps=events, goal="accuracy", mode="max")
         log.append("end", step=step, state="done")
 
 

@@ -325,7 +325,7 @@ def test_a_far_limit_makes_the_scale_logarithmic_and_all_stays_inside():
         title="memory & more",
         x_title="",
         points=[ChartPoint(label=str(n), value=n * 1e6, is_chosen=n == 2) for n in (1, 2, 3)],
-        on_event=str,
+        format_y=str,
         limit=1e11,
         limit_label="limit",
     )

@@ -103,7 +103,7 @@ def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run
             time.sleep(0.01)
         # The newest step waits: an evaluation may still belong to it.
         assert [row.step for row in dashboard.rows] == list(range(1, 30))
-        log.resume_from(25)
+        log.append("resume", step=25)
         steps(log, 26, 60, plus=0.5)
         log.append("checkpoint", step=60, name="step-000000060")
         log.append("end", step=60, state="stopped")
@@ -184,13 +184,13 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
         for step in (50, 60):
             log.append("health", step=step, memory={"process": 3})
     with EventLog(run) as log:
-        log.resume_from(40)
+        log.append("resume", step=40)
         steps(log, 41, 149)
         log.append("step", step=150, loss=150.0, seconds={"data": 0.5})
         log.append("health", step=150, memory={"process": 4})
         log.append("end", step=150, state="stopped")
     with EventLog(run) as log:
-        log.resume_from(150)  # What was due when it stopped comes now.
+        log.append("resume", step=150)  # What was due when it stopped comes now.
         log.append("eval", step=150, **{"accuracy": 0.5, HOSTILE: 1.0})
         log.append("end", step=150, state="stopped")
     kept = tmp_path / "kept.json"
@@ -202,7 +202,7 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
     assert first.returncode == 0, first.stderr
     assert first.stdout == "forwarded 150 steps, up to step 150; the run is stopped\n"
     with EventLog(run) as log:
-        log.resume_from(145)
+        log.append("resume", step=145)
         steps(log, 146, 160)
         log.append("end", step=160, state="done")
     second = whet("forward", "runs/r", "--to", name, "--project", "p", **environment)
@@ -257,7 +257,7 @@ def test_real_mlflow_holds_each_point_once(run: Run, tmp_path: Path, whet: Whet)
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for last, state in ((20, "stopped"), (30, "done")):
         with EventLog(run) as log:
-            log.resume_from(last - 12)
+            log.append("resume", step=last - 12)
             steps(log, last - 11, last)
             log.append("end", step=last, state=state)
         done = whet("forward", "runs/r", "--to", "mlflow", MLFLOW_TRACKING_URI=store)

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Run:
         log.append("eval", step=BLOCK_EVENTS + 40, accuracy=0.1)
         log.append("health", step=BLOCK_EVENTS + 40, memory={"process": 5}, heat="cool")
     with EventLog(run) as log:
-        log.resume_from(BLOCK_EVENTS + 30)
+        log.append("resume", step=BLOCK_EVENTS + 30)
         for number in range(BLOCK_EVENTS + 31, BLOCK_EVENTS + 51):
             step(log, number, loss=math.nan if number == BLOCK_EVENTS + 50 else 1 / number)
         log.append("eval", step=BLOCK_EVENTS + 50, accuracy=0.5, **{HOSTILE: 1.5}, samples=[{"text": "no number"}])

@@ -55,7 +55,7 @@ def test_a_run_with_incidents_and_a_resume(tmp_path: Path) -> None:
         log.append("eval", step=10, accuracy=0.9)
         log.append("oom", step=10, reason="too big", exact=False)
     with EventLog(run, clock=ticking(5000)) as log:
-        log.resume_from(8)
+        log.append("resume", step=8)
         log.append("step", step=9, loss=0.25, epoch=1.5, samples=300, seconds={"data": 5.0, "forward": 7.0})
         log.append("eval", step=9, accuracy=0.5, note="text")
         log.append("eval", step=9, accuracy=0.25)

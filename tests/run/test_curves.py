@@ -34,7 +34,7 @@ def write(folder: Path, *, steps: int, gap: float = 1_000.0, again_from: int | N
             now, half = now + gap, -1
             log = EventLog(folder, clock=clock)
             step = step if again_from is None else again_from
-            log.resume_from(step)
+            log.append("resume", step=step)
     log.close()
 
 

@@ -1,5 +1,6 @@
 """events.jsonl: cheap to write, strict JSON, and read back whole however it was cut or damaged."""
 
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from whet.run.curve import downsample_curve
 from whet.run.event import Event, parse_event
 from whet.run.event_block import BLOCK_EVENTS, BlockBuilder, FieldStats
 from whet.run.event_index import INDEX_HEADER, decode_entry, encode_entry, read_block, read_log_layout
-from whet.run.events import EventLog, History, read_events, tail
+from whet.run.events import EventLog, History, read_events
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
 
@@ -31,6 +32,11 @@ def _waits_for_no_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+def tail(folder: Path, count: int) -> list[Event]:
+    """The last events, oldest first."""
+    return list(itertools.islice(History(folder).backwards(), count))[::-1]
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -171,7 +177,7 @@ def test_a_killed_writer_leaves_whole_events_and_the_next_goes_on(tmp_path: Path
     assert len(seen) > BLOCK_EVENTS
     assert seen == list(range(1, len(seen) + 1))
     with EventLog(tmp_path) as log:
-        log.resume_from(100)
+        log.append("resume", step=100)
         log.append("step", step=101, loss=9.0)
     assert steps_of(tmp_path) == list(range(1, 102))
     assert History(tmp_path).damaged == 0
@@ -184,7 +190,7 @@ def test_a_resume_makes_later_steps_void_and_keeps_them_in_the_file(tmp_path: Pa
             log.append("step", step=step, loss=float(step))
         log.append("eval", step=10, accuracy=0.1)
         log.append("oom", step=10)
-        log.resume_from(6, reason="killed")
+        log.append("resume", step=6, reason="killed")
         for step in range(7, 9):
             log.append("step", step=step, loss=-float(step))
         log.append("eval", step=8, accuracy=0.2)
@@ -199,7 +205,7 @@ def test_a_resume_makes_later_steps_void_and_keeps_them_in_the_file(tmp_path: Pa
     assert len((tmp_path / EVENTS_FILE).read_text().splitlines()) == 16
     assert [e.step for e in tail(tmp_path, 3)] == [7, 8, 8]
     assert [e.kind for e in tail(tmp_path, 5)] == ["oom", "resume", "step", "step", "eval"]
-    assert tail(tmp_path, 0) == ()
+    assert tail(tmp_path, 0) == []
     assert [e.step for e in read_events(tmp_path, from_step=8)] == [10, 8, 8]
 
 
@@ -228,7 +234,7 @@ def play(folder: Path, script: list[tuple[str, int]]) -> list[tuple[str, int, fl
             log = EventLog(folder, clock=lambda: 5.0)
         elif act == "resume":
             step = min(step, number)
-            log.resume_from(step)
+            log.append("resume", step=step)
             expected = [seen for seen in expected if seen[1] <= step]
         else:
             for _ in range(max(1, number)):
@@ -252,7 +258,7 @@ def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]
         assert seen_in(folder) == expected
         with_index = layout(folder)
         assert with_index.num_indexed == len(with_index.blocks)
-        assert list(tail(folder, 7)) == list(read_events(folder))[-7:]
+        assert tail(folder, 7) == list(read_events(folder))[-7:]
         middle = len(expected) // 2
         assert [e.step for e in read_events(folder, kinds={"step"}, from_step=middle)] == [
             step for kind, step, _ in expected if kind == "step" and step >= middle

@@ -48,7 +48,7 @@ def test_what_is_there_then_what_comes_until_the_end(tmp_path: Path) -> None:
     with acquire(tmp_path), EventLog(tmp_path) as log:
         for step in (1, 2, 3):
             log.append("step", step=step, loss=1.0)
-        log.resume_from(2)
+        log.append("resume", step=2)
         log.flush()
         events = follow(tmp_path, poll_seconds=POLL)
         assert [next(events).step for _ in range(3)] == [1, 2, 2]  # Two steps that count, and the resume.
@@ -74,7 +74,7 @@ def test_a_torn_end_that_is_cut_off_on_resume_is_never_seen(tmp_path: Path) -> N
     events = follow(tmp_path, poll_seconds=POLL)
     assert next(events).step == 1
     with acquire(tmp_path), EventLog(tmp_path) as log:
-        log.resume_from(1)
+        log.append("resume", step=1)
         log.append("end", step=1)
         assert [(e.kind, e.step) for e in events] == [("resume", 1), ("end", 1)]
 
@@ -96,7 +96,7 @@ def test_an_end_that_was_followed_by_a_resume_is_not_the_end(tmp_path: Path) -> 
     with acquire(tmp_path), EventLog(tmp_path) as log:
         log.append("step", step=1, loss=1.0)
         log.append("end", step=1)
-        log.resume_from(1)
+        log.append("resume", step=1)
         events = follow(tmp_path, poll_seconds=POLL)
         assert take(events, 3) == [("step", 1), ("end", 1), ("resume", 1)]
 
@@ -160,7 +160,7 @@ def test_a_writer_that_dies_is_told_once_and_a_resume_is_seen(tmp_path: Path) ->
 
     def resume() -> None:
         with acquire(tmp_path), EventLog(tmp_path) as log:
-            log.resume_from(7)
+            log.append("resume", step=7)
             log.append("end", step=7)
 
     threading.Timer(0.2, resume).start()

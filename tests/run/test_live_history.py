@@ -55,7 +55,7 @@ class Writer:
             self.log = self._open()
         elif what == "resume":
             self.step = min(self.step, number)
-            self.log.resume_from(self.step)
+            self.log.append("resume", step=self.step)
         else:
             for _ in range(max(1, number)):
                 self.now += 0.5

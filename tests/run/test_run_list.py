@@ -89,7 +89,7 @@ def test_a_resumed_run_is_no_longer_done(tmp_path: Path) -> None:
     run = make(tmp_path, "r")
     train(run, steps=10, state="done")
     with EventLog(run) as log:
-        log.resume_from(5)
+        log.append("resume", step=5)
         log.append("step", step=6, loss=math.nan)
     (summary,) = list_runs(tmp_path)
     assert (summary.state, summary.step) == ("stopped", 6)

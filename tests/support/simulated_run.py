@@ -100,7 +100,7 @@ def simulated_run(path: Path, *, steps: int = 600, seed: int = 0, name: str = "t
         log.append("oom", step=steps // 2 + 19, reason="the step asked for 6.1 GB", action="micro_batch 16 to 8")
     now[0] += 8 * 3600
     with EventLog(run, clock=clock) as log:
-        log.resume_from(steps // 2, exactness="bit-exact", lost_steps=19)
+        log.append("resume", step=steps // 2, exactness="bit-exact", lost_steps=19)
         for step in range(steps // 2 + 1, steps + 1):
             _step(log, step, steps=steps, chance=chance)
         log.append("eval", step=steps, test_accuracy=0.806, test_cross_entropy=0.61)

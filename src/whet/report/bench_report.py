@@ -301,7 +301,7 @@ def bench_chart(result: BenchResult) -> str | None:
         title="samples per second",
         x_title=x_title,
         points=[_speed_point(row) for row in sweep.rows],
-        show=lambda value: f"{value:,.10g}",
+        format_y=lambda value: f"{value:,.10g}",
         is_joined=is_joined,
     )
     limit = result.limit_bytes
@@ -309,7 +309,7 @@ def bench_chart(result: BenchResult) -> str | None:
         title="memory of a step",
         x_title=x_title,
         points=[_memory_point(row) for row in sweep.rows],
-        show=lambda value: format_bytes(value) if value else "0",
+        format_y=lambda value: format_bytes(value) if value else "0",
         limit=limit,
         limit_label=f"limit: {format_bytes(limit)}" if limit else "",
         is_joined=is_joined,

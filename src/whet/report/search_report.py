@@ -3,13 +3,12 @@
 import html
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from whet.base.units import format_seconds
 from whet.config.sources import parse_value
 from whet.report.page.html import DOCUMENT_START, content_policy, static_text
 from whet.report.seeds import format_interval
-from whet.report.svg import escape_svg, svg_text
+from whet.report.svg import AxisScale, escape_svg, svg_text
 from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
 
@@ -176,20 +175,6 @@ def search_charts(result: SearchResult) -> dict[str, str]:
     return pictures
 
 
-@dataclass(frozen=True, slots=True)
-class _SearchScale:
-    low: float
-    high: float
-    begin: float
-    end: float
-    is_log: bool = False
-
-    def place(self, value: float) -> float:
-        low, high, here = (math.log(v) if self.is_log else v for v in (self.low, self.high, value))
-        share = (here - low) / (high - low) if high > low else 0.5
-        return round(self.begin + share * (self.end - self.begin), 1)
-
-
 def _search_svg(title: str, height: int, parts: Iterator[str]) -> str:
     begin = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-search" viewBox="0 0 {_WIDTH} {height}"'
@@ -202,8 +187,8 @@ def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]
     """Values by trial, and the best so far."""
     floor, right = 224, _WIDTH - _RIGHT
     values = [trial.value or 0.0 for trial in seen]
-    across = _SearchScale(0, max(trial.number for trial in result.trials), _LEFT, right)
-    up = _SearchScale(min(values), max(values), floor - 8, _TOP)
+    across = AxisScale(0, max(trial.number for trial in result.trials), _LEFT, right)
+    up = AxisScale(min(values), max(values), floor - 8, _TOP)
     yield svg_text(_LEFT, 18, f"{result.goal} by trial", extra='font-weight="600"')
     yield svg_text(right, 18, "filled: complete; hollow: pruned; line: the best so far", css="quiet", extra=_END)
     yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
@@ -245,7 +230,7 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
     places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
     axes = [_axis(word, floor) for word in result.space]
     values = [trial.value or 0.0 for trial in seen]
-    goal = _SearchScale(min(values), max(values), floor, _TOP + 20)
+    goal = AxisScale(min(values), max(values), floor, _TOP + 20)
     winner = None if result.winner is None else result.winner.number
     for trial in sorted(seen, key=lambda trial: trial.number == winner):
         at = [_axis_position(axis, trial.settings.get(key)) for key, axis in zip(keys, axes, strict=True)]
@@ -264,19 +249,19 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
     yield from _draw_axis(places[-1], result.goal, ends, floor, is_last=True)
 
 
-def _axis(word: str, floor: int) -> tuple[_SearchScale, dict[str, float]]:
+def _axis(word: str, floor: int) -> tuple[AxisScale, dict[str, float]]:
     """The scale of a setting and its labels; choices are evenly spaced."""
     values = word.partition("=")[2]
     if values.startswith("["):
         choices = [_axis_label(choice) for choice in parse_value(values, word)]
-        return _SearchScale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
+        return AxisScale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
     low, _, rest = values.partition("..")
     high, *options = rest.split(":")
-    scale = _SearchScale(float(low), float(high), floor, _TOP + 20, "log" in options)
+    scale = AxisScale(float(low), float(high), floor, _TOP + 20, "log" in options)
     return scale, {low: float(low), high: float(high)}
 
 
-def _axis_position(axis: tuple[_SearchScale, dict[str, float]], value: object) -> float | None:
+def _axis_position(axis: tuple[AxisScale, dict[str, float]], value: object) -> float | None:
     scale, labels = axis
     if _axis_label(value) in labels:
         return scale.place(labels[_axis_label(value)])

@@ -65,7 +65,7 @@ class ChartPanel:
     title: str
     x_title: str
     points: Sequence[ChartPoint]
-    show: Callable[[float], str]
+    format_y: Callable[[float], str]
     """Formats a number of the y axis."""
     limit: float | None = None
     limit_label: str = ""
@@ -96,21 +96,24 @@ def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", 
 
 
 @dataclass(frozen=True, slots=True)
-class _PanelScale:
-    """Maps values to heights within a panel."""
+class AxisScale:
+    """Maps numbers to positions in an image, linearly or logarithmically."""
 
     low: float
     high: float
-    is_log: bool
+    begin: float
+    end: float
+    is_log: bool = False
 
     def place(self, value: float) -> float:
-        low, high, value = (
-            (math.log(self.low), math.log(self.high), math.log(max(value, self.low)))
-            if self.is_log
-            else (self.low, self.high, value)
-        )
-        share = (value - low) / (high - low)
-        return round(_PANEL_HEIGHT - _BOTTOM - share * (_PANEL_HEIGHT - _TOP - _BOTTOM), 1)
+        """The position of a number; the middle where all numbers are equal."""
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, low))
+        # In halves: the difference of two finite numbers may be infinite.
+        half = high / 2 - low / 2
+        share = (value / 2 - low / 2) / half if half > 0 else 0.5
+        return round(self.begin + share * (self.end - self.begin), 1)
 
 
 def _draw_panel(panel: ChartPanel) -> Iterator[str]:
@@ -120,7 +123,7 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
     for tick in ticks:
         y = scale.place(tick)
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield svg_text(_LEFT - 8, y + 4, panel.show(tick), css="quiet", extra='text-anchor="end"')
+        yield svg_text(_LEFT - 8, y + 4, panel.format_y(tick), css="quiet", extra='text-anchor="end"')
     yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
     yield svg_text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
     places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
@@ -137,7 +140,7 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
         yield from _draw_point(point, x, scale)
 
 
-def _draw_point(point: ChartPoint, x: float, scale: _PanelScale) -> Iterator[str]:
+def _draw_point(point: ChartPoint, x: float, scale: AxisScale) -> Iterator[str]:
     floor = _PANEL_HEIGHT - _BOTTOM
     tooltip = f"<title>{escape_svg(point.tooltip)}</title>" if point.tooltip else ""
     if point.value is None:
@@ -156,7 +159,8 @@ def _draw_point(point: ChartPoint, x: float, scale: _PanelScale) -> Iterator[str
         yield f'<circle class="ring" cx="{x}" cy="{y}" r="8"/>'
 
 
-def _scale(panel: ChartPanel) -> tuple[_PanelScale, list[float]]:
+def _scale(panel: ChartPanel) -> tuple[AxisScale, list[float]]:
+    floor = _PANEL_HEIGHT - _BOTTOM
     known = [v for p in panel.points for v in (p.value, p.low, p.high) if v is not None and math.isfinite(v)]
     highest = max([*known, 0.0])
     limit = panel.limit if panel.limit is not None else highest
@@ -165,11 +169,11 @@ def _scale(panel: ChartPanel) -> tuple[_PanelScale, list[float]]:
         low, high = min(known) / 1.5, limit * 1.6
         step = 4 if panel.is_binary else 10
         ticks = [float(step) ** power for power in range(math.ceil(math.log(low, step)), 64)]
-        return _PanelScale(low, high, True), [tick for tick in ticks if low <= tick <= high]
+        return AxisScale(low, high, floor, _TOP, is_log=True), [tick for tick in ticks if low <= tick <= high]
     top = max(limit, highest) or 1.0
     ticks = [tick * unit for tick in round_ticks(top / unit)]
     # Room for the label of the limit and for error bars.
-    return _PanelScale(0.0, max(ticks[-1], top * 1.12), False), ticks
+    return AxisScale(0.0, max(ticks[-1], top * 1.12), floor, _TOP), ticks
 
 
 def round_ticks(top: float, *, most: int = 5) -> list[float]:
@@ -293,8 +297,8 @@ def _draw_curve_panel(line: CurveBand, *, x_title: str) -> Iterator[str]:
     if not values:
         yield svg_text(_CURVES_LEFT, floor - 20, "no finite numbers", css="quiet")
         return
-    across = _CurveAxis(min(line.x), max(line.x), _CURVES_LEFT, right)
-    up = _CurveAxis(min(values), max(values), floor, _CURVES_TOP)
+    across = AxisScale(min(line.x), max(line.x), _CURVES_LEFT, right)
+    up = AxisScale(min(values), max(values), floor, _CURVES_TOP)
     for tick in _ticks(up, most=4):
         y = up.place(tick)
         yield f'<line class="grid" x1="{_CURVES_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
@@ -306,7 +310,7 @@ def _draw_curve_panel(line: CurveBand, *, x_title: str) -> Iterator[str]:
         yield from _draw_range(line, piece, across, up)
 
 
-def _draw_range(line: CurveBand, piece: range, across: "_CurveAxis", up: "_CurveAxis") -> Iterator[str]:
+def _draw_range(line: CurveBand, piece: range, across: AxisScale, up: AxisScale) -> Iterator[str]:
     if len(piece) <= _MAX_DOTS:
         places = ((across.place(line.x[i]), up.place(line.mean[i])) for i in piece)
         yield from (f'<circle class="dot" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places)
@@ -328,23 +332,7 @@ def _gapless_ranges(line: CurveBand) -> Iterator[range]:
             start = None
 
 
-@dataclass(frozen=True, slots=True)
-class _CurveAxis:
-    """Maps numbers to positions in the image."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    def place(self, value: float) -> float:
-        # In halves: the difference of two finite numbers may be infinite.
-        half = self.high / 2 - self.low / 2
-        share = (value / 2 - self.low / 2) / half if half > 0 else 0.5
-        return round(self.begin + share * (self.end - self.begin), 1)
-
-
-def _ticks(axis: _CurveAxis, *, most: int) -> list[float]:
+def _ticks(axis: AxisScale, *, most: int) -> list[float]:
     """Round numbers within the axis; its two ends where none fits."""
     span = axis.high - axis.low
     if not (0 < span < math.inf):

@@ -95,12 +95,6 @@ class EventBlock:
         """The number of lines."""
         return sum(self.kinds.values()) + self.damaged
 
-    @property
-    def stats(self) -> dict[str, FieldStats]:
-        """Statistics of every field of its step events. Curves use whet.run.curve, which is faster."""
-        names = (name.removeprefix("step/") for name in self.fields if name.startswith("step/"))
-        return {name: stat for name in names if (stat := self.stat(name)) is not None}
-
     def stat(self, field: str, *, kind: str = "step") -> FieldStats | None:
         """Statistics of one field; None when no event here has it."""
         try:

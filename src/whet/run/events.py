@@ -7,7 +7,6 @@ Reading leaves out what a later `resume` made void.
 
 import contextlib
 import errno
-import itertools
 import os
 import time
 from bisect import bisect_left
@@ -149,10 +148,6 @@ class EventLog:
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
-    def resume_from(self, step: int, **fields: Any) -> None:
-        """Log that the run continues from `step`: later events stay in the file, but no longer count."""
-        self.append("resume", step=step, **fields)
-
     def flush(self) -> None:
         """Make all events so far visible to other processes; they survive this process."""
         self._flushed_at = (
@@ -289,11 +284,6 @@ def read_events(
 ) -> Iterator[Event]:
     """The valid events of a run; `History` also counts damaged lines."""
     return History(run).events(kinds=kinds, from_step=from_step)
-
-
-def tail(run: Run | Path, n: int) -> tuple[Event, ...]:
-    """The last `n` valid events, oldest first."""
-    return tuple(itertools.islice(History(run).backwards(), n))[::-1]
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
