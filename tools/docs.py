@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from docs_hazards import hazards_page
-from keywords import FILE as KEYWORDS_FILE
-from keywords import keywords_file
+from keywords import keyword_files
 
 from whet.config.resolve import known_keys
 from whet.plan.rule import Rule
@@ -28,7 +27,7 @@ def pages() -> dict[Path, str]:
     texts[rules / "README.md"] = rules_index()
     texts[DOCS / "keys.md"] = keys_page()
     texts[DOCS / "hazards.md"] = hazards_page()
-    return {**{path: NOTE + text for path, text in texts.items()}, KEYWORDS_FILE: keywords_file()}
+    return {**{path: NOTE + text for path, text in texts.items()}, **keyword_files()}
 
 
 def rule_page(rule: Rule) -> str:

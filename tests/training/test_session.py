@@ -58,7 +58,7 @@ def train(model: nn.Module, data, loss=None, **options):
         (images(9, seed=0), {"epochs": -1}, "epochs"),
         (images(9, seed=0), {"epohcs": 1}, "unknown keyword"),
         (images(9, seed=0), {"clip": 0}, "clip"),
-        (images(9, seed=0), {"schedule": "cosin"}, "unknown schedule"),
+        (images(9, seed=0), {"schedule": "cosin"}, "schedule must be"),
         (images(9, seed=0), {"device": "cuda"}, "cuda"),
         (images(9, seed=0), {"device": "tpu"}, "tpu"),
         (images(9, seed=0), {"loss": lambda m: torch.zeros(3, requires_grad=True)}, "one number"),
@@ -266,7 +266,7 @@ def test_a_device_that_is_not_there_is_refused_or_said(tmp_path: Path) -> None:
         run=tmp_path / "run",
     )
     (said,) = [fields for kind, fields in told if kind == "plan"]
-    assert "mps is not there" in said["message"]
+    assert "mps is not available" in said["message"]
     (event,) = read_events(open_run(tmp_path / "run"), kinds=("plan",))
     assert event.get("exact") is False
 

@@ -69,7 +69,7 @@ def resolve_config(
     from_args = _apply_aliases(parsed.values, model.group_aliases)
     known = known_keys(model)
     for keys, where in ((from_file, str(file)), (from_args, "the command line"), (parsed.dropped, "the command line")):
-        _check_keys(keys, known, where)
+        _check_keys(keys, known, f"unknown key in {where}")
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
@@ -79,9 +79,9 @@ def resolve_config(
     return ResolvedConfig(config=_validate(model, nest(flat)), given=tuple(sorted(flat)), is_batch_open=is_batch_open)
 
 
-def read_options(model: type[Options], keywords: Mapping[str, Any]) -> Options:
+def read_options(model: type[Options], keywords: Mapping[str, object]) -> Options:
     """Return options from Python keywords; an unknown one is rejected with a suggestion."""
-    _check_keys(keywords, known_keys(model), "the keywords")
+    _check_keys(keywords, known_keys(model), "unknown keyword")
     return _validate(model, dict(keywords))
 
 
@@ -125,7 +125,7 @@ def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) 
     return renamed
 
 
-def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str) -> None:
+def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], error: str) -> None:
     groups = {key.rpartition(".")[0] for key in known}
     for key in keys:
         if key in known:
@@ -135,7 +135,7 @@ def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str)
         in_group = next((name for name in known if name.endswith(f".{key}")), None)
         meant = in_group or closest_match(key, known)
         hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
-        raise UsageError(f"unknown key in {where}", got=key, try_=hint)
+        raise UsageError(error, got=key, try_=hint)
 
 
 def _validate(model: type[Options], values: dict[str, Any]) -> Options:

@@ -167,7 +167,7 @@ def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
         "warmup_steps": warmup,
         "clip": config.clip,
         "ema": config.ema,
-        "eval_every": None if config.eval_every == "auto" else config.eval_every,
+        "eval_every": config.eval_every,
         "patience": config.patience,
         "epochs_per_session": config.epochs_per_session,
     }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from whet.training.callbacks.event_log import EventHandler
 from whet.training.callbacks.notifications import DesktopNotifier
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.evaluator import Evaluate
+from whet.training.keywords import SessionKeywords
 from whet.training.session import Session
 from whet.training.tune import OpenStepBench, resolve_auto_batch_size
 
@@ -46,7 +47,7 @@ def train(
     notify: bool = False,
     measure: bool = True,
     open_bench: OpenStepBench | None = None,
-    **options: Any,
+    **options: Unpack[SessionKeywords],
 ) -> TrainResult:
     """Train a model: probe, plan, train, checkpoint; call it again with the same `run` and it resumes.
 
@@ -73,10 +74,10 @@ def train(
     elif notify:
         handler = DesktopNotifier("train", on_event=handler, say=line.say)
     resolved = resolve_auto_batch_size(
-        model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, on_event=handler
+        model, data, loss=loss, optimizer=optimizer, options={**options}, may_measure=measure, on_event=handler
     )
-    with resolved as (optimizer, options):
-        session = Session(model, optimizer, data, on_event=handler, **options)
+    with resolved as (optimizer, session_options):
+        session = Session(model, optimizer, data, on_event=handler, **session_options)
         if measure:
             session.tune(loss, open_bench=open_bench)
         metrics = _train(session, loss, evaluate, val=val, test=test)

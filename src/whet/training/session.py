@@ -14,13 +14,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
+from whet.config.keywords import TrainingKeywords
 from whet.data.batch import GlobalBatch, MicroBatch
 from whet.distributed.group import current_group
 from whet.machine.pressure import ReadConditions
@@ -88,7 +89,7 @@ class Session:
         on_event: EventHandler | None = None,
         vitals: ReadConditions | None = None,
         outputs: OutputFunction | None = None,
-        **training: Any,
+        **training: Unpack[TrainingKeywords],
     ) -> None:
         self.training = parse_training_config(training)
         self.model = model
@@ -283,7 +284,7 @@ class Session:
         state, every = self.state, self.training.eval_every
         if state.step in (0, state.evaluated_step) or (self.is_finished and self.has_logged("")):
             return False
-        is_time = state.position.samples == 0 if every is None else state.step % every == 0
+        is_time = state.position.samples == 0 if every == "auto" else state.step % every == 0
         return is_time or self.is_finished
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:

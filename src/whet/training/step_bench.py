@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from types import TracebackType
 from typing import Any, Self
@@ -151,7 +151,7 @@ class LocalStepBench:
     def use_batch(self, size: int) -> None:
         """Use this global batch size from now on, and plan for it again."""
         self._close_sources()
-        self._training = replace(self._training, global_batch_size=size)
+        self._training = self._training.model_copy(update={"global_batch_size": size})
         num_steps = self._training.total_steps(self.plan.workload.num_samples)
         changed = {"global_batch_size": size, "num_steps": num_steps or None}
         self._use_workload(self.plan.workload.model_copy(update=changed))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -216,7 +216,7 @@ def resolve_auto_batch_size(
     run, plan = options.get("run"), options.get("plan")
     rates = _learning_rates(optimizer) if isinstance(optimizer, OptimizerChoice) else None
     batch = recorded_batch_size(None if run is None else Path(run), plan=plan, base_rates=rates)
-    training = {field.name: options[field.name] for field in fields(TrainingConfig) if field.name in options}
+    training = {name: options[name] for name in TrainingConfig.model_fields if name in options}
     if batch is None:
         if not may_measure:
             raise UsageError(
