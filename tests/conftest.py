@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -163,3 +164,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def report_count(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Print a line with what a test counted at the end of the test run."""
     return lambda line: record_property("counts", line)
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where a sync costs nothing, for tests that start many processes and need no real disk."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=shared, prefix="whet-faults-") as folder:
+        yield Path(folder)

@@ -44,7 +44,7 @@ def plan_of(run):
     return read_plan(whet.open_run(run).plan, where="plan.json")
 
 
-def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
+def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
     model, data, loss, calls = a_training()
     told, made = [], {}
 
@@ -84,7 +84,7 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-3), run=tmp_path / "run", **AUTO)
 
 
-def test_the_same_numbers_given_by_hand_train_the_same_bits(tmp_path):
+def test_auto_batch_size_trains_like_the_same_numbers_given_by_hand(tmp_path):
     model, data, loss, _ = a_training()
     whet.train(model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "auto", **AUTO)
     chosen = plan_of(tmp_path / "auto").workload.batch
@@ -101,7 +101,7 @@ def test_the_same_numbers_given_by_hand_train_the_same_bits(tmp_path):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(), run=tmp_path / "hand", **AUTO)
 
 
-def test_an_optimizer_of_yours_trains_with_scaled_rates_and_has_its_own_afterwards(monkeypatch):
+def test_users_optimizer_gets_scaled_rates_and_keeps_its_own_afterwards(monkeypatch):
     model, data, loss, _ = a_training()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}]
     optimizer = torch.optim.SGD(groups)
@@ -117,16 +117,16 @@ def test_an_optimizer_of_yours_trains_with_scaled_rates_and_has_its_own_afterwar
 
 
 def with_batch_of(size, *, find):
-    def found(rig, optimizer, **how):
-        chosen = find(rig, optimizer, **how)
-        rig.use_batch(size)
+    def found(bench, optimizer, **how):
+        chosen = find(bench, optimizer, **how)
+        bench.use_batch(size)
         rates = tuple(rate * size / 32 for rate in chosen.base_rates)
         return chosen.model_copy(update={"batch": size, "factor": size / 32, "rates": rates})
 
     return found
 
 
-def test_tune_finds_the_batch_and_train_takes_it_from_the_plan(tmp_path):
+def test_tune_finds_the_batch_size_and_train_takes_it_from_the_plan(tmp_path):
     model, data, loss, calls = a_training()
     how = {key: value for key, value in AUTO.items() if key != "overrides"}
     plan = whet.tune(model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), budget=5, lr_batch=64, **AUTO)
@@ -138,7 +138,7 @@ def test_tune_finds_the_batch_and_train_takes_it_from_the_plan(tmp_path):
     assert plan_of(tmp_path / "run").workload.batch == chosen
 
 
-def test_where_nothing_can_be_measured_auto_is_refused():
+def test_auto_batch_size_is_an_error_without_measuring():
     model, data, loss, _ = a_training()
     with pytest.raises(UsageError, match="has to be measured"):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(), measure=False, **AUTO)
@@ -152,7 +152,7 @@ def test_where_nothing_can_be_measured_auto_is_refused():
         whet.train(model, few, loss=loss, optimizer=OptimizerChoice(), **AUTO)
 
 
-def test_measuring_is_one_line_that_is_redrawn_and_plain_lines_elsewhere():
+def test_measuring_redraws_one_line_in_a_terminal_and_prints_lines_elsewhere():
     class Terminal(io.StringIO):
         def isatty(self):
             return True

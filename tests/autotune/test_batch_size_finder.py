@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from simulated_step_bench import SimulatedRig, gaussian, heavy_tailed, landscape
+from simulated_step_bench import SimulatedStepBench, gaussian, heavy_tailed, landscape
 from whet.autotune.batch_size import batch_sizes_to_try, choose_batch_size, describe_scaling, lr_scaling
 from whet.autotune.search import search
 from whet.autotune.step_bench import TuningProgress
@@ -21,9 +21,9 @@ TEXT = describe(TextConfig()).model_copy(update={"num_samples": 40_000, "num_ste
 MACHINE = load_machine("linux-2core")
 
 
-def a_rig(seconds, *, samples: int | None = 40_000, **more) -> SimulatedRig:
+def simulated_bench(seconds, *, samples: int | None = 40_000, **more) -> SimulatedStepBench:
     plan = make_plan(MACHINE, TEXT.model_copy(update={"num_samples": samples}))
-    return SimulatedRig(plan, lambda plan: seconds(plan.workload.global_batch_size), **more)
+    return SimulatedStepBench(plan, lambda plan: seconds(plan.workload.global_batch_size), **more)
 
 
 def saturating(at: int):
@@ -31,46 +31,46 @@ def saturating(at: int):
     return lambda batch: 0.001 * (at + batch) / 100
 
 
-def chosen(rig: SimulatedRig, *, budget: float = 20.0, watch=None) -> AutoBatch:
-    return choose_batch_size(rig, base_rates=[1e-3], scaling="square root", budget_seconds=budget, on_progress=watch)
+def chosen(bench: SimulatedStepBench, *, budget: float = 20.0, watch=None) -> AutoBatch:
+    return choose_batch_size(bench, base_rates=[1e-3], scaling="square root", budget_seconds=budget, on_progress=watch)
 
 
 @pytest.mark.parametrize(("at", "expected"), [(4, 32), (50, 256), (120, 1024)])
-def test_the_knee_of_a_simulated_curve_is_found_and_the_rig_is_left_at_it(at: int, expected: int) -> None:
-    rig = a_rig(saturating(at), noise=gaussian(0.02), batch_spread=0.05)
-    found = chosen(rig)
+def test_finds_the_saturating_batch_size_of_a_simulated_curve(at: int, expected: int) -> None:
+    bench = simulated_bench(saturating(at), noise=gaussian(0.02), batch_spread=0.05)
+    found = chosen(bench)
     # Two thirds of the way up a doubling gains a tenth: noise may move the knee by one.
     assert expected / 2 <= found.batch <= expected * 2
-    assert rig.plan.workload.global_batch_size == found.batch
-    assert rig.alive == 0
+    assert bench.plan.workload.global_batch_size == found.batch
+    assert bench.alive == 0
     assert found.rates[0] == pytest.approx(1e-3 * math.sqrt(found.batch / 32))
     assert len(found.points) >= 3
     assert all(point.steps >= 8 for point in found.points if point.samples_per_second), "where there is time for them"
     assert [point.batch for point in found.points] == sorted(point.batch for point in found.points)
 
 
-def test_where_every_simulated_batch_is_as_fast_the_smallest_is_taken() -> None:
-    found = chosen(a_rig(lambda batch: batch / 1000, noise=gaussian(0.01), batch_spread=0.02))
+def test_smallest_batch_wins_if_all_simulated_sizes_are_equally_fast() -> None:
+    found = chosen(simulated_bench(lambda batch: batch / 1000, noise=gaussian(0.01), batch_spread=0.02))
     assert found.batch == 8
     assert found.rates[0] == pytest.approx(5e-4)
     assert found.lines[0].startswith("global batch 8: the smallest within 10 % of the fastest")
 
 
-def test_a_simulated_machine_with_hiccups_does_not_end_the_way_up_early() -> None:
-    batches = [chosen(a_rig(saturating(200), noise=heavy_tailed, seed=seed)).batch for seed in range(20)]
+def test_hiccups_of_a_simulated_machine_do_not_end_the_search_early() -> None:
+    batches = [chosen(simulated_bench(saturating(200), noise=heavy_tailed, seed=seed)).batch for seed in range(20)]
     assert min(batches) >= 512
 
 
-def test_one_slow_size_does_not_end_the_way_up_on_a_simulated_machine() -> None:
-    found = chosen(a_rig(lambda batch: saturating(200)(batch) * (2.5 if batch == 64 else 1)))
+def test_one_slow_size_does_not_end_the_simulated_search() -> None:
+    found = chosen(simulated_bench(lambda batch: saturating(200)(batch) * (2.5 if batch == 64 else 1)))
     assert found.batch >= 512
 
 
-def test_a_simulated_machine_that_gets_slower_meanwhile_favours_no_size() -> None:
+def test_drift_of_a_simulated_machine_favors_no_size() -> None:
     steady, drifting = (
         {
             point.batch: point.samples_per_second
-            for point in chosen(a_rig(saturating(100), noise=noise, batch_spread=0.0), budget=60).points
+            for point in chosen(simulated_bench(saturating(100), noise=noise, batch_spread=0.0), budget=60).points
         }
         for noise in (lambda *_: 1.0, lambda now, _: 1 + 0.2 * now)
     )
@@ -81,43 +81,47 @@ def test_a_simulated_machine_that_gets_slower_meanwhile_favours_no_size() -> Non
 
 @pytest.mark.parametrize("budget", [2.0, 5.0, 20.0])
 @pytest.mark.parametrize("step", [0.0005, 0.05, 1.0])
-def test_the_simulated_budget_holds_and_something_is_found(budget: float, step: float) -> None:
-    rig = a_rig(lambda batch: step * (32 + batch) / 64, noise=gaussian(0.05), preparation=lambda _: 8 * step)
+def test_simulated_budget_is_kept_and_a_size_is_found(budget: float, step: float) -> None:
+    bench = simulated_bench(
+        lambda batch: step * (32 + batch) / 64, noise=gaussian(0.05), preparation=lambda _: 8 * step
+    )
     if step == 1.0 and budget < 20:
         # The first steps alone take longer.
         with pytest.raises(WhetError, match="no global batch could be measured"):
-            chosen(rig, budget=budget)
+            chosen(bench, budget=budget)
     else:
-        assert not [point for point in chosen(rig, budget=budget).points if "timeout" in point.words]
-    assert rig.now <= 1.1 * budget
+        assert not [point for point in chosen(bench, budget=budget).points if "timeout" in point.words]
+    assert bench.now <= 1.1 * budget
 
 
-def test_a_simulated_batch_that_does_not_fit_ends_the_way_up_and_is_told() -> None:
+def test_simulated_batch_that_does_not_fit_ends_the_search_with_a_reason() -> None:
     limit = 17 * 1024**3
-    rig = a_rig(saturating(500), bytes=lambda plan: plan.workload.global_batch_size * limit // 200)
-    found = chosen(rig)
+    bench = simulated_bench(saturating(500), bytes=lambda plan: plan.workload.global_batch_size * limit // 200)
+    found = chosen(bench)
     assert found.batch <= 128
     assert max(point.batch for point in found.points) == 256
     assert "256 was not measured: it took" in found.reason
-    crash = chosen(a_rig(saturating(500), failure=lambda p: "oom" if p.workload.global_batch_size > 64 else None))
+    crash = chosen(
+        simulated_bench(saturating(500), failure=lambda p: "oom" if p.workload.global_batch_size > 64 else None)
+    )
     assert crash.batch == 64
     assert "128 was not measured: oom" in crash.reason
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="known length"):
-        chosen(a_rig(saturating(50), samples=None))
+        chosen(simulated_bench(saturating(50), samples=None))
     with pytest.raises(UsageError, match="too few samples"):
-        chosen(a_rig(saturating(50), samples=300))
+        chosen(simulated_bench(saturating(50), samples=300))
     with pytest.raises(WhetError, match="no global batch could be measured"):
-        chosen(a_rig(saturating(50), failure=lambda _: "error"))
+        chosen(simulated_bench(saturating(50), failure=lambda _: "error"))
     assert batch_sizes_to_try(32, 330) == [8, 16]
     assert batch_sizes_to_try(48, 2_000) == [12, 24, 48, 96]
     assert batch_sizes_to_try(7, 300) == [7, 14]
     assert batch_sizes_to_try(256, 2_000) == [8, 16, 32, 64]
 
 
-def test_how_the_learning_rate_goes_with_the_batch_has_a_reason_and_a_source() -> None:
+def test_learning_rate_scaling_has_a_reason_and_a_source() -> None:
     assert "Malladi et al. 2022" in describe_scaling((1e-3, 1e-4, 1e-3), before=32, after=64, scaling="square root")
     assert "Goyal et al. 2017" in describe_scaling((0.1,), before=32, after=64, scaling="linear")
     assert describe_scaling((0.1,), before=32, after=32, scaling="linear") == "lr stays 0.1: it is meant for this batch"
@@ -127,24 +131,24 @@ def test_how_the_learning_rate_goes_with_the_batch_has_a_reason_and_a_source() -
         lr_scaling("Lion")
 
 
-def test_a_plan_keeps_how_its_simulated_batch_came_about() -> None:
-    rig = a_rig(saturating(120))
-    found = chosen(rig)
-    plan = with_auto_batch(rig.plan, found)
+def test_plan_keeps_the_measurements_of_its_simulated_batch_size() -> None:
+    bench = simulated_bench(saturating(120))
+    found = chosen(bench)
+    plan = with_auto_batch(bench.plan, found)
     assert read_plan(plan.as_json(), where="here").workload.batch == found
     assert f"global batch {found.batch} (measured)" in "\n".join(plan_lines(plan, width=100))
     why = explain_setting(plan, "global_batch_size")
     assert all(f"{point.batch:,}: " in why for point in found.points)
     assert "Malladi" in why
-    assert "a plan never changes it" in explain_setting(rig.plan, "global_batch_size")
+    assert "a plan never changes it" in explain_setting(bench.plan, "global_batch_size")
 
 
-def test_auto_is_refused_by_whoever_measures_nothing() -> None:
+def test_auto_needs_a_command_that_measures() -> None:
     with pytest.raises(UsageError, match="has to be measured"):
         resolve_config(CommonConfig, ["global_batch_size=auto"])
     found = resolve_config(CommonConfig, ["batch_size=auto", "lr=0.01"], can_measure=True)
     assert (found.is_batch_open, found.config.global_batch_size, found.given) == (True, 32, ("lr",))
-    settled = found.with_batch(chosen(a_rig(saturating(50))))
+    settled = found.with_batch(chosen(simulated_bench(saturating(50))))
     assert not settled.is_batch_open
     assert settled.config.model_dump()["global_batch_size"] == settled.batch.batch
 
@@ -152,12 +156,12 @@ def test_auto_is_refused_by_whoever_measures_nothing() -> None:
 # --- how far it is ---------------------------------------------------------------------------------------------------
 
 
-def test_a_simulated_search_tells_what_is_tried_and_how_much_of_its_time_is_gone() -> None:
+def test_simulated_search_reports_progress() -> None:
     told: list[TuningProgress] = []
     plan = make_plan(MACHINE, TEXT)
     times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
-    rig = SimulatedRig(plan, lambda p: times.get((p.precision, p.micro_batch), 0.2))
-    search(plan, rig, budget_seconds=60, on_progress=told.append)
+    bench = SimulatedStepBench(plan, lambda p: times.get((p.precision, p.micro_batch), 0.2))
+    search(plan, bench, budget_seconds=60, on_progress=told.append)
     assert told[0].message == "measuring: the rules' plan, 0 of 60 s"
     assert any(one.doing == "precision bf16" for one in told)
     assert any(one.doing == "precision bf16 and micro_batch 16" for one in told)
@@ -166,13 +170,13 @@ def test_a_simulated_search_tells_what_is_tried_and_how_much_of_its_time_is_gone
     assert times[-1] <= 60
     # Some times a second, besides the beginnings of trials.
     assert len(told) < 60 * 4 + len({one.doing for one in told}) * 10
-    assert rig.tick is None
+    assert bench.tick is None
 
 
-def test_the_same_simulated_search_is_made_whether_it_is_watched_or_not() -> None:
+def test_progress_reports_do_not_change_a_simulated_search() -> None:
     plan = make_plan(MACHINE, TEXT)
     found = [
-        search(plan, SimulatedRig(plan, landscape(5), noise=gaussian(0.03)), budget_seconds=60, on_progress=watch)
+        search(plan, SimulatedStepBench(plan, landscape(5), noise=gaussian(0.03)), budget_seconds=60, on_progress=watch)
         for watch in (None, lambda _: None)
     ]
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Benchmarks on simulated rigs: ratios hold under drift, budgets hold, what fails is a row; tables and the picture."""
+"""Benchmarks on simulated benches: ratios hold under drift, budgets hold, what fails is a row; tables and the picture."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from simulated_benchmark import GB, WORKLOAD, SimulatedRig
+from simulated_benchmark import GB, WORKLOAD, SimulatedSweepBench
 from whet.autotune.benchmark import BenchmarkContext, disturbances, measure_sweep
 from whet.autotune.statistics import StepTimings, median_interval
 from whet.autotune.step_bench import ProbeFailedError
@@ -31,9 +31,9 @@ def by_micro_batch(plan, now) -> float:
     return 0.1 * (1 + (32 / micro(plan) - 1) / 4)
 
 
-def swept(rig: SimulatedRig, setting: str = "micro_batch", *, seconds: float = 300.0, **changes):
-    table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={}, **changes)
-    return table, measure_sweep(table, setting, sweep_variants(rig.plan, {}, setting), until=rig.clock() + seconds)
+def swept(bench: SimulatedSweepBench, setting: str = "micro_batch", *, seconds: float = 300.0, **changes):
+    table = BenchmarkContext(bench=bench, rule_plan=bench.plan, own={}, **changes)
+    return table, measure_sweep(table, setting, sweep_variants(bench.plan, {}, setting), until=bench.clock() + seconds)
 
 
 def result(sweep: BenchSweep, *, plan=None, **changes) -> BenchResult:
@@ -54,9 +54,9 @@ def result(sweep: BenchSweep, *, plan=None, **changes) -> BenchResult:
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_finds_the_ratios_of_a_simulated_rig_and_never_holds_more_than_two():
-    rig = SimulatedRig(seconds=by_micro_batch, memory=lambda plan: micro(plan) * 2**25)
-    _, sweep = swept(rig)
+def test_sweep_measures_simulated_ratios_with_two_prepared_settings_at_most():
+    bench = SimulatedSweepBench(seconds=by_micro_batch, memory=lambda plan: micro(plan) * 2**25)
+    _, sweep = swept(bench)
     assert [row.value for row in sweep.rows] == [1, 2, 4, 8, 16, 32]
     for row in sweep.rows:
         expected = 0.1 / (0.1 * (1 + (32 / row.value - 1) / 4))
@@ -64,16 +64,16 @@ def test_a_sweep_finds_the_ratios_of_a_simulated_rig_and_never_holds_more_than_t
         assert row.is_plan or row.speedup.median == pytest.approx(expected)
         assert row.peak_bytes == row.value * 2**25
     assert [row.is_plan for row in sweep.rows] == [False] * 5 + [True]
-    assert rig.most_alive == 2
-    assert rig.alive == 0
+    assert bench.most_alive == 2
+    assert bench.alive == 0
 
 
-def test_ratios_are_honest_while_a_simulated_machine_becomes_slower_and_slower():
+def test_ratios_hold_while_a_simulated_machine_slows_down():
     noise = random.Random(0)
-    rig = SimulatedRig(
+    bench = SimulatedSweepBench(
         seconds=lambda plan, now: by_micro_batch(plan, now) * (1 + now / 60) * math.exp(noise.gauss(0, 0.02))
     )
-    table, sweep = swept(rig)
+    table, sweep = swept(bench)
     for row in sweep.rows[:-1]:
         expected = 1 / (1 + (32 / row.value - 1) / 4)
         assert row.speedup.low <= expected * 1.03
@@ -85,27 +85,27 @@ def test_ratios_are_honest_while_a_simulated_machine_becomes_slower_and_slower()
     assert "as long in the last third as in the first: heat, or other programs" in words
 
 
-def test_a_quiet_simulated_machine_is_not_accused_and_sensors_are_heard():
-    table, _ = swept(SimulatedRig(seconds=by_micro_batch))
+def test_disturbances_of_simulated_machines_are_described():
+    table, _ = swept(SimulatedSweepBench(seconds=by_micro_batch))
     assert next(disturbances(table)) == "no heat sensor can be read here"
     assert "within the noise" in list(disturbances(table))[1]
-    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
+    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
     assert next(disturbances(table)).startswith("throttling: thermal pressure heavy in ")
     assert "memory was short" in list(disturbances(table))
-    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
+    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
     assert "other programs were busy: 97 % of all cores while nothing was measured" in list(disturbances(table))
-    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
+    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
     assert not any("other programs were" in line for line in disturbances(table))
     assert next(disturbances(table)) == "no throttling by the sensor"
 
 
-def test_values_are_visited_there_and_back_and_each_pair_steps_on_the_same_batches():
-    rig = SimulatedRig(seconds=by_micro_batch)
-    swept(rig)
-    others = [micro_batch for micro_batch, _ in rig.visited if micro_batch != 32]
+def test_rounds_go_there_and_back_and_pairs_share_batches():
+    bench = SimulatedSweepBench(seconds=by_micro_batch)
+    swept(bench)
+    others = [micro_batch for micro_batch, _ in bench.visited if micro_batch != 32]
     order = [value for value, before in zip(others, [None, *others], strict=False) if value != before]
     assert order == [16, 8, 4, 2, 1, 2, 4, 8, 16]
-    pairs = list(zip(rig.visited[::2], rig.visited[1::2], strict=True))
+    pairs = list(zip(bench.visited[::2], bench.visited[1::2], strict=True))
     assert all(first[1] == second[1] for first, second in pairs)
     assert all({first[0], second[0]} & {32} and first[0] != second[0] for first, second in pairs)
     plan_first = sum(first[0] == 32 for first, _ in pairs)
@@ -114,9 +114,9 @@ def test_values_are_visited_there_and_back_and_each_pair_steps_on_the_same_batch
 
 @pytest.mark.parametrize("kind", ["crash", "oom", "error"])
 @pytest.mark.parametrize("when", ["faults", "late_faults"])
-def test_a_value_that_fails_on_a_simulated_rig_is_a_row_that_says_so(kind, when):
+def test_value_that_fails_on_a_simulated_bench_is_a_row_with_a_reason(kind, when):
     error = ProbeFailedError("its process died: ended by SIGKILL", kind=kind)
-    _, sweep = swept(SimulatedRig(seconds=by_micro_batch, **{when: {8: error}}))
+    _, sweep = swept(SimulatedSweepBench(seconds=by_micro_batch, **{when: {8: error}}))
     rows = {row.value: row for row in sweep.rows}
     assert rows[8].outcome == ("does not fit" if kind == "oom" else "failed")
     assert "SIGKILL" in rows[8].note
@@ -124,23 +124,23 @@ def test_a_value_that_fails_on_a_simulated_rig_is_a_row_that_says_so(kind, when)
     assert all(rows[value].speedup.repeats == 40 for value in (1, 2, 4, 16))
 
 
-def test_a_plan_that_fails_on_a_simulated_rig_ends_the_sweep_with_words():
+def test_plan_that_fails_on_a_simulated_bench_ends_the_sweep_with_a_note():
     error = ProbeFailedError("its process died", kind="crash")
-    _, sweep = swept(SimulatedRig(late_faults={32: error}))
+    _, sweep = swept(SimulatedSweepBench(late_faults={32: error}))
     assert sweep.note == "ended early: the plan's own steps failed (its process died)"
-    _, sweep = swept(SimulatedRig(faults={32: error}))
+    _, sweep = swept(SimulatedSweepBench(faults={32: error}))
     assert sweep.rows[-1].outcome == "failed"
     assert {row.outcome for row in sweep.rows[:-1]} == {"no time"}
 
 
-def test_what_would_not_fit_is_not_tried():
+def test_value_that_would_not_fit_is_not_tried():
     tried = []
-    rig = SimulatedRig(
+    bench = SimulatedSweepBench(
         seconds=lambda plan, now: tried.append(micro(plan)) or 0.1,
         memory=lambda plan: micro(plan) * GB,
         plan=make_plan(load_machine("linux-2core"), WORKLOAD.model_copy(update={"activation_bytes": GB})),
     )
-    _, sweep = swept(rig)
+    _, sweep = swept(bench)
     rows = {row.value: row for row in sweep.rows}
     assert rows[32].outcome == "does not fit"
     assert rows[32].needed_bytes == 32 * GB
@@ -148,9 +148,9 @@ def test_what_would_not_fit_is_not_tried():
     assert 32 not in tried
 
 
-def test_one_hiccup_on_a_simulated_rig_does_not_condemn_a_value():
+def test_one_hiccup_on_a_simulated_bench_does_not_rule_out_a_value():
     times = {8: [50.0, 0.1]}
-    rig = SimulatedRig(
+    bench = SimulatedSweepBench(
         seconds=lambda plan, now: times.get(micro(plan), [0.1]).pop(0) if times.get(micro(plan)) else 0.1
     )
     rig.prepare, usual = lambda settings, seconds: usual(settings, seconds=1000.0), rig.prepare
@@ -158,36 +158,38 @@ def test_one_hiccup_on_a_simulated_rig_does_not_condemn_a_value():
     assert {row.value: row for row in sweep.rows}[8].speedup.median == pytest.approx(1.0)
 
 
-def test_few_repeats_are_said():
-    _, sweep = swept(SimulatedRig(seconds=lambda plan, now: 3.0), "threads", seconds=40.0)
+def test_few_repeats_are_noted():
+    _, sweep = swept(SimulatedSweepBench(seconds=lambda plan, now: 3.0), "threads", seconds=40.0)
     few = [row for row in sweep.rows if not row.is_plan]
     assert few
     assert all("repeats only" in row.note or "one step only" in row.note for row in few)
 
 
-def test_a_value_that_is_far_slower_is_stopped_and_one_without_time_says_so():
-    rig = SimulatedRig(seconds=lambda plan, now: 2.5 if micro(plan) == 8 else 1000.0 if micro(plan) == 4 else 0.1)
-    _, sweep = swept(rig, seconds=120)
+def test_far_slower_value_is_stopped_and_one_without_time_is_noted():
+    bench = SimulatedSweepBench(
+        seconds=lambda plan, now: 2.5 if micro(plan) == 8 else 1000.0 if micro(plan) == 4 else 0.1
+    )
+    _, sweep = swept(bench, seconds=120)
     rows = {row.value: row for row in sweep.rows}
     assert (rows[8].outcome, rows[8].note) == ("far slower", "a step took 2.5 s, stopped; one step only")
     assert rows[8].samples_per_second.median == pytest.approx(32 / 2.5)
     assert (rows[4].outcome, rows[4].samples_per_second) == ("far slower", None)
     assert "was ended" in rows[4].note
     assert rows[16].speedup.repeats == 40
-    _, sweep = swept(SimulatedRig(), seconds=1.1)
+    _, sweep = swept(SimulatedSweepBench(), seconds=1.1)
     assert {row.outcome for row in sweep.rows[:-1]} == {"no time"}
 
 
 @pytest.mark.parametrize("step", [0.0004, 0.03, 0.7, 3.0])
 @pytest.mark.parametrize("seconds", [2.0, 10.0, 60.0])
-def test_a_budget_is_kept_on_a_simulated_clock(step, seconds):
-    rig = SimulatedRig(seconds=lambda plan, now: step * 32 / micro(plan))
-    swept(rig, seconds=seconds)
-    assert rig.now <= 1.1 * seconds
-    assert rig.alive == 0
+def test_budget_is_kept_on_a_simulated_clock(step, seconds):
+    bench = SimulatedSweepBench(seconds=lambda plan, now: step * 32 / micro(plan))
+    swept(bench, seconds=seconds)
+    assert bench.now <= 1.1 * seconds
+    assert bench.alive == 0
 
 
-def test_precisions_say_whether_they_agree():
+def test_rows_of_other_precisions_show_their_agreement():
     plan = make_plan(load_machine("h200"), WORKLOAD)
     rig = SimulatedRig(seconds=lambda plan, now: 0.1, plan=plan)
     _, sweep = swept(rig, "precision")
@@ -200,7 +202,7 @@ def test_precisions_say_whether_they_agree():
 # --- what is swept ---------------------------------------------------------------------------------------------------
 
 
-def test_sweeps_are_those_with_something_to_vary():
+def test_default_sweeps_have_something_to_vary():
     cpu, gpu = make_plan(load_machine("linux-2core"), WORKLOAD), make_plan(load_machine("h200"), WORKLOAD)
     assert select_sweeps(cpu, []) == ["micro_batch", "threads", "precision"]
     assert select_sweeps(gpu, []) == ["device", "micro_batch", "precision"]
@@ -216,7 +218,7 @@ def test_sweeps_are_those_with_something_to_vary():
         select_sweeps(cpu, ["device"])
 
 
-def test_cuts_of_a_large_batch_are_even_and_not_too_many():
+def test_micro_batches_of_a_sweep_are_even_and_few():
     plan = make_plan(load_machine("linux-2core"), WORKLOAD.model_copy(update={"global_batch_size": 3000}))
     values = [arm.value for arm in sweep_variants(plan, {}, "micro_batch")]
     assert values == sorted(values)
@@ -226,11 +228,11 @@ def test_cuts_of_a_large_batch_are_even_and_not_too_many():
 
 
 @pytest.mark.parametrize(("machine", "kernels"), [("linux-2core", "loop"), ("h200", "foreach"), ("m2-air-8gb", "loop")])
-def test_the_plain_loop_is_what_everybody_writes_first(machine, kernels):
+def test_plain_loop_has_pytorch_defaults(machine, kernels):
     varying = WORKLOAD.model_copy(update={"lengths_vary": True, "can_pack": True, "max_length": 64})
     plan = make_plan(load_machine(machine), varying)
-    rig = SimulatedRig(plan=plan)
-    plain = BenchmarkContext(bench=rig, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
+    bench = SimulatedSweepBench(plan=plan)
+    plain = BenchmarkContext(bench=bench, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
     told = {name: plain.settings[name].value for name in ("precision", "micro_batch", "lengths", "workers", "compile")}
     assert told == {"precision": "fp32", "micro_batch": 32, "lengths": "fixed", "workers": 0, "compile": "off"}
     assert plain.optimizer_kernels == kernels
@@ -241,7 +243,7 @@ def test_the_plain_loop_is_what_everybody_writes_first(machine, kernels):
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_of_a_median_covers_as_often_as_it_says():
+def test_median_interval_has_its_stated_coverage():
     draw = random.Random(1)
     for count, shape in ((5, draw.random), (12, lambda: draw.paretovariate(1.2)), (40, lambda: draw.expovariate(1))):
         truth = {5: 0.5, 12: 2 ** (1 / 1.2), 40: math.log(2)}[count]
@@ -274,7 +276,7 @@ def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> Be
     )
 
 
-def test_a_page_escapes_what_it_is_given_and_names_the_picture():
+def test_page_escapes_values_and_links_the_picture():
     sweep = BenchSweep(
         setting="micro_batch", rows=(measured("a|b<script>", note="*loud*\x1b[2J"), measured(32, is_plan=True))
     )
@@ -288,10 +290,10 @@ def test_a_page_escapes_what_it_is_given_and_names_the_picture():
     assert "32 \\*" in page
 
 
-def test_the_closing_table_has_speed_memory_and_stability():
-    rig = SimulatedRig(seconds=lambda plan, now: 0.1 if plan.optimizer_kernels == "loop" else 0.05)
-    table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={})
-    both = [plain_loop(rig.plan, {}), Variant(value="plan", settings={}, is_plan=True)]
+def test_final_table_has_speed_memory_and_stability():
+    bench = SimulatedSweepBench(seconds=lambda plan, now: 0.1 if plan.optimizer_kernels == "loop" else 0.05)
+    table = BenchmarkContext(bench=bench, rule_plan=bench.plan, own={})
+    both = [plain_loop(bench.plan, {}), Variant(value="plan", settings={}, is_plan=True)]
     sweep = measure_sweep(table, "against", both, until=60.0)
     lines = bench_report.render_bench(result(sweep)).splitlines()
     assert any(
@@ -320,7 +322,7 @@ def test_the_picture_shows_intervals_the_chosen_point_and_the_limit():
     assert len(bars) == 2
 
 
-def test_a_far_limit_makes_the_scale_logarithmic_and_all_stays_inside():
+def test_far_limit_makes_the_scale_logarithmic():
     panel = ChartPanel(
         title="memory & more",
         x_title="",
@@ -346,7 +348,7 @@ def test_ticks_are_few_and_round(top):
     assert top / 2 <= ticks[-1] <= top * (1 + 1e-9)
 
 
-def test_a_file_name_is_one_everywhere():
+def test_file_name_is_portable():
     odd = result(BenchSweep(setting="plan"), workload=WORKLOAD.model_copy(update={"recipe": "../my model*"}))
     assert bench_report.bench_file_stem(odd) == "my-model_linux-2core_2026-11-15"
 
@@ -354,7 +356,7 @@ def test_a_file_name_is_one_everywhere():
 # --- results of several machines -------------------------------------------------------------------------------------
 
 
-def test_results_come_back_from_their_file_and_merge_into_one_table(tmp_path):
+def test_results_are_read_back_and_merged_into_one_table(tmp_path):
     here = result(BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, is_plan=True, rate=100.0))))
     gpu = BenchSweep(
         setting="device", rows=(measured("cuda", rate=900, is_plan=True, device="cuda"), measured("cpu", rate=50))
@@ -380,7 +382,7 @@ def test_results_come_back_from_their_file_and_merge_into_one_table(tmp_path):
     assert any("simulated, not measured" in note for note in merged_notes(results))
 
 
-def test_other_workloads_are_refused_and_other_data_is_said():
+def test_merging_rejects_other_workloads_and_notes_other_data():
     one = result(BenchSweep(setting="plan", rows=(measured("plan", is_plan=True),)))
     other = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"global_batch_size": 64})})
     with pytest.raises(UsageError, match=r"different workloads.*\n.*global batch 32.*global batch 64"):
@@ -395,7 +397,7 @@ def test_other_workloads_are_refused_and_other_data_is_said():
         merged_table([result(BenchSweep(setting="plan"))])
 
 
-def test_foreign_files_are_refused(tmp_path):
+def test_foreign_result_files_are_rejected(tmp_path):
     path = tmp_path / "a.json"
     good = json.loads(encode_bench(result(BenchSweep(setting="plan", rows=(measured(1),)))))
     for content, error in (

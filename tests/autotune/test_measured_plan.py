@@ -70,7 +70,7 @@ def a_session(model, *, told=None, **changes):
     )
 
 
-def test_tune_gives_a_plan_with_its_trials_and_leaves_the_model_alone():
+def test_tune_returns_a_plan_with_trials_and_keeps_the_model_unchanged():
     model = a_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = whet.tune(
@@ -85,7 +85,7 @@ def test_tune_gives_a_plan_with_its_trials_and_leaves_the_model_alone():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_your_own_word_is_never_tried():
+def test_overrides_are_never_tried():
     model = a_model()
     overrides = {"micro_batch": 16, "threads": 1, "precision": "fp32"}
     plan = whet.tune(
@@ -95,7 +95,7 @@ def test_your_own_word_is_never_tried():
     assert {name: plan.settings[name].value for name in overrides} == overrides
 
 
-def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
+def test_measured_plan_trains_like_the_same_overrides(tmp_path):
     """Fifty losses, bit for bit; with settings that differ from the rules."""
     found = {"micro_batch": 8, "optimizer_kernels": "foreach", "threads": 1}
     model = a_model(dropout=0.1)
@@ -118,7 +118,7 @@ def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
     assert measured == given
 
 
-def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
+def test_measured_plan_trains_like_the_rules_up_to_rounding(tmp_path):
     found = {"micro_batch": 8, "optimizer_kernels": "loop", "threads": 1}
     for run, overrides in {"rules": {}, "measured": found}.items():
         model = a_model()
@@ -131,7 +131,7 @@ def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
     assert float(((rules - measured).abs() / rules).max()) <= 1e-5
 
 
-def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
+def test_long_run_is_measured_once_and_cached(monkeypatch):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
     # However busy the machine that tests this is.
     monkeypatch.setattr(TuningResult, "is_reusable", True)
@@ -157,7 +157,7 @@ def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
     assert told[0].startswith("measuring")
 
 
-def test_a_short_run_says_that_it_is_not_measured():
+def test_short_run_reports_that_it_is_not_measured():
     told: list[str] = []
     session = a_session(a_model(), told=told, epochs=40)
     session.tune(Loss(session.model))
@@ -165,7 +165,7 @@ def test_a_short_run_says_that_it_is_not_measured():
     assert told[0].startswith("not measured: a run of about ")
 
 
-def test_a_very_short_run_or_a_stream_is_left_alone():
+def test_very_short_runs_and_streams_are_not_measured():
     session = a_session(a_model(), epochs=10)
     loss = Loss(session.model)
     session.tune(loss)
@@ -181,7 +181,7 @@ def test_a_very_short_run_or_a_stream_is_left_alone():
         whet.tune(model, stream, loss=loss, optimizer=OptimizerChoice(), global_batch_size=8, max_steps=1000)
 
 
-def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch, tmp_path):
+def test_run_starts_although_the_measuring_process_died(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
     told: list[str] = []
     model = a_model()
@@ -191,7 +191,7 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
         loss=Loss(model),
         optimizer=OptimizerChoice(),
         on_event=lambda kind, fields: told.append(str(fields.get("message"))),
-        open_bench=lambda: ProcessStepBench("no.such.module:rig", {}, environment={}),
+        open_bench=lambda: ProcessStepBench("no.such.module:bench", {}, environment={}),
         run=tmp_path / "run",
         **{**TRAINING, "epochs": 30},
     )
@@ -199,7 +199,7 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
     assert any(line.startswith("not measured: the measuring process could not start") for line in told)
 
 
-def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
+def test_run_starts_although_measuring_failed():
     told: list[str] = []
     model = a_model()
     loss = Loss(model)
@@ -222,7 +222,7 @@ def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
     assert "not measured: KeyError: 'only now'" in told
 
 
-def test_a_plan_for_something_else_is_refused(tmp_path):
+def test_plan_for_another_workload_is_rejected(tmp_path):
     model = a_model()
     plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
     with pytest.raises(UsageError, match="made for something else"), a_session(model, plan=plan, global_batch_size=8):

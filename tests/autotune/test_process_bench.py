@@ -23,23 +23,23 @@ PATIENCE_SECONDS = 120
 """For what happens at once: only a hang takes so long."""
 
 
-def a_rig(*, max_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
+def open_faulty_bench(*, max_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
     environment = env.child_environment(PYTHONPATH=f"{Path(__file__).parent}:{SUPPORT}:{env.read('PYTHONPATH') or ''}")
     return ProcessStepBench("faulty_step_benches:open_bench", arguments, environment=environment, max_bytes=max_bytes)
 
 
 @pytest.fixture(scope="module")
-def rig():
-    with a_rig(max_bytes=400 * MB) as rig:
-        yield rig
+def bench():
+    with open_faulty_bench(max_bytes=400 * MB) as bench:
+        yield bench
 
 
-def test_a_remote_rig_answers_as_the_rig_in_the_child_does(rig):
-    assert rig.plan.workload.recipe == "planted"
-    assert rig.predicted_bytes({"micro_batch": 4}) is None
-    assert rig.agreement({"precision": "tf32"}, seconds=PATIENCE_SECONDS).agrees
-    assert not rig.agreement({"precision": "bf16"}, seconds=PATIENCE_SECONDS).agrees
-    prepared = rig.prepare({"misdeed": "prints"}, seconds=PATIENCE_SECONDS)
+def test_process_bench_returns_what_the_bench_in_the_child_does(bench):
+    assert bench.plan.workload.recipe == "planted"
+    assert bench.predicted_bytes({"micro_batch": 4}) is None
+    assert bench.agreement({"precision": "tf32"}, seconds=PATIENCE_SECONDS).agrees
+    assert not bench.agreement({"precision": "bf16"}, seconds=PATIENCE_SECONDS).agrees
+    prepared = bench.prepare({"misdeed": "prints"}, seconds=PATIENCE_SECONDS)
     assert (prepared.preparation_seconds, prepared.step_seconds) == (0.5, 0.1)
     assert prepared.step(2) == 2.1
     assert prepared.peak_bytes() == 7
@@ -57,11 +57,11 @@ def test_a_remote_rig_answers_as_the_rig_in_the_child_does(rig):
         ("raises", "error", "ValueError: nonsense"),
     ],
 )
-def test_a_probe_that_goes_wrong_is_reported_and_the_next_one_works(rig, misdeed, kind, words):
-    before = rig.prepare({}, seconds=PATIENCE_SECONDS)
+def test_failed_probe_is_reported_and_the_next_one_works(bench, misdeed, kind, words):
+    before = bench.prepare({}, seconds=PATIENCE_SECONDS)
     assert before.step(0) == 0.1
     with pytest.raises(ProbeFailedError) as failed:
-        rig.prepare({"misdeed": misdeed}, seconds=1 if misdeed == "hangs" else PATIENCE_SECONDS)
+        bench.prepare({"misdeed": misdeed}, seconds=1 if misdeed == "hangs" else PATIENCE_SECONDS)
     assert failed.value.kind == kind
     assert words in failed.value.reason
     # What was ready before is made ready again if its process is gone.
@@ -69,8 +69,8 @@ def test_a_probe_that_goes_wrong_is_reported_and_the_next_one_works(rig, misdeed
     before.close()
 
 
-def test_a_process_that_dies_between_steps_is_reported_too(rig):
-    prepared = rig.prepare({"misdeed": "dies later"}, seconds=PATIENCE_SECONDS)
+def test_death_between_steps_is_reported(bench):
+    prepared = bench.prepare({"misdeed": "dies later"}, seconds=PATIENCE_SECONDS)
     assert prepared.step(2) == 2.1
     with pytest.raises(ProbeFailedError, match="SIGABRT"):
         prepared.step(3)
@@ -78,25 +78,25 @@ def test_a_process_that_dies_between_steps_is_reported_too(rig):
     prepared.close()
 
 
-def test_what_a_probe_reads_from_stdin_is_not_our_questions(rig):
-    assert rig.prepare({"misdeed": "reads stdin"}, seconds=PATIENCE_SECONDS).step(2) == 2.1
+def test_stdin_of_a_probe_is_empty(bench):
+    assert bench.prepare({"misdeed": "reads stdin"}, seconds=PATIENCE_SECONDS).step(2) == 2.1
 
 
-def test_what_a_probe_has_started_ends_with_it():
+def test_children_of_a_probe_end_with_it():
     before = {*psutil.Process().children(recursive=True)}
-    with a_rig() as rig:
-        rig.prepare({"misdeed": "forks"}, seconds=PATIENCE_SECONDS)
+    with open_faulty_bench() as bench:
+        bench.prepare({"misdeed": "forks"}, seconds=PATIENCE_SECONDS)
         _, grandchild = (p for p in psutil.Process().children(recursive=True) if p not in before)
     grandchild.wait(timeout=PATIENCE_SECONDS)
     assert not grandchild.is_running()
 
 
 @pytest.mark.parametrize(("when", "arguments"), [("opening", {"hangs": True}), ("preparing", {})])
-def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, arguments):
+def test_hanging_probe_ends_with_its_killed_parent(when, arguments):
     code = (
-        "from test_process_bench import HANGS_SECONDS, a_rig\n"
-        f"with a_rig(**{arguments}) as rig:\n"
-        "    rig.prepare({'misdeed': 'hangs'}, seconds=HANGS_SECONDS)\n"
+        "from test_process_bench import HANGS_SECONDS, open_faulty_bench\n"
+        f"with open_faulty_bench(**{arguments}) as bench:\n"
+        "    bench.prepare({'misdeed': 'hangs'}, seconds=HANGS_SECONDS)\n"
     )
     environment = env.child_environment(PYTHONPATH=f"{Path(__file__).parent}:{SUPPORT}:{env.read('PYTHONPATH') or ''}")
     parent = psutil.Popen([sys.executable, "-c", code], env=environment)
@@ -111,31 +111,31 @@ def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, argumen
     assert not child.is_running()
 
 
-def test_an_interrupt_is_not_kept_waiting_and_ends_the_probe():
+def test_keyboard_interrupt_ends_the_probe_at_once():
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started, before = time.monotonic(), psutil.Process().children()
-    with pytest.raises(KeyboardInterrupt), a_rig() as rig:  # noqa: PT012 - whatever is raised first, all is closed
-        ready = rig.prepare({}, seconds=PATIENCE_SECONDS)
+    with pytest.raises(KeyboardInterrupt), open_faulty_bench() as bench:  # noqa: PT012 - whatever is raised first, all is closed
+        ready = bench.prepare({}, seconds=PATIENCE_SECONDS)
         try:
-            rig.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
+            bench.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
         finally:
             ready.close()
     assert time.monotonic() - started < HANGS_SECONDS / 2
     assert psutil.Process().children() == before
 
 
-def test_nothing_is_waited_for_much_longer_than_the_budget():
-    with a_rig() as rig:
-        rig.ends_at = rig.clock() + 1
+def test_no_wait_exceeds_the_budget():
+    with open_faulty_bench() as bench:
+        bench.ends_at = bench.clock() + 1
         with pytest.raises(ProbeFailedError) as failed:
-            rig.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
+            bench.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
     assert failed.value.kind == "timeout"
 
 
-def test_a_budget_without_an_end_is_one():
-    with a_rig() as rig:
-        rig.ends_at = math.inf
-        assert rig.prepare({}, seconds=math.inf).step(2) == 2.1
+def test_infinite_budget_is_valid():
+    with open_faulty_bench() as bench:
+        bench.ends_at = math.inf
+        assert bench.prepare({}, seconds=math.inf).step(2) == 2.1
 
 
 def the_child(parent: psutil.Process) -> psutil.Process:
@@ -146,13 +146,13 @@ def the_child(parent: psutil.Process) -> psutil.Process:
     return found[0]
 
 
-def test_what_cannot_be_opened_is_refused_in_its_own_words():
-    with pytest.raises(WhetError) as refused, a_rig(refused=True):
+def test_error_of_opening_is_raised_in_the_parent():
+    with pytest.raises(WhetError) as refused, open_faulty_bench(refused=True):
         pass
     assert (refused.value.what, refused.value.try_) == ("no such data", "data=FILE")
     assert isinstance(refused.value, UsageError)
 
 
-def test_a_process_that_dies_at_the_start_says_how():
-    with pytest.raises(ProbeFailedError, match="could not start"), a_rig(dies=True):
+def test_death_at_the_start_is_described():
+    with pytest.raises(ProbeFailedError, match="could not start"), open_faulty_bench(dies=True):
         pass

@@ -56,7 +56,7 @@ def a_training():
     return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def a_rig(model, data, loss, optimizer=None, *, overrides=None, **changes):
+def simulated_bench(model, data, loss, optimizer=None, *, overrides=None, **changes):
     training = parse_training_config({**TRAINING, **changes})
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
     machine, conditions = current_machine()
@@ -91,9 +91,9 @@ def everything(model, optimizer=None):
     return state, rest
 
 
-def make_steps(rig, candidates=CANDIDATES):
+def make_steps(bench, candidates=CANDIDATES):
     for settings in candidates:
-        prepared = rig.prepare(settings, seconds=30)
+        prepared = bench.prepare(settings, seconds=30)
         assert prepared.step(3) > 0
         prepared.close()
 
@@ -105,24 +105,24 @@ def assert_equal(found, expected):
     assert found[1] == expected[1]
 
 
-def test_measuring_leaves_model_generators_and_threads_as_they_were():
+def test_measuring_restores_model_generators_and_threads():
     model, data, loss = a_training()
     before = everything(model)
-    with a_rig(model, data, loss) as rig:
-        make_steps(rig)
-        assert rig.agreement({"precision": "bf16"}, seconds=5).loss_error >= 0
+    with simulated_bench(model, data, loss) as bench:
+        make_steps(bench)
+        assert bench.agreement({"precision": "bf16"}, seconds=5).loss_error >= 0
     assert_equal(everything(model), before)
 
 
-def test_an_optimizer_of_yours_is_as_it_was():
+def test_users_optimizer_is_restored():
     model, data, loss = a_training()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss(MicroBatch(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
     optimizer.step()
     model.zero_grad(set_to_none=True)
     before = everything(model, optimizer)
-    with a_rig(model, data, loss, optimizer) as rig:
-        make_steps(rig, [{}, {"threads": 1}])
+    with simulated_bench(model, data, loss, optimizer) as bench:
+        make_steps(bench, [{}, {"threads": 1}])
     assert_equal(everything(model, optimizer), before)
 
 
@@ -145,7 +145,7 @@ class Slowly(torch.optim.Optimizer):
                     parameter -= group["lr"] * known["sum"]
 
 
-def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same_objects():
+def test_nested_optimizer_state_is_restored_in_place():
     model, data, loss = a_training()
     optimizer = Slowly(model.parameters())
     rate, weight = optimizer.param_groups[0]["lr"], model.head.weight
@@ -156,8 +156,8 @@ def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same
     known = optimizer.state[weight]["known"]
     before, norms, steps = known["sum"].clone(), list(known["norms"]), optimizer.steps
     names = {*vars(optimizer)}
-    with a_rig(model, data, loss, optimizer) as rig:
-        make_steps(rig, [{}, {"threads": 1}])
+    with simulated_bench(model, data, loss, optimizer) as bench:
+        make_steps(bench, [{}, {"threads": 1}])
         assert optimizer.steps > steps
     assert optimizer.state[weight]["known"] is known
     assert torch.equal(known["sum"], before)
@@ -168,7 +168,7 @@ def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same
     assert {*vars(optimizer)} == names
 
 
-def test_a_loss_that_wants_many_samples_is_measured_all_the_same():
+def test_loss_that_needs_many_samples_can_be_measured():
     model, data, loss = a_training()
 
     def choosy(micro):
@@ -176,13 +176,13 @@ def test_a_loss_that_wants_many_samples_is_measured_all_the_same():
             raise ValueError("16 samples at least")
         return loss(micro)
 
-    with a_rig(model, data, choosy) as rig:
-        make_steps(rig, [{}])
+    with simulated_bench(model, data, choosy) as bench:
+        make_steps(bench, [{}])
         with pytest.raises(ProbeFailedError, match="ValueError: 16 samples at least"):
-            rig.prepare({"micro_batch": 4}, seconds=5)
+            bench.prepare({"micro_batch": 4}, seconds=5)
 
 
-def test_a_step_that_fails_late_is_the_end_of_that_probe_alone():
+def test_late_failure_ends_one_probe_only():
     model, data, loss = a_training()
     calls = iter(range(1000))
 
@@ -191,14 +191,14 @@ def test_a_step_that_fails_late_is_the_end_of_that_probe_alone():
             raise KeyError("the thirteenth")
         return loss(micro)
 
-    with a_rig(model, data, fails_once) as rig:
-        prepared = rig.prepare({}, seconds=30)
+    with simulated_bench(model, data, fails_once) as bench:
+        prepared = bench.prepare({}, seconds=30)
         with pytest.raises(ProbeFailedError, match="KeyError: 'the thirteenth'"):
             [prepared.step(index) for index in range(20)]
-        make_steps(rig, [{}])
+        make_steps(bench, [{}])
 
 
-def test_data_that_must_be_read_is_not_read_ahead():
+def test_dataset_is_not_prefetched():
     class Files:
         reads = 0
 
@@ -210,11 +210,11 @@ def test_data_that_must_be_read_is_not_read_ahead():
             return {"x": torch.randn(8), "y": torch.tensor(index % 3)}
 
     model, _, loss = a_training()
-    with a_rig(model, Files(), loss, overrides={"workers": 0}):
+    with simulated_bench(model, Files(), loss, overrides={"workers": 0}):
         assert Files.reads <= 2 * TRAINING["global_batch_size"]
 
 
-def test_a_probe_that_fails_leaves_no_trace_either():
+def test_failed_probe_leaves_no_trace():
     model, data, loss = a_training()
     before = everything(model)
 
@@ -223,20 +223,20 @@ def test_a_probe_that_fails_leaves_no_trace_either():
             raise RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)")
         return loss(micro)
 
-    with a_rig(model, data, fails) as rig:
+    with simulated_bench(model, data, fails) as bench:
         with pytest.raises(ProbeFailedError) as failed:
-            rig.prepare({"threads": 1, "micro_batch": 16}, seconds=5)
+            bench.prepare({"threads": 1, "micro_batch": 16}, seconds=5)
         assert failed.value.kind == "oom"
-        make_steps(rig, [{"threads": 2}])
+        make_steps(bench, [{"threads": 2}])
     assert_equal(everything(model), before)
 
 
-def test_a_training_after_measuring_has_the_same_losses_bit_for_bit(tmp_path):
+def test_training_after_measuring_has_bit_equal_losses(tmp_path):
     def losses(*, measures: bool, run):
         model, data, loss = a_training()
         if measures:
-            with a_rig(model, data, loss) as rig:
-                make_steps(rig)
+            with simulated_bench(model, data, loss) as bench:
+                make_steps(bench)
         whet.train(
             model,
             data,
@@ -253,14 +253,14 @@ def test_a_training_after_measuring_has_the_same_losses_bit_for_bit(tmp_path):
     assert after == without
 
 
-def test_what_a_sample_needs_is_measured_once_and_decides_the_plan():
+def test_memory_per_sample_is_measured_once_and_decides_the_plan():
     model, data, loss = a_training()
-    with a_rig(model, data, loss) as rig:
-        assert rig.plan.workload.activation_bytes
-        assert rig.predicted_bytes({"micro_batch": 16}) > rig.predicted_bytes({"micro_batch": 4})
+    with simulated_bench(model, data, loss) as bench:
+        assert bench.plan.workload.activation_bytes
+        assert bench.predicted_bytes({"micro_batch": 16}) > bench.predicted_bytes({"micro_batch": 4})
 
 
-def test_a_dataset_that_must_be_read_is_read_in_the_steps(tmp_path):
+def test_dataset_is_read_inside_the_timed_steps(tmp_path):
     model, data, loss = a_training()
     reads = []
 
@@ -272,11 +272,11 @@ def test_a_dataset_that_must_be_read_is_read_in_the_steps(tmp_path):
             reads.append(index)
             return {"x": data[0][index], "y": data[1][index]}
 
-    with a_rig(model, Reading(), loss) as rig:
-        prepared = rig.prepare({"workers": 0}, seconds=30)
+    with simulated_bench(model, Reading(), loss) as bench:
+        prepared = bench.prepare({"workers": 0}, seconds=30)
         before = len(reads)
         for index in range(8):
             prepared.step(index)
         assert len(reads) >= before + 7 * 16
-        other = rig.prepare({"workers": 1}, seconds=30)
+        other = bench.prepare({"workers": 1}, seconds=30)
         assert other.step(0) > 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from simulated_step_bench import SimulatedRig, gaussian, landscape
+from simulated_step_bench import SimulatedStepBench, gaussian, landscape
 from whet.autotune.candidates import ORDER, candidates, plan_with
 from whet.autotune.result import TuningResult
 from whet.autotune.search import search
@@ -27,14 +27,14 @@ BATCH_64 = Workload(
 )
 
 
-def test_what_you_wished_is_never_tried_on_a_simulated_machine() -> None:
+def test_overrides_are_never_tried_on_a_simulated_machine() -> None:
     overrides = {"precision": "fp32", "threads": 2, "micro_batch": 16}
     plan = make_plan(load_machine("linux-2core"), TEXT, overrides=overrides)
-    rig = SimulatedRig(plan, landscape(3))
-    found = search(plan, rig, budget_seconds=60)
+    bench = SimulatedStepBench(plan, landscape(3))
+    found = search(plan, bench, budget_seconds=60)
     assert found.trials
     assert not {trial.setting for trial in found.trials} & set(overrides)
-    assert not {name for tried in rig.prepared for name in tried} & set(overrides)
+    assert not {name for tried in bench.prepared for name in tried} & set(overrides)
     assert not set(found.measured) & set(overrides)
     offered = [candidate for about in ORDER for candidate in candidates(plan, about)]
     assert offered
@@ -43,7 +43,7 @@ def test_what_you_wished_is_never_tried_on_a_simulated_machine() -> None:
 
 @pytest.mark.parametrize("name", ["m2-air-8gb", "m3-max-64gb", "h200", "linux-2core"])
 @pytest.mark.parametrize("about", ORDER)
-def test_candidates_are_lawful_and_change_something(name: str, about: str) -> None:
+def test_candidates_are_valid_and_change_something(name: str, about: str) -> None:
     workload = TEXT.model_copy(update={"has_batchnorm": False, "global_batch_size": 48})
     for plan in (make_plan(load_machine(name), workload), make_plan(load_machine(name), BATCH_64)):
         for candidate in candidates(plan, about):
@@ -54,25 +54,25 @@ def test_candidates_are_lawful_and_change_something(name: str, about: str) -> No
             read_plan(tried.as_json(), where="here")
 
 
-def test_a_batch_that_must_not_be_cut_is_not_cut() -> None:
+def test_batchnorm_batches_are_not_split() -> None:
     plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"has_batchnorm": True}))
     assert not list(candidates(plan, "micro_batch"))
     assert not list(candidates(plan, "precision with micro_batch"))
 
 
-def test_micro_batches_keep_below_the_rows_that_give_wrong_gradients() -> None:
+def test_micro_batches_respect_the_row_limit() -> None:
     long = BATCH_64.model_copy(update={"max_length": 2_048, "activation_bytes": 1024**2, "num_parameters": 1_000})
     plan = make_plan(load_machine("m2-air-8gb"), long)
     assert plan.micro_batch == 16
     assert max(c.changes["micro_batch"] for c in candidates(plan, "micro_batch")) <= 16
 
 
-def test_a_simulated_search_becomes_a_plan_that_survives_json_and_is_what_was_measured() -> None:
+def test_plan_of_a_simulated_search_survives_json() -> None:
     for seed in range(12):
-        rig = SimulatedRig(PLAN, landscape(seed), noise=gaussian(0.01), seed=seed)
-        found = search(PLAN, rig, budget_seconds=60, seed=seed)
+        bench = SimulatedStepBench(PLAN, landscape(seed), noise=gaussian(0.01), seed=seed)
+        found = search(PLAN, bench, budget_seconds=60, seed=seed)
         plan = make_plan(PLAN.machine, TEXT, measured=found.measured, trials=found.trials, conditions=PLAN.conditions)
-        assert rig.alive == 0, "what was beaten is closed, and the winner in the end"
+        assert bench.alive == 0, "what was beaten is closed, and the winner in the end"
         expected = plan_with(PLAN, found.settings)
         assert {n: s.value for n, s in plan.settings.items()} == {n: s.value for n, s in expected.settings.items()}
         assert read_plan(json.loads(json.dumps(plan.as_json(), allow_nan=False)), where="here") == plan
@@ -84,10 +84,10 @@ def test_a_simulated_search_becomes_a_plan_that_survives_json_and_is_what_was_me
             assert {"repeats", "median", "interval", "bytes"} <= set(measured.evidence)
 
 
-def test_two_settings_that_win_only_together_are_both_in_the_simulated_plan() -> None:
+def test_settings_that_win_only_together_are_both_in_the_simulated_plan() -> None:
     times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
-    rig = SimulatedRig(PLAN, lambda p: times.get((p.precision, p.micro_batch), 0.2))
-    found = search(PLAN, rig, budget_seconds=60)
+    bench = SimulatedStepBench(PLAN, lambda p: times.get((p.precision, p.micro_batch), 0.2))
+    found = search(PLAN, bench, budget_seconds=60)
     assert found.settings == {"precision": "bf16", "micro_batch": 16}
     assert found.measured["micro_batch"].value == 16
     assert found.measured["micro_batch"].reason.startswith("together with precision: ")
@@ -101,9 +101,9 @@ def test_a_plan_from_before_trials_were_recorded_is_read() -> None:
     assert read_plan(data, where="here") == PLAN
 
 
-def test_the_same_seed_makes_the_same_simulated_search() -> None:
+def test_simulated_search_is_reproducible() -> None:
     first, second, other = (
-        search(PLAN, SimulatedRig(PLAN, landscape(5), noise=gaussian(0.03)), budget_seconds=60, seed=seed)
+        search(PLAN, SimulatedStepBench(PLAN, landscape(5), noise=gaussian(0.03)), budget_seconds=60, seed=seed)
         for seed in (1, 1, 2)
     )
     assert first == second

@@ -49,7 +49,7 @@ FOUND = TuningResult(
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
-def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> None:
+def test_cached_result_is_found_with_any_order_of_keys(tmp_path: Path) -> None:
     assert load(ABOUT, where=tmp_path / "new") is None
     assert save(ABOUT, FOUND, where=tmp_path / "new")
     assert load(dict(reversed(ABOUT.items())), where=tmp_path / "new") == FOUND
@@ -60,13 +60,13 @@ def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> N
     [{"gain": ConfirmedGain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"words": ("2 trials", NOT_QUIET)}],
     ids=["uneven", "not quiet"],
 )
-def test_what_a_busy_machine_showed_is_not_kept(seen: dict[str, Any], tmp_path: Path) -> None:
+def test_results_of_a_busy_machine_are_not_cached(seen: dict[str, Any], tmp_path: Path) -> None:
     assert not save(ABOUT, FOUND.model_copy(update=seen), where=tmp_path)
     assert load(ABOUT, where=tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ABOUT)
-def test_any_change_means_measuring_again(name: str, tmp_path: Path) -> None:
+def test_any_change_misses_the_cache(name: str, tmp_path: Path) -> None:
     save(ABOUT, FOUND, where=tmp_path)
     assert load({**ABOUT, name: "another"}, where=tmp_path) is None
     assert load({**ABOUT, "more": 1}, where=tmp_path) is None
@@ -77,7 +77,7 @@ def test_any_change_means_measuring_again(name: str, tmp_path: Path) -> None:
     [b"", b"{", b"[" * 100_000, b"null", b'{"format_version": 1}', b"\xff\xfe", b'{"found": NaN}'],
     ids=["empty", "cut", "deep", "null", "lacking", "bytes", "nan"],
 )
-def test_damaged_evidence_is_no_evidence_and_is_written_anew(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_cache_file_is_ignored_and_replaced(damage: bytes, tmp_path: Path) -> None:
     save(ABOUT, FOUND, where=tmp_path)
     path = tmp_path / f"{cache.key(ABOUT)}.json"
     path.write_bytes(damage)
@@ -87,7 +87,7 @@ def test_damaged_evidence_is_no_evidence_and_is_written_anew(damage: bytes, tmp_
 
 
 @given(st.integers(0, 5_000), st.integers(0, 255))
-def test_a_changed_byte_never_raises(place: int, value: int) -> None:
+def test_changed_byte_in_the_cache_never_raises(place: int, value: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,14 +100,14 @@ def test_a_changed_byte_never_raises(place: int, value: int) -> None:
         assert found is None or isinstance(found, TuningResult)
 
 
-def test_evidence_under_a_foreign_name_is_not_taken(tmp_path: Path) -> None:
+def test_renamed_cache_file_is_ignored(tmp_path: Path) -> None:
     save(ABOUT, FOUND, where=tmp_path)
     other = {**ABOUT, "machine": "m3"}
     (tmp_path / f"{cache.key(ABOUT)}.json").rename(tmp_path / f"{cache.key(other)}.json")
     assert load(other, where=tmp_path) is None
 
 
-def test_evidence_from_another_format_or_from_the_future_is_not_taken(tmp_path: Path) -> None:
+def test_cache_file_of_another_format_or_time_is_ignored(tmp_path: Path) -> None:
     save(ABOUT, FOUND, where=tmp_path, now=1_000_000.0)
     assert load(ABOUT, where=tmp_path, now=1_000_000.0 + 89 * 86_400) == FOUND
     assert load(ABOUT, where=tmp_path, now=1_000_000.0 + 91 * 86_400) is None
@@ -117,17 +117,17 @@ def test_evidence_from_another_format_or_from_the_future_is_not_taken(tmp_path: 
     assert load(ABOUT, where=tmp_path, now=1_000_000.0) is None
 
 
-def test_a_pipe_in_the_way_does_not_make_it_wait(tmp_path: Path) -> None:
+def test_pipe_instead_of_a_cache_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{cache.key(ABOUT)}.json")
     assert load(ABOUT, where=tmp_path) is None
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_unwritable_cache_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert not save(ABOUT, FOUND, where=tmp_path / "file")
 
 
-def test_a_user_without_a_home_folder_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WHET_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     # What a container with a user that nobody knows comes to.
@@ -136,7 +136,7 @@ def test_a_user_without_a_home_folder_is_no_reason_to_fail(monkeypatch: pytest.M
     assert not cache.save(ABOUT, FOUND)
 
 
-def test_old_evidence_goes_and_foreign_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_cache_files_are_removed_and_foreign_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MAX_FILES", 3)
     (tmp_path / "notes.json").write_text("mine")
     os.utime(tmp_path / "notes.json", (0, 0))
@@ -147,7 +147,7 @@ def test_old_evidence_goes_and_foreign_files_stay(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "notes.json").read_text() == "mine"
 
 
-def test_the_cache_lies_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path))
     save(ABOUT, FOUND)
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "evidence"]
@@ -158,7 +158,7 @@ def test_the_cache_lies_in_the_users_cache_folder(tmp_path: Path, monkeypatch: p
 
 
 @given(cost=st.floats(0.01, 1e4), saved=st.floats(1e-6, 10), num_steps=st.integers(1, 10**6))
-def test_what_pays_finishes_sooner_and_from_its_break_even_step_on(cost: float, saved: float, num_steps: int) -> None:
+def test_break_even_matches_the_finish_times(cost: float, saved: float, num_steps: int) -> None:
     found = BreakEven(cost_seconds=cost, saved_seconds=saved, num_steps=num_steps)
     plain = finish_seconds(preparation=1.0, step=20.0, num_steps=num_steps)
     other = finish_seconds(preparation=1.0 + cost, step=20.0 - saved, num_steps=num_steps)
@@ -169,20 +169,20 @@ def test_what_pays_finishes_sooner_and_from_its_break_even_step_on(cost: float, 
     assert saved * (found.step - 1) <= cost * (1 + 1e-9)
 
 
-def test_what_saves_nothing_never_pays() -> None:
+def test_cost_without_savings_never_pays() -> None:
     never = BreakEven(cost_seconds=5.0, saved_seconds=-0.1, num_steps=1_000)
     assert (never.step, never.pays) == (None, False)
     assert "saves nothing" in never.describe("compile")
 
 
-def test_a_run_of_unknown_length_is_taken_for_a_short_one() -> None:
+def test_run_of_unknown_length_counts_as_short() -> None:
     assert BreakEven(cost_seconds=0.1, saved_seconds=0.01, num_steps=None).pays
     unknown = BreakEven(cost_seconds=38.0, saved_seconds=0.01, num_steps=None)
     assert not unknown.pays
     assert "unknown" in unknown.describe("compile")
 
 
-def test_planning_is_paid_too() -> None:
+def test_finish_time_includes_planning() -> None:
     assert finish_seconds(preparation=2, step=0.5, num_steps=10, planning=3) == 10
     assert (budget_seconds(100), budget_seconds(10_000)) == (3.0, 60.0)
     assert budget_seconds(1e6, most=300) == 300
@@ -191,7 +191,7 @@ def test_planning_is_paid_too() -> None:
 # --- what fits -------------------------------------------------------------------------------------------------------
 
 
-def test_two_points_make_a_line_and_the_line_corrects_the_prediction() -> None:
+def test_memory_model_fits_a_line_through_measured_points() -> None:
     known = MemoryModel()
     assert known.estimate({}, micro_batch=8, predicted=None) is None
     assert known.estimate({}, micro_batch=8, predicted=GB) == GB
@@ -211,7 +211,7 @@ def test_two_points_make_a_line_and_the_line_corrects_the_prediction() -> None:
 # --- reasons ---------------------------------------------------------------------------------------------------------
 
 
-def test_reasons_name_each_loser_in_a_few_words() -> None:
+def test_reasons_list_the_losing_values_briefly() -> None:
     from whet.machine.known import load_machine
     from whet.plan.plan import make_plan
     from whet.recipes.text.config import TextConfig, describe
@@ -239,7 +239,7 @@ def test_reasons_name_each_loser_in_a_few_words() -> None:
     assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].words
 
 
-def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
+def test_reason_and_evidence_come_from_the_same_trial() -> None:
     from whet.machine.known import load_machine
     from whet.plan.plan import make_plan
     from whet.recipes.text.config import TextConfig, describe
@@ -264,19 +264,19 @@ def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
 
 
 @given(st.dictionaries(st.integers(1, 4096), st.floats(1, 1e6), min_size=1))
-def test_the_knee_is_the_smallest_batch_within_a_tenth_of_the_best(points: dict[int, float]) -> None:
+def test_smallest_fast_batch_is_within_a_tenth_of_the_best(points: dict[int, float]) -> None:
     (batch, fastest), best = smallest_fast_batch(points), max(points.values())
     assert points[fastest] == best
     assert points[batch] >= 0.9 * best
     assert all(rate < 0.9 * best for smaller, rate in points.items() if smaller < batch)
 
 
-def test_a_knee_without_points_is_refused() -> None:
+def test_smallest_fast_batch_needs_a_measurement() -> None:
     with pytest.raises(UsageError, match="no batch size"):
         smallest_fast_batch({8: float("nan")})
 
 
-def test_the_learning_rate_goes_with_the_batch_and_says_how() -> None:
+def test_learning_rate_scales_with_the_batch() -> None:
     assert scale_learning_rate(0.1, before=32, after=64, scaling="linear")[0] == pytest.approx(0.2)
     scaled, words = scale_learning_rate(1e-3, before=64, after=16, scaling="square root")
     assert scaled == pytest.approx(5e-4)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paths import ReportCount
-from simulated_step_bench import GRID, SimulatedRig, drifting, gaussian, heavy_tailed, landscape, periodic
+from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, heavy_tailed, landscape, periodic
 from whet.autotune.candidates import ORDER, plan_with
 from whet.autotune.result import TuningResult, finish_estimate
 from whet.autotune.search import search
@@ -48,12 +48,12 @@ def of(found: TuningResult, setting: str) -> list[str]:
 # --- what is best ----------------------------------------------------------------------------------------------------
 
 
-def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
+def test_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
     tiny = Workload(recipe="hex", num_parameters=40_000, global_batch_size=64, num_steps=20_000, activation_bytes=4_096)
     plan = make_plan(MAC, tiny)
     assert plan.device == "mps"
-    rig = SimulatedRig(plan, lambda p: 0.0004 if p.device == "cpu" else 0.003, noise=gaussian(0.05))
-    found = search(plan, rig, budget_seconds=20)
+    bench = SimulatedStepBench(plan, lambda p: 0.0004 if p.device == "cpu" else 0.003, noise=gaussian(0.05))
+    found = search(plan, bench, budget_seconds=20)
     assert found.settings["device"] == "cpu"
     assert found.gain is not None
     assert found.gain.low > 6
@@ -61,11 +61,11 @@ def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
     assert found.measured["device"].evidence["repeats"] >= 3
 
 
-def test_the_cpu_is_not_even_tried_for_a_large_model_on_a_simulated_mac() -> None:
+def test_cpu_is_not_tried_for_a_large_model_on_a_simulated_mac() -> None:
     large = BATCH_64.model_copy(update={"mean_length": 100.0})
     plan = make_plan(MAC.model_copy(update={"cpu": CpuFacts(fast_cores=4, slow_cores=4, logical_cores=8)}), large)
-    rig = SimulatedRig(plan, lambda p: 400.0 if p.device == "cpu" else 0.5, noise=gaussian(0.01))
-    found = search(plan, rig, budget_seconds=60)
+    bench = SimulatedStepBench(plan, lambda p: 400.0 if p.device == "cpu" else 0.5, noise=gaussian(0.01))
+    found = search(plan, bench, budget_seconds=60)
     (trial,) = (t for t in found.trials if t.setting == "device")
     assert trial.verdict == "not tried"
     assert "its arithmetic alone would take" in trial.words
@@ -76,22 +76,24 @@ def regret(seed: int, noise) -> float:
     best = min(
         seconds(plan_with(PLAN, dict(zip(cells, cell, strict=True)))) for cell in itertools.product(*cells.values())
     )
-    rig = SimulatedRig(PLAN, seconds, noise=noise, seed=seed)
-    found = search(PLAN, rig, budget_seconds=60, seed=seed)
-    assert rig.alive == 0
-    assert rig.most_alive <= 2
+    bench = SimulatedStepBench(PLAN, seconds, noise=noise, seed=seed)
+    found = search(PLAN, bench, budget_seconds=60, seed=seed)
+    assert bench.alive == 0
+    assert bench.most_alive <= 2
     assert found.spent_seconds <= 66
     return seconds(plan_with(PLAN, found.settings)) / best - 1
 
 
-def test_the_best_of_864_cells_is_found_within_5_percent_on_simulated_machines(report_count: ReportCount) -> None:
+def test_search_finds_the_best_of_864_settings_within_5_percent_on_simulated_machines(
+    report_count: ReportCount,
+) -> None:
     regrets = [regret(seed, gaussian(0.01)) for seed in range(25)]
     report_count(f"25 landscapes of 864 cells: regret {max(regrets):.1%} at most")
     assert max(regrets) <= 0.05
 
 
 @pytest.mark.slow
-def test_noise_costs_little_of_the_best_on_simulated_machines(report_count: ReportCount) -> None:
+def test_noise_costs_little_speed_on_simulated_machines(report_count: ReportCount) -> None:
     regrets = sorted(regret(seed, heavy_tailed) for seed in range(25))
     report_count(f"25 landscapes under heavy tails: regret {regrets[12]:.1%} in the middle, {regrets[-1]:.1%} at most")
     assert regrets[12] <= 0.05
@@ -106,8 +108,8 @@ NOISES = {"gaussian": gaussian(0.04), "heavy tails": heavy_tailed, "drift": drif
 def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, report_count: ReportCount) -> None:
     claims = 0
     for seed in range(200):
-        rig = SimulatedRig(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
-        found = search(PLAN, rig, budget_seconds=30, seed=seed)
+        bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
+        found = search(PLAN, bench, budget_seconds=30, seed=seed)
         claims += bool(found.settings) or found.gain is not None
         if not found.settings:
             assert all(measured.value == PLAN.settings[name].value for name, measured in found.measured.items())
@@ -115,12 +117,12 @@ def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, repo
     assert claims <= 1
 
 
-def test_a_simulated_gain_that_is_only_likely_is_kept_beside_one_that_is_sure() -> None:
-    """Dropping it would lose it; the last duel is fought by both together."""
+def test_likely_simulated_gain_is_kept_beside_a_certain_one() -> None:
+    """Dropping it would lose it; the last comparison is fought by both together."""
     likely = 0
     for seed in range(20):
-        rig = SimulatedRig(PLAN, _one_large_gain_and_one_small, noise=gaussian(0.07), seed=seed)
-        found = search(PLAN, rig, budget_seconds=60, seed=seed)
+        bench = SimulatedStepBench(PLAN, _one_large_gain_and_one_small, noise=gaussian(0.07), seed=seed)
+        found = search(PLAN, bench, budget_seconds=60, seed=seed)
         kept = [t for t in found.trials if t.verdict == "likely" and t.settings.items() <= found.settings.items()]
         likely += bool(kept)
         for trial in kept:
@@ -134,20 +136,20 @@ def _one_large_gain_and_one_small(plan: Plan) -> float:
     return 0.05 * large * (0.93 if plan.threads == 1 else 1.0)
 
 
-def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
+def test_simulated_gain_that_is_not_confirmed_is_reverted() -> None:
     """Faster while it is tried, and no longer when it meets the rules once more."""
-    rig = SimulatedRig(PLAN, lambda _plan: 0.05, noise=gaussian(0.01))
-    make_step, prepares = rig.make_step, rig.prepared
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=gaussian(0.01))
+    make_step, prepares = bench.make_step, bench.prepared
 
     def fading(settings, index):
         is_last = prepares.count({}) == 2
         taken = make_step(settings, index)
         gain = 0.5 if settings.get("optimizer_kernels") == "loop" and not is_last else 1.0
-        rig.now -= taken * (1 - gain)
+        bench.now -= taken * (1 - gain)
         return taken * gain
 
-    rig.make_step = fading
-    found = search(PLAN, rig, budget_seconds=60)
+    bench.make_step = fading
+    found = search(PLAN, bench, budget_seconds=60)
     assert "faster" in of(found, "optimizer_kernels")
     assert (found.settings, found.gain) == ({}, None)
     assert found.trials[-1].setting == "plan"
@@ -158,7 +160,7 @@ def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
+def test_search_avoids_a_simulated_swap_cliff() -> None:
     """Predictions are a third too low. Above the limit a step does not fail; it takes ten times as long."""
     plan = make_plan(MAC, BATCH_64)
     limit = plan.memory_gb * GB
@@ -175,23 +177,23 @@ def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
         pieces = 64 / p.micro_batch
         return (0.3 + 0.1 * pieces) * (10 if true(p) > limit else 1)
 
-    rig = SimulatedRig(plan, seconds, predicted=predicted, bytes=true, noise=gaussian(0.01))
+    bench = SimulatedStepBench(plan, seconds, predicted=predicted, bytes=true, noise=gaussian(0.01))
     assert true(plan) <= limit < true(plan_with(plan, {"micro_batch": 64}))
     assert predicted(plan_with(plan, {"micro_batch": 64})) <= limit, "predictions alone would lead over the cliff"
-    found = search(plan, rig, budget_seconds=60)
-    assert all(true(plan_with(plan, tried)) <= limit for tried in rig.prepared), "it was stepped over"
+    found = search(plan, bench, budget_seconds=60)
+    assert all(true(plan_with(plan, tried)) <= limit for tried in bench.prepared), "it was stepped over"
     refused = [t for t in found.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
     assert refused
     assert "needs" in refused[0].words
     assert "of 5.3 GB" in refused[0].words
 
 
-def test_a_simulated_probe_that_takes_more_than_planned_is_not_chosen() -> None:
+def test_simulated_candidate_over_the_memory_limit_is_not_chosen() -> None:
     def true(plan: Plan) -> int:
         return 40 * GB if plan.compile != "off" else GB
 
-    rig = SimulatedRig(PLAN, lambda p: 0.05 if p.compile == "off" else 0.01, bytes=true)
-    found = search(PLAN, rig, budget_seconds=60)
+    bench = SimulatedStepBench(PLAN, lambda p: 0.05 if p.compile == "off" else 0.01, bytes=true)
+    found = search(PLAN, bench, budget_seconds=60)
     assert (found.settings, of(found, "compile")) == ({}, ["failed", "not tried"])
     assert "40 GB" in found.measured["compile"].reason
 
@@ -227,7 +229,7 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
             return "timeout"
         return "crash" if any(is_changed(plan, name) for name in crashing) else None
 
-    rig = SimulatedRig(
+    bench = SimulatedStepBench(
         PLAN,
         seconds,
         noise=lambda _now, draw: draw.uniform(1 - spread, 1 + spread),
@@ -236,42 +238,42 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
         batch_spread=0.05,
         seed=seed,
     )
-    found = search(PLAN, rig, budget_seconds=budget, seed=seed)
-    assert rig.now <= 1.1 * budget
-    assert found.spent_seconds == pytest.approx(rig.now)
-    assert rig.alive == 0
+    found = search(PLAN, bench, budget_seconds=budget, seed=seed)
+    assert bench.now <= 1.1 * budget
+    assert found.spent_seconds == pytest.approx(bench.now)
+    assert bench.alive == 0
 
 
-def test_the_last_simulated_duel_keeps_to_the_budget_too() -> None:
-    """A gain that takes long to tell from noise: the duel could go on for twice the time that is left."""
+def test_final_simulated_comparison_keeps_the_budget() -> None:
+    """A gain that takes long to tell from noise: the comparison could go on for twice the time that is left."""
     overrides = {
         name: PLAN.settings[name].value for name in ("threads", "precision", "micro_batch", "lengths", "compile")
     }
     plan = make_plan(load_machine("linux-2core"), TEXT, overrides=overrides)
     confirmed = 0
     for seed in range(30):
-        rig = SimulatedRig(
+        bench = SimulatedStepBench(
             plan,
             lambda p: 0.47 if p.optimizer_kernels == "loop" else 0.5,
             noise=gaussian(0.015),
             batch_spread=0.05,
             seed=seed,
         )
-        found = search(plan, rig, budget_seconds=22, seed=seed)
+        found = search(plan, bench, budget_seconds=22, seed=seed)
         confirmed += found.trials[-1].setting == "plan"
-        assert rig.now <= 1.1 * 22
-    assert confirmed >= 5, "the last duel must be reached for this to mean anything"
+        assert bench.now <= 1.1 * 22
+    assert confirmed >= 5, "the last comparison must be reached for this to mean anything"
 
 
-def test_a_simulated_search_without_time_says_what_it_left_out() -> None:
-    rig = SimulatedRig(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
-    found = search(PLAN, rig, budget_seconds=8)
+def test_simulated_search_without_time_lists_what_was_skipped() -> None:
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
+    found = search(PLAN, bench, budget_seconds=8)
     assert any("no time was left for" in line for line in found.words)
 
 
-def test_a_simulated_search_does_not_say_of_what_it_tried_that_no_time_was_left() -> None:
-    rig = SimulatedRig(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
-    found = search(PLAN, rig, budget_seconds=24)
+def test_simulated_search_does_not_list_tried_settings_as_skipped() -> None:
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
+    found = search(PLAN, bench, budget_seconds=24)
     assert {"precision": "bf16"} in [trial.settings for trial in found.trials]
     (line,) = [line for line in found.words if line.startswith("no time was left for ")]
     left_out = line.removeprefix("no time was left for ").split(", ")
@@ -279,18 +281,18 @@ def test_a_simulated_search_does_not_say_of_what_it_tried_that_no_time_was_left(
     assert "precision=bf16" not in left_out
 
 
-def test_a_simulated_machine_that_takes_long_to_start_is_told_why_nothing_was_tried() -> None:
-    rig = SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
-    found = search(PLAN, rig, budget_seconds=20)
+def test_slow_start_of_a_simulated_machine_is_given_as_the_reason() -> None:
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
+    found = search(PLAN, bench, budget_seconds=20)
     assert found.trials == ()
     assert "starting took 18 s here" in found.words[-1]
 
 
-def test_a_simulated_search_without_a_trial_does_not_look_like_a_measurement() -> None:
-    none = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0), budget_seconds=20)
+def test_simulated_search_without_trials_gives_a_rough_estimate() -> None:
+    none = search(PLAN, SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0), budget_seconds=20)
     assert none.words[0].startswith("nothing was compared in ")
     assert "rough guess, not a measurement" in finish_estimate(PLAN, none)
-    some = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05), budget_seconds=20)
+    some = search(PLAN, SimulatedStepBench(PLAN, lambda _plan: 0.05), budget_seconds=20)
     assert "trials in" in some.words[0]
     assert "guess" not in finish_estimate(PLAN, some)
 
@@ -298,13 +300,13 @@ def test_a_simulated_search_without_a_trial_does_not_look_like_a_measurement() -
 @pytest.mark.parametrize(
     ("seconds", "speed"), [(0.001, "32,000 samples/s"), (0.03201, "1,000 samples/s"), (0.1, "320 samples/s")]
 )
-def test_a_fast_speed_is_a_number_to_read(seconds: float, speed: str) -> None:
+def test_fast_throughput_is_readable(seconds: float, speed: str) -> None:
     assert f" at {speed}, " in finish_estimate(PLAN, TuningResult(step_seconds=seconds))
 
 
-def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
-    rig = SimulatedRig(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
-    found = search(PLAN, rig, budget_seconds=8)
+def test_simulated_failure_of_the_rule_plan_ends_the_search() -> None:
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
+    found = search(PLAN, bench, budget_seconds=8)
     assert (found.settings, found.trials, found.measured) == ({}, (), {})
     assert "could not be tried" in found.words[0]
 
@@ -313,103 +315,103 @@ def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
 
 
 @pytest.mark.parametrize("kind", ["crash", "oom", "timeout", "error"])
-def test_a_bad_simulated_probe_is_recorded_and_the_search_goes_on(kind: str) -> None:
+def test_failed_simulated_candidate_is_recorded_and_the_search_continues(kind: str) -> None:
     def seconds(plan: Plan) -> float:
         return 0.02 if plan.optimizer_kernels == "loop" else 0.05
 
-    rig = SimulatedRig(PLAN, seconds, failure=lambda plan: kind if plan.precision == "bf16" else None)
-    found = search(PLAN, rig, budget_seconds=60)
+    bench = SimulatedStepBench(PLAN, seconds, failure=lambda plan: kind if plan.precision == "bf16" else None)
+    found = search(PLAN, bench, budget_seconds=60)
     assert of(found, "precision") == ["cut off" if kind == "timeout" else "failed"]
     reason = found.measured["precision"].reason
     assert ("not ready after" if kind == "timeout" else kind) in reason
     assert found.settings == {"optimizer_kernels": "loop"}
 
 
-def test_a_simulated_probe_that_dies_in_its_steps_is_recorded_too() -> None:
+def test_simulated_candidate_that_dies_while_stepping_is_recorded() -> None:
     from whet.autotune.step_bench import ProbeFailedError
 
-    rig = SimulatedRig(PLAN, lambda _plan: 0.05)
-    make_step = rig.make_step
+    bench = SimulatedStepBench(PLAN, lambda _plan: 0.05)
+    make_step = bench.make_step
 
     def dying(settings, index):
         if settings.get("precision") == "bf16" and index > 2:
             raise ProbeFailedError("killed by signal 9", kind="crash")
         return make_step(settings, index)
 
-    rig.make_step = dying
-    found = search(PLAN, rig, budget_seconds=60)
+    bench.make_step = dying
+    found = search(PLAN, bench, budget_seconds=60)
     assert of(found, "precision") == ["failed"]
     assert "signal 9" in found.measured["precision"].reason
-    assert rig.alive == 0
+    assert bench.alive == 0
 
 
-def test_a_simulated_precision_that_disagrees_is_not_used_however_fast() -> None:
+def test_simulated_precision_that_disagrees_is_not_used() -> None:
     def seconds(plan: Plan) -> float:
         return 0.01 if plan.precision == "bf16" else 0.05
 
-    rig = SimulatedRig(PLAN, seconds, agrees=lambda plan: plan.precision == "fp32")
-    found = search(PLAN, rig, budget_seconds=60)
+    bench = SimulatedStepBench(PLAN, seconds, agrees=lambda plan: plan.precision == "fp32")
+    found = search(PLAN, bench, budget_seconds=60)
     assert "precision" not in found.settings
     assert set(of(found, "precision")) == {"disagrees"}
     assert "computes something else" in found.measured["precision"].reason
-    assert search(PLAN, SimulatedRig(PLAN, seconds), budget_seconds=60).settings["precision"] == "bf16"
+    assert search(PLAN, SimulatedStepBench(PLAN, seconds), budget_seconds=60).settings["precision"] == "bf16"
 
 
-def test_simulated_bf16_on_a_cpu_without_it_is_cut_off_with_its_factor() -> None:
-    rig = SimulatedRig(PLAN, lambda plan: 1.5 if plan.precision == "bf16" else 0.025)
-    found = search(PLAN, rig, budget_seconds=60)
+def test_slow_simulated_bf16_is_cut_off_with_its_factor() -> None:
+    bench = SimulatedStepBench(PLAN, lambda plan: 1.5 if plan.precision == "bf16" else 0.025)
+    found = search(PLAN, bench, budget_seconds=60)
     assert of(found, "precision") == ["cut off"]
     assert found.measured["precision"].value == "fp32"
     assert "60x slower in its first step, stopped" in found.measured["precision"].reason
     assert found.spent_seconds < 20
 
 
-def test_a_simulated_gain_is_kept_when_the_last_probe_has_to_be_stopped() -> None:
+def test_simulated_gain_survives_an_aborted_last_candidate() -> None:
     """Stopping one ends the process that all others were ready in; making the best ready again takes time too."""
-    rig = SimulatedRig(
+    bench = SimulatedStepBench(
         PLAN,
         lambda plan: 0.05 if plan.threads == 1 else 0.4,
         preparation=lambda plan: 1000.0 if plan.compile == "on" else 0.5,
         recovery_seconds=6.0,
         noise=gaussian(0.02),
     )
-    found = search(PLAN, rig, budget_seconds=40)
+    found = search(PLAN, bench, budget_seconds=40)
     assert of(found, "compile") == ["no gain", "cut off"]
     assert found.settings["threads"] == 1
     assert found.gain is not None
     assert found.spent_seconds <= 1.1 * 40
 
 
-def test_a_simulated_winner_stands_by_its_trials_where_the_last_duel_cannot_be_fought() -> None:
-    rig = SimulatedRig(PLAN, lambda plan: 0.05 if plan.threads == 1 else 0.4, noise=gaussian(0.02))
-    prepare = rig.prepare
+def test_simulated_winner_is_kept_if_the_final_comparison_fails() -> None:
+    bench = SimulatedStepBench(PLAN, lambda plan: 0.05 if plan.threads == 1 else 0.4, noise=gaussian(0.02))
+    prepare = bench.prepare
 
     def fails_at_last(settings, *, seconds):
-        if not settings and rig.prepared:
+        if not settings and bench.prepared:
             raise ProbeFailedError("simulated", kind="crash")
         return prepare(settings, seconds=seconds)
 
-    rig.prepare = fails_at_last
-    found = search(PLAN, rig, budget_seconds=40)
+    bench.prepare = fails_at_last
+    found = search(PLAN, bench, budget_seconds=40)
     assert found.settings["threads"] == 1
     assert found.gain is not None
     assert 7 < found.gain.low < 9
     assert "by its trials alone" in found.words[0]
     assert found.measured["threads"].value == 1
     assert found.step_seconds == pytest.approx(0.05, rel=0.5)
-    assert rig.alive == 0
+    assert bench.alive == 0
 
 
-def test_a_simulated_compile_must_earn_its_time_back_in_this_run() -> None:
+def test_simulated_compile_must_pay_within_the_run() -> None:
     def found_with(num_steps: int) -> TuningResult:
         plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"num_steps": num_steps}))
-        rig = SimulatedRig(
+        bench = SimulatedStepBench(
             plan,
             lambda p: 0.03 if p.compile == "on" else 0.06,
             preparation=lambda p: 20.2 if p.compile == "on" else 0.2,
             noise=gaussian(0.01),
         )
-        return search(plan, rig, budget_seconds=60)
+        return search(plan, bench, budget_seconds=60)
 
     short, long = found_with(300), found_with(5_000)
     assert (short.settings, of(short, "compile")) == ({}, ["no gain", "not worth it"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paths import ReportCount
-from simulated_step_bench import Noise, SimulatedRig, drifting, gaussian, heavy_tailed, periodic
+from simulated_step_bench import Noise, SimulatedStepBench, drifting, gaussian, heavy_tailed, periodic
 from whet.autotune import statistics
 from whet.autotune.paired_timing import compare
 from whet.autotune.statistics import decide, estimate, is_slower, is_stable, upper_bound
@@ -32,21 +32,21 @@ NOISES = {
 
 
 def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05) -> tuple[str, float]:
-    """One duel between equals, or against a rival that is slower by `gain`."""
+    """One comparison between equals, or against a rival that is slower by `gain`."""
 
     def true(plan: Plan) -> float:
         return seconds if plan.optimizer_kernels == "loop" else seconds * (1 + gain)
 
-    rig = SimulatedRig(PLAN, true, noise=noise, seed=seed)
-    ours, theirs = (rig.prepare({"optimizer_kernels": how}, seconds=60) for how in ("loop", "fused"))
-    duel = compare(ours, theirs, clock=rig.clock, until=math.inf, random_order=random.Random(seed))
-    return duel.outcome, duel.estimate.speedup if duel.estimate else math.nan
+    bench = SimulatedStepBench(PLAN, true, noise=noise, seed=seed)
+    ours, theirs = (bench.prepare({"optimizer_kernels": how}, seconds=60) for how in ("loop", "fused"))
+    comparison = compare(ours, theirs, clock=bench.clock, until=math.inf, random_order=random.Random(seed))
+    return comparison.outcome, comparison.estimate.speedup if comparison.estimate else math.nan
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_at_most_one_false_claim_in_200_simulated_null_duels(noise: str, report_count: ReportCount) -> None:
+def test_at_most_one_false_claim_in_200_simulated_null_comparisons(noise: str, report_count: ReportCount) -> None:
     claims = sum(duel_of(NOISES[noise], seed)[0] == "faster" for seed in range(1000))
-    report_count(f"{noise}: {claims} false claims in 1,000 duels between equals")
+    report_count(f"{noise}: {claims} false claims in 1,000 comparison between equals")
     assert claims <= 5
 
 
@@ -57,7 +57,7 @@ def test_simulated_gains_above_the_noise_are_found(noise: str, gain: float, repo
     assert answers.count("faster") >= 75
 
 
-def test_the_chances_of_all_looks_together_stay_below_1_in_200() -> None:
+def test_probabilities_of_all_looks_sum_to_less_than_1_in_200() -> None:
     real = sum(
         sum(math.comb(pairs, heads) for heads in range((statistics._max_trimmed(pairs, level) or 0) + 1)) / 2**pairs
         for pairs, level in statistics._LOOKS.items()
@@ -67,7 +67,7 @@ def test_the_chances_of_all_looks_together_stay_below_1_in_200() -> None:
 
 
 @given(st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=1, max_size=9), st.floats(0.001, 0.5))
-def test_a_bound_is_exceeded_by_chance_as_seldom_as_it_says(sizes: list[float], level: float) -> None:
+def test_upper_bound_has_its_stated_level(sizes: list[float], level: float) -> None:
     """All tosses of the signs of any values: the bound lies below zero in a share of `level` at most."""
     tosses = list(itertools.product((-1, 1), repeat=len(sizes)))
     below = sum(
@@ -76,7 +76,7 @@ def test_a_bound_is_exceeded_by_chance_as_seldom_as_it_says(sizes: list[float], 
     assert below <= level * len(tosses)
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_speedup_interval_has_its_stated_coverage() -> None:
     draw, inside = random.Random(1), 0
     for _ in range(1000):
         found = estimate([draw.gauss(-0.1, 0.05) for _ in range(8)])
@@ -86,13 +86,13 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert inside >= 920
 
 
-def test_few_pairs_show_their_range() -> None:
+def test_interval_of_few_pairs_is_their_range() -> None:
     found = estimate([math.log(0.5), math.log(0.25), math.log(1.0)])
     assert (found.low, found.speedup, found.high) == pytest.approx((1.0, 2.0, 4.0))
     assert found.confidence == 0.75
 
 
-def test_no_claim_without_enough_pairs_and_none_below_what_is_worth_having() -> None:
+def test_no_claim_with_few_pairs_or_a_tiny_gain() -> None:
     assert decide([-0.2]) == decide([-0.2] * 7) == "open"
     assert decide([-0.2] * 8) == "faster"
     assert decide([-0.015] * 8) == "no gain", "1.5 % is real and not worth having"
@@ -102,14 +102,14 @@ def test_no_claim_without_enough_pairs_and_none_below_what_is_worth_having() -> 
     assert decide([0.0, 0.0, 0.0]) == "no gain"
 
 
-def test_slower_is_said_only_of_what_is_clear_of_its_spread() -> None:
+def test_slower_means_beyond_the_spread() -> None:
     assert is_slower([0.04, 0.05, 0.04])
     assert not is_slower([0.01, 0.20, 0.02])
     assert not is_slower([0.005, 0.005, 0.005])
     assert not is_slower([-0.1, 0.1, 0.1])
 
 
-def test_a_ratio_that_changes_asks_for_more_pairs() -> None:
+def test_unstable_ratio_needs_more_pairs() -> None:
     changing = [-0.6] * 2 + [-0.5] * 2 + [-0.2] * 2 + [-0.1] * 2
     assert not is_stable(changing)
     assert decide(changing) == "open"

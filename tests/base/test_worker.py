@@ -46,7 +46,7 @@ def test_messages_are_exchanged_in_order() -> None:
         ("nothing", "exit code 0: a complaint"),
     ],
 )
-def test_the_end_of_a_process_is_described_and_its_output_is_no_message(how: str, exit_text: str) -> None:
+def test_exit_is_described_and_output_is_no_message(how: str, exit_text: str) -> None:
     with misbehaving(how) as worker:
         for _ in range(2):
             with pytest.raises(WorkerExitError):
@@ -55,7 +55,7 @@ def test_the_end_of_a_process_is_described_and_its_output_is_no_message(how: str
         assert worker.describe_exit() == exit_text
 
 
-def test_a_process_that_hangs_times_out_and_is_killed() -> None:
+def test_hanging_process_times_out_and_is_killed() -> None:
     ticks: list[float] = []
     with misbehaving("hangs") as worker:
         worker.on_tick = lambda: ticks.append(time.monotonic())
@@ -66,7 +66,7 @@ def test_a_process_that_hangs_times_out_and_is_killed() -> None:
     assert not process.is_running()
 
 
-def test_a_process_that_takes_too_much_memory_is_killed() -> None:
+def test_process_over_the_memory_limit_is_killed() -> None:
     with misbehaving("takes memory", bytes=800 * MB) as worker:
         with pytest.raises(WorkerExitError):
             worker.receive(TIMEOUT_SECONDS)
@@ -74,14 +74,14 @@ def test_a_process_that_takes_too_much_memory_is_killed() -> None:
         assert worker.killed_at_bytes > 300 * MB
 
 
-def test_an_error_of_the_child_is_raised_in_the_parent() -> None:
+def test_error_of_the_child_is_rebuilt_in_the_parent() -> None:
     with misbehaving("usage error") as worker:
         error = error_from_json(worker.receive(TIMEOUT_SECONDS))
     assert isinstance(error, UsageError)
     assert (error.what, error.got, error.try_) == ("no such data", "nothing", "data=FILE")
 
 
-def test_what_a_process_leaves_behind_holds_nobody_and_ends_with_it() -> None:
+def test_leftover_children_do_not_block_and_are_killed() -> None:
     before = {*psutil.Process().children(recursive=True)}
     with misbehaving("leaves a child") as worker:
         assert worker.receive(TIMEOUT_SECONDS) == {"done": True}
@@ -95,7 +95,7 @@ def test_what_a_process_leaves_behind_holds_nobody_and_ends_with_it() -> None:
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])
-def test_a_process_ends_with_its_parent(is_threaded: bool) -> None:
+def test_child_ends_with_its_parent(is_threaded: bool) -> None:
     code = (
         "import os, time\n"
         "from whet.base.worker import JsonWorker\n"
@@ -132,7 +132,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return marker
 
 
-def test_the_path_of_the_parent_comes_last(marker: Path) -> None:
+def test_path_of_the_parent_comes_last(marker: Path) -> None:
     with JsonWorker("worker_jobs:describe_process") as worker:
         described = worker.receive(TIMEOUT_SECONDS)
     hostile = os.getcwd()  # noqa: PTH109
@@ -143,7 +143,7 @@ def test_the_path_of_the_parent_comes_last(marker: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_measuring_process_imports_nothing_that_lies_around(marker: Path) -> None:
+def test_measuring_process_is_isolated(marker: Path) -> None:
     from whet.autotune.process_bench import ProcessStepBench
 
     with ProcessStepBench("faulty_step_benches:open_bench", {}) as bench:
@@ -151,7 +151,7 @@ def test_a_measuring_process_imports_nothing_that_lies_around(marker: Path) -> N
     assert not marker.exists(), marker.read_text()
 
 
-def test_a_trial_of_a_search_imports_nothing_that_lies_around(marker: Path, tmp_path: Path) -> None:
+def test_trial_process_is_isolated(marker: Path, tmp_path: Path) -> None:
     from whet.hpo.trial_process import run_trial_process
 
     ended = run_trial_process(
@@ -167,7 +167,7 @@ def test_a_trial_of_a_search_imports_nothing_that_lies_around(marker: Path, tmp_
 
 
 @pytest.mark.torch
-def test_the_query_of_torch_imports_nothing_that_lies_around(marker: Path) -> None:
+def test_torch_query_is_isolated(marker: Path) -> None:
     from whet.machine.torch_info import query_torch
 
     assert query_torch().error is None
@@ -175,7 +175,7 @@ def test_the_query_of_torch_imports_nothing_that_lies_around(marker: Path) -> No
 
 
 @pytest.mark.torch
-def test_a_check_of_the_doctor_imports_nothing_that_lies_around(marker: Path) -> None:
+def test_doctor_process_is_isolated(marker: Path) -> None:
     from whet.doctor.check import CheckGroup
     from whet.doctor.runner import CheckRunner
 
@@ -189,7 +189,7 @@ def test_a_check_of_the_doctor_imports_nothing_that_lies_around(marker: Path) ->
 
 @pytest.mark.torch
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_training_of_a_proof_imports_nothing_that_lies_around(marker: Path, tmp_path: Path, is_forked: bool) -> None:
+def test_proof_process_is_isolated(marker: Path, tmp_path: Path, is_forked: bool) -> None:
     from whet.prove.launcher import ForkLauncher, ProcessLauncher
     from whet.prove.training_process import ProcessOrder
 

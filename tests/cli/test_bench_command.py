@@ -24,7 +24,7 @@ class Config(CommonConfig):
 class Data:
     def __init__(self):
         x = torch.randn(256, 8)
-        self.train = self.dev = self.test = {"x": x, "y": (x.sum(1) > 0).long()}
+        self.train = self.val = self.test = {"x": x, "y": (x.sum(1) > 0).long()}
 
 class Tiny(Recipe):
     name = "tiny"
@@ -69,7 +69,7 @@ def plant(folder: Path, fault: str) -> Path:
     return folder
 
 
-def test_a_real_short_run_writes_a_result_a_page_and_a_picture(whet: Run, tiny: Path) -> None:
+def test_short_benchmark_writes_a_result_a_page_and_a_picture(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--against", "naive", "--sweep", "micro_batch", "--budget", "60", "--out", "tiny.md")
     assert done.returncode == 0, done.stderr
     found = json.loads((tiny / "tiny.json").read_text())
@@ -88,7 +88,7 @@ def test_a_real_short_run_writes_a_result_a_page_and_a_picture(whet: Run, tiny: 
 
 
 @pytest.mark.slow
-def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet: Run, tmp_path: Path) -> None:
+def test_value_whose_process_is_killed_is_a_row(whet: Run, tmp_path: Path) -> None:
     plant(tmp_path, "import os; len(micro) == 4 and os.kill(os.getpid(), 9)")
     done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "90", "--json")
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet:
 
 
 @pytest.mark.slow
-def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: Path) -> None:
+def test_model_sizes_are_measured_with_their_own_plans(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--sweep", "arch", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout)["sweeps"][-1]
@@ -111,7 +111,7 @@ def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: 
 
 
 @pytest.mark.slow
-def test_results_of_two_machines_become_one_table(whet: Run, tiny: Path) -> None:
+def test_results_of_two_machines_are_merged(whet: Run, tiny: Path) -> None:
     from whet.machine.known import load_machine
 
     done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "40")
@@ -141,18 +141,18 @@ def test_results_of_two_machines_become_one_table(whet: Run, tiny: Path) -> None
         (("text", "--sweep", "micro_bach"), "--sweep micro_batch"),
         (("text", "--sweep", "arch"), "declares no presets"),
         (("text", "--out", "result.txt"), "FILE.json"),
-        (("text", "--out", "absent/result.md"), "a folder that is there"),
+        (("text", "--out", "absent/result.md"), "a file in an existing folder"),
         (("text", "--budget", "1"), "bench --help"),
         (("text", "epohcs=3"), "epochs"),
         (("txt",), "text"),
         (("absent.json",), "no such benchmark"),
         (("foreign.json",), "not a benchmark result of whet"),
         (("foreign.json", "tiny.py"), "not a benchmark result of whet"),
-        (("foreign.json", "--markdown"), "only merged"),
+        (("foreign.json", "--markdown"), "takes no measuring options"),
         (("foreign.json", "--out", "a.svg"), "FILE.md"),
     ],
 )
-def test_bad_input_is_told_in_three_lines(whet: Run, tiny: Path, words: tuple[str, ...], said: str) -> None:
+def test_bad_input_gives_three_line_errors(whet: Run, tiny: Path, words: tuple[str, ...], said: str) -> None:
     (tiny / "foreign.json").write_text('{"kind": "other"}')
     done = whet("bench", *words)
     lines = done.stderr.rstrip("\n").split("\n")
@@ -165,14 +165,14 @@ def test_bad_input_is_told_in_three_lines(whet: Run, tiny: Path, words: tuple[st
     assert not (tiny / "bench").exists()
 
 
-def test_what_cannot_be_swept_here_is_told_before_anything_is_measured(whet: Run, tiny: Path) -> None:
+def test_setting_that_cannot_be_swept_is_an_early_error(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--sweep", "threads", "--budget", "60")
     assert done.returncode == 2
-    assert "you said threads=1" in done.stderr
+    assert "you set threads=1" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_budget_too_small_to_start_is_told(whet: Run, tiny: Path) -> None:
+def test_budget_too_small_to_start_is_an_error(whet: Run, tiny: Path) -> None:
     text = (tiny / "tiny.py").read_text()
     (tiny / "tiny.py").write_text(
         text.replace("def data(self, config):", "def data(self, config):\n        import time; time.sleep(30)")
@@ -185,7 +185,7 @@ def test_a_budget_too_small_to_start_is_told(whet: Run, tiny: Path) -> None:
     assert time.monotonic() - start < 25, "the recipe's 30 seconds were waited for"
 
 
-def test_the_parent_of_a_benchmark_never_loads_torch(whet: Run, tmp_path: Path) -> None:
+def test_parent_of_a_benchmark_never_imports_torch(whet: Run, tmp_path: Path) -> None:
     """`whet bench text` is refused for its sweep only after its process has made a plan; until then no torch here."""
     import subprocess
     import sys

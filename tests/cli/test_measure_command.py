@@ -24,7 +24,7 @@ class Data:
     def __init__(self):
         drawn = torch.Generator().manual_seed(0)
         x = torch.randn(320, 16, generator=drawn)
-        self.train = self.dev = self.test = (x, x.sum(1, keepdim=True))
+        self.train = self.val = self.test = (x, x.sum(1, keepdim=True))
 
 class Tiny(Recipe):
     name, goal, Config = "tiny", "score", Config
@@ -52,19 +52,19 @@ DECIDED = ("precision=fp32", "micro_batch=32", "compile=off")
 """What is decided is not tried, so that few trials are left."""
 
 
-def test_a_measured_plan_as_json_holds_its_trials(warm_whet: Run, tmp_path: Path) -> None:
+def test_measured_plan_as_json_has_its_trials(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("plan", "tiny.py", "threads=1", *DECIDED, "--measure", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["trials"]
     assert {setting["source"] for setting in plan["settings"].values()} >= {"rule", "measured"}
-    assert "measuring real steps in a process of their own, 60 s at most" in done.stderr
+    assert "measuring real steps in a separate process, at most 60 s" in done.stderr
     assert " trial" in done.stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
 
 
-def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(warm_whet: Run, tmp_path: Path) -> None:
+def test_killed_probe_is_reported_and_the_others_continue(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("plan", "tiny.py", "bad=threads", *DECIDED, "--measure", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_refused(warm_whet: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_short_training_says_that_it_is_not_measured(warm_whet: Run, tmp_path: Path) -> None:
+def test_short_training_reports_that_it_is_not_measured(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("train", "tiny.py", "epochs=11", "--run", "run")
     assert done.returncode == 0, done.stderr
@@ -101,9 +101,7 @@ def test_a_short_training_says_that_it_is_not_measured(warm_whet: Run, tmp_path:
     assert "not measured" not in quiet.stderr
 
 
-def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_again(
-    warm_whet: Run, tmp_path: Path
-) -> None:
+def test_auto_batch_size_is_measured_once_by_the_command(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     sitting = ("epochs=2", "epochs_per_session=1", "--run", "run", "--max-restarts=0")
     words = ("train", "tiny.py", "global_batch_size=auto", *sitting)
@@ -130,7 +128,7 @@ def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_agai
     assert "was made with another lr" in warm_whet(*words, "lr=1").stderr
 
 
-def test_a_quiet_measurement_says_nothing(warm_whet: Run, tmp_path: Path) -> None:
+def test_quiet_measurement_prints_nothing(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ def by_name(checks) -> dict[str, CheckResult]:
 # --- checks that misbehave -------------------------------------------------------------------------------------------
 
 
-def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(examined: DoctorReport) -> None:
+def test_check_that_raises_dies_hangs_or_complains_is_a_result(examined: DoctorReport) -> None:
     found = by_name(examined.checks)
     assert {name: (c.verdict, c.figures.get("outcome")) for name, c in found.items() if c.group == "planted"} == {
         "fine": ("good", None),
@@ -72,21 +72,21 @@ def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(e
     assert {c.name for c in examined.problems} == {"raises", "complains", "aborts", "hangs"}
 
 
-def test_a_table_that_cannot_be_read_is_a_finding() -> None:
+def test_checks_that_cannot_be_imported_are_a_result() -> None:
     ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 600, budget_seconds=600)
     (check,) = ward.run(CheckGroup(name="planted", table="no.such.module:CASES"))
     assert check.verdict == "failed"
     assert "ModuleNotFoundError" in check.what
 
 
-def test_a_device_that_cannot_be_opened_is_a_finding() -> None:
+def test_device_that_cannot_be_opened_is_a_result() -> None:
     ward = CheckRunner(device="cuda:99", ends_at=time.monotonic() + 600, budget_seconds=600, only_quick=True)
     checks = list(ward.run(planted("CASES")))
     assert [(c.name, c.verdict) for c in checks] == [("fine", "failed"), ("raises", "failed")]
     assert "cuda:99 could not be opened" in checks[0].what
 
 
-def test_the_budget_cuts_a_check_and_skips_those_behind() -> None:
+def test_budget_stops_a_check_and_skips_the_rest() -> None:
     ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 6, budget_seconds=6)
     start = time.monotonic()
     checks = list(ward.run(planted("SLOW")))
@@ -95,7 +95,7 @@ def test_the_budget_cuts_a_check_and_skips_those_behind() -> None:
     assert all(c.verdict == "skipped" and "budget of 6 s" in c.what for c in checks[-2:])
 
 
-def test_without_any_budget_nothing_is_started() -> None:
+def test_no_process_is_started_without_a_budget() -> None:
     ward = CheckRunner(device="cpu", ends_at=time.monotonic(), budget_seconds=1)
     assert [check.verdict for check in ward.run(planted("CASES"))] == ["skipped"]
 
@@ -153,12 +153,12 @@ def _no_float64(_):
     ids=["right", "off by 0.1 %", "gradient", "shape", "NaN", "no gradient", "known to be missing", "missing",
          "float64", "an error"],
 )  # fmt: skip
-def test_a_planted_wrong_operator_is_found(wrong, verdict: str, outcome: str | None) -> None:
+def test_planted_wrong_operator_is_detected(wrong, verdict: str, outcome: str | None) -> None:
     found = operator("planted", Twice(wrong), draw(3, 4)).run(HERE)
     assert (found.verdict, found.figures.get("outcome")) == (verdict, outcome), found
 
 
-def test_errors_are_relative_and_see_everything() -> None:
+def test_relative_error_covers_shapes_nan_and_integers() -> None:
     assert relative_error(torch.tensor([100.0, 1.01]), torch.tensor([100.0, 1.0])) == pytest.approx(1e-4)
     assert relative_error([torch.tensor(1.0), torch.tensor(1e-9)], [torch.tensor(1.0), torch.tensor(0.0)]) < 1e-6
     for wrong in (torch.tensor([1.0, torch.nan]), torch.tensor([1.0]), torch.tensor([1.0, torch.inf])):
@@ -169,7 +169,7 @@ def test_errors_are_relative_and_see_everything() -> None:
     assert relative_error([], []) == float("inf"), "nothing compared is nothing shown"
 
 
-def test_names_are_unique_and_hazards_have_numbers() -> None:
+def test_names_are_unique_and_hazards_have_issue_numbers() -> None:
     for table in (operators.CHECKS, hazards.CHECKS, training.PARITY, training.RESUME, speeds.CHECKS):
         names = [case.name for case in table]
         assert len(names) == len(set(names))
@@ -182,7 +182,7 @@ def test_names_are_unique_and_hazards_have_numbers() -> None:
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_names_neither_user_nor_computer_nor_paths(examined: DoctorReport) -> None:
+def test_report_contains_no_user_host_or_path(examined: DoctorReport) -> None:
     text = report_bytes(examined).decode()
     assert "secret.so" in text, "the planted error is in there, without its path"
     for name in (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/"):
@@ -191,7 +191,7 @@ def test_the_file_names_neither_user_nor_computer_nor_paths(examined: DoctorRepo
     assert examined.conditions_after.busy == ()
 
 
-def test_the_file_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> None:
+def test_report_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> None:
     data = json.loads(report_bytes(examined), parse_constant=lambda word: pytest.fail(word))
     assert data["format_version"] == 1
     assert data["is_virtual"] is False
@@ -210,11 +210,11 @@ def test_the_file_is_strict_json_and_can_be_read_back(examined: DoctorReport) ->
         ("https://github.com/pytorch/pytorch/issues/141287", "https://github.com/pytorch/pytorch/issues/141287"),
     ],
 )
-def test_paths_are_cut_down(text: str, shown: str) -> None:
+def test_redact_shortens_paths(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
-def test_a_home_with_a_blank_and_a_name_are_taken_out(monkeypatch) -> None:
+def test_redact_removes_a_home_with_a_space_and_names(monkeypatch) -> None:
     monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
     monkeypatch.setattr("platform.node", lambda: "annas-air.local")
     monkeypatch.setattr("getpass.getuser", lambda: "aberg")
@@ -226,7 +226,7 @@ def test_a_home_with_a_blank_and_a_name_are_taken_out(monkeypatch) -> None:
     assert shown == "no .../x.py on (host) for (user) ((host))"
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_missing_device_is_an_error() -> None:
     mac = Machine(name="a", accelerators=(Accelerator(kind="mps"),), torch=TorchFacts(version="2.13.0"))
     assert choose_device("auto", mac) == "mps"
     assert choose_device("cpu", mac) == "cpu"
@@ -241,9 +241,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("verdict", "code"), [("good", 0), ("not applicable", 0), ("skipped", 0), ("differs", 1), ("failed", 1)]
 )
-def test_the_exit_code_says_whether_something_was_found(
-    monkeypatch, capsys, tmp_path: Path, verdict, code: int
-) -> None:
+def test_exit_code_shows_whether_there_are_problems(monkeypatch, capsys, tmp_path: Path, verdict, code: int) -> None:
     check = CheckResult(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
     found = DoctorReport(
         whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
@@ -259,7 +257,7 @@ def test_the_exit_code_says_whether_something_was_found(
     assert DoctorReport.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
 
 
-def test_a_load_without_heavy_processes_is_said_as_such() -> None:
+def test_load_without_heavy_processes_is_described() -> None:
     found = DoctorReport(
         whet="0", device="cpu", is_virtual=False, is_quick=False, started="", finished="", budget_seconds=1,
         machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
@@ -274,7 +272,7 @@ def test_a_load_without_heavy_processes_is_said_as_such() -> None:
 
 
 @pytest.mark.slow
-def test_all_checks_find_nothing_on_the_cpu() -> None:
+def test_all_checks_pass_on_the_cpu() -> None:
     found = examine_device("cpu", budget_seconds=600)
     assert not found.problems, found.problems
     assert not [check for check in found.checks if check.verdict == "skipped"]

@@ -89,7 +89,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("trial-0000/checkpoints/step-*/manifest.json"))
 
 
-def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_infeasible(workers, tmp_path):
+def test_killed_and_stopped_search_resumes_prunes_and_marks_infeasible_trials(workers, tmp_path):
     huge = 4 * 10**14
     # In this order the grid tries the worse of those that can be trained last.
     space = [f"takes=[0,{huge}]", "is_worse=[true,false]"]

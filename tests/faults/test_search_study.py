@@ -1,4 +1,4 @@
-"""The ledger of a search under real processes that die or race: nothing lost, nothing twice, never too many."""
+"""The study of a search under real processes that die or race: nothing lost, nothing twice, never too many."""
 
 import subprocess
 import sys
@@ -46,23 +46,23 @@ TAKES = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {support!r}]
-from test_search_study import ledger_of
+from test_search_study import open_study
 from whet.hpo.storage import open_storage
 with open_storage({url!r}, folder=Path({folder!r})) as storage:
-    ledger = ledger_of(storage)
+    study = open_study(storage)
     for _ in range({count}):
-        taken = ledger.claim(max_trials={most})
-        if taken is None:
+        claimed = study.claim(max_trials={most})
+        if claimed is None:
             break
-        ledger.set_attribute(taken.number, "run", "a folder")
-        print(taken.number, flush=True)
+        study.set_attribute(claimed.number, "run", "a folder")
+        print(claimed.number, flush=True)
         if {finishes}:
-            ledger.finish(taken, state="complete", value=1.0)
+            study.finish(claimed, state="complete", value=1.0)
     time.sleep({sleeps})
 """
 
 
-def ledger_of(storage, name: str = "s", *, pruner=None) -> SearchStudy:
+def open_study(storage, name: str = "s", *, pruner=None) -> SearchStudy:
     return SearchStudy(
         storage,
         name,
@@ -97,19 +97,19 @@ def killed(folder: Path, url: str | None) -> int:
 
 def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
     with open_storage(url, folder=folder) as storage:
-        ledger = ledger_of(storage)
+        study = open_study(storage)
         number = killed(folder, url)
-        before = ledger.trials()[number]
+        before = study.trials()[number]
         assert before.state == TrialState.RUNNING
-        taken = ledger.claim(max_trials=1)
-        assert taken is not None, "the one that was asked for is not made"
-        assert taken.run == "a folder", "it goes on in the same run"
-        assert taken.trial.params == before.params
-        assert not counts(ledger.trials()[number])
-        assert ledger.claim(max_trials=1) is None, "one trial was asked for, and it is being made"
-        assert ledger.finish(taken, state="complete", value=0.5)
-        assert not ledger.finish(taken, state="failed"), "what is done stays done"
-        assert [t.value for t in ledger.trials() if counts(t)] == [0.5]
+        claimed = study.claim(max_trials=1)
+        assert claimed is not None, "the one that was asked for is not made"
+        assert claimed.run == "a folder", "it goes on in the same run"
+        assert claimed.trial.params == before.params
+        assert not counts(study.trials()[number])
+        assert study.claim(max_trials=1) is None, "one trial was asked for, and it is being made"
+        assert study.finish(claimed, state="complete", value=0.5)
+        assert not study.finish(claimed, state="failed"), "what is done stays done"
+        assert [t.value for t in study.trials() if counts(t)] == [0.5]
 
 
 def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
@@ -118,16 +118,16 @@ def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) ->
     assert sorted(told) == sorted(set(told))
     assert len(told) == 7
     with open_storage(url, folder=folder) as storage:
-        trials = ledger_of(storage).trials()
+        trials = open_study(storage).trials()
     assert sum(map(counts, trials)) == 7
     assert all(t.state == TrialState.COMPLETE for t in trials if counts(t))
 
 
-def test_a_killed_trial_goes_on_in_a_journal(tmp_path):
+def test_killed_trial_is_continued_in_a_journal(tmp_path):
     check_a_killed_trial_goes_on(tmp_path, None)
 
 
-def test_racing_processes_make_no_trial_twice_in_a_journal(tmp_path):
+def test_racing_processes_claim_each_trial_once_in_a_journal(tmp_path):
     check_racing_processes_make_no_trial_twice(tmp_path, None)
 
 
@@ -139,37 +139,37 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
             optuna.delete_study(study_name="s", storage=storage)
         check_a_killed_trial_goes_on(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
-            ledger = ledger_of(storage)
-            taken = ledger.claim(max_trials=6)
-            assert taken is not None
+            study = open_study(storage)
+            claimed = study.claim(max_trials=6)
+            assert claimed is not None
             server.stop()
             with ThreadPoolExecutor(1) as pool:
-                done = pool.submit(ledger.finish, taken, state="complete", value=0.25)
+                done = pool.submit(study.finish, claimed, state="complete", value=0.25)
                 server.start()
                 assert done.result(timeout=600)
-            assert ledger.trials()[taken.number].value == 0.25
+            assert study.trials()[claimed.number].value == 0.25
 
 
-def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):
+def test_death_between_marking_and_enqueueing_loses_no_trial(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
-        ledger = ledger_of(storage)
-        taken = ledger.claim(max_trials=3)
-        assert taken is not None
-        ledger._drop(taken.number, OWNER_DIED)
-        assert ledger.recover() == 0
-        waiting = [t for t in ledger.trials() if t.state == TrialState.WAITING]
-        assert [t.user_attrs[TASK] for t in waiting] == [f"continues {taken.number}"]
+        study = open_study(storage)
+        claimed = study.claim(max_trials=3)
+        assert claimed is not None
+        study._drop(claimed.number, OWNER_DIED)
+        assert study.recover() == 0
+        waiting = [t for t in study.trials() if t.state == TrialState.WAITING]
+        assert [t.user_attrs[TASK] for t in waiting] == [f"continues {claimed.number}"]
         # Another one did the same at the same instant: the later is dropped.
-        ledger._enqueue_continuation(ledger.trials()[taken.number])
-        first, second = ledger.claim(max_trials=1), ledger.claim(max_trials=1)
+        study._enqueue_continuation(study.trials()[claimed.number])
+        first, second = study.claim(max_trials=1), study.claim(max_trials=1)
         assert first is not None
         assert second is None
-        assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == DUPLICATE
+        assert [t.user_attrs.get(DROPPED) for t in study.trials()][-1] == DUPLICATE
 
 
-def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path, monkeypatch):
+def test_overtaken_worker_drops_its_trial(tmp_path, monkeypatch):
     with open_storage(None, folder=tmp_path) as storage:
-        slow, quick = ledger_of(storage), ledger_of(storage)
+        slow, quick = open_study(storage), open_study(storage)
         make = storage.create_new_trial
 
         def overtaken(*arguments, **options):
@@ -182,19 +182,19 @@ def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path,
         assert sum(map(counts, slow.trials())) == 1
 
 
-def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
+def test_torn_line_at_the_end_of_a_journal_is_removed(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
-        assert ledger_of(storage).claim(max_trials=3) is not None
+        assert open_study(storage).claim(max_trials=3) is not None
     with (tmp_path / JOURNAL_FILE).open("ab") as file:
         file.write(b'{"op_code": 4, "study_')
     with open_storage(None, folder=tmp_path) as storage:
-        ledger = ledger_of(storage)
-        assert ledger.claim(max_trials=3) is not None
+        study = open_study(storage)
+        assert study.claim(max_trials=3) is not None
     with open_storage(None, folder=tmp_path) as storage:
-        assert len(ledger_of(storage).trials()) == 2
+        assert len(open_study(storage).trials()) == 2
 
 
-def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
+def test_silence_of_another_machine_with_a_simulated_clock(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("whet.hpo.study.time.monotonic", lambda: clock[0])
     other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "heartbeat": 1}
@@ -230,13 +230,13 @@ def test_sqlite_is_for_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["", "x", "mysql://h/d", "postgresql", "sqlite://", "sqlite:///no/x.db", "journal:."])
-def test_an_address_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, url):
+def test_invalid_storage_url_is_rejected_before_anything_is_written(tmp_path, url):
     with pytest.raises(UsageError):
         search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path / "runs", storage=url, stop=stopped())
     assert not list(tmp_path.iterdir())
 
 
-def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
+def test_search_with_trials_in_another_storage_is_rejected(tmp_path):
     asked = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
     stop = stopped()
     first, second = (run_search(asked, trials=1, stop=stop) for _ in range(2))
@@ -251,14 +251,14 @@ def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
         run_search(asked, trials=1, stop=stop)
 
 
-def test_what_is_shown_of_an_address_has_no_password():
+def test_shown_storage_url_has_no_password():
     assert without_password("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
     assert (
         without_password("postgresql://host/db?user=me&password=secret") == "postgresql://host/db?user=me&password=***"
     )
 
 
-def test_intervals_over_seeds():
+def test_mean_intervals_over_seeds():
     assert mean_interval([0.5]) is None
     low, high = mean_interval([0.8, 0.82, 0.84]) or (0, 0)
     assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
@@ -271,7 +271,7 @@ def test_intervals_over_seeds():
     assert RUN == "run"
 
 
-def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does(tmp_path):
+def test_candidate_that_diverges_with_a_seed_ranks_last(tmp_path):
     question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).config
     lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, results.seed_distributions()
 
@@ -280,41 +280,41 @@ def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does
         return optuna.create_trial(state=state, params=parameters, distributions=distributions, value=value)
 
     with open_storage(None, folder=tmp_path) as storage:
-        ledger, confirming = ledger_of(storage), ledger_of(storage, "s seeds")
-        ledger.study.add_trials([made({"lr": 1e-3}, lr, 0.9), made({"lr": 5e-4}, lr, 0.8)])
+        study, confirming = open_study(storage), open_study(storage, "s seeds")
+        study.study.add_trials([made({"lr": 1e-3}, lr, 0.9), made({"lr": 5e-4}, lr, 0.8)])
         found = {0: (0.95, None, 0.93), 1: (0.8, 0.81, 0.82)}
         confirming.study.add_trials(
             made({"trial": trial, "seed": seed}, numbers, value)
             for trial, values in found.items()
             for seed, value in enumerate(values, 1)
         )
-        result = collect_results(question, ledger, confirming, storage="", seconds=0.0)
+        result = collect_results(question, study, confirming, storage="", seconds=0.0)
     assert [(c.number, c.lost) for c in result.candidates] == [(1, 0), (0, 1)]
     assert result.is_confirmed, "seeds that came to no value are not awaited for ever"
     assert "no value with 1 other seed" in render_search(result)
 
 
-def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
+def test_stopped_trial_waits_with_its_settings(tmp_path):
     question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).config
     with open_storage(None, folder=tmp_path) as storage:
-        ledger = ledger_of(storage)
-        taken = ledger.claim(max_trials=1)
-        assert taken is not None
-        ledger.give_up(taken.number, STOPPED)
-        result = collect_results(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
-        assert [(t.state, t.settings) for t in result.trials] == [("waiting", taken.trial.params)]
+        study = open_study(storage)
+        claimed = study.claim(max_trials=1)
+        assert claimed is not None
+        study.give_up(claimed.number, STOPPED)
+        result = collect_results(question, study, open_study(storage, "s seeds"), storage="", seconds=0.0)
+        assert [(t.state, t.settings) for t in result.trials] == [("waiting", claimed.trial.params)]
         assert result.continued == 0
-        ledger.claim(max_trials=1)
-        assert collect_results(question, ledger, ledger, storage="", seconds=0.0).continued == 1
+        study.claim(max_trials=1)
+        assert collect_results(question, study, study, storage="", seconds=0.0).continued == 1
 
 
-def test_a_damaged_run_folder_fails_its_trial_and_not_the_search(tmp_path, monkeypatch):
+def test_damaged_run_folder_fails_one_trial_only(tmp_path, monkeypatch):
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "run.json").write_text("half")
     said: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
         run_worker(
-            ledger_of(storage),
+            open_study(storage),
             simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], said=said),
             max_trials=2,
         )
@@ -330,13 +330,13 @@ def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: l
         target="nobody:nothing",
         goal="score",
         machine="simulated",
-        prepare=lambda taken: TrialTask(arguments={}, run=folder / f"trial-{taken.number}"),
+        prepare=lambda claimed: TrialTask(arguments={}, run=folder / f"trial-{claimed.number}"),
         should_stop=lambda: False,
         on_finished=said.append,
     )
 
 
-def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
+def test_end_states_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     kill = TrialExit(code=-9)
     lives = [
         TrialExit(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
@@ -348,9 +348,9 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     ]
     said: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
-        ledger = ledger_of(storage)
-        run_worker(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), max_trials=6)
-        trials = ledger.trials()
+        study = open_study(storage)
+        run_worker(study, simulated_work(tmp_path, monkeypatch, lives, said=said), max_trials=6)
+        trials = study.trials()
     assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
     assert said[0].message == "out of memory: MPS backend out of memory"
     assert "killed 4 times" in said[1].message
@@ -359,7 +359,7 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
 
 
-def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(tmp_path, monkeypatch):
+def test_stops_change_neither_draws_nor_pruning_with_simulated_processes(tmp_path, monkeypatch):
     """A curve rises by 0.1 with every evaluation, from 0.5, 0.4, 0.55, 0.6 and 0.57.
 
     What is compared must be as early, and no trial may be compared with twice: the fifth is the second best of five,
@@ -383,8 +383,8 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
                     return TrialExit(code=143, was_stopped=True)
             return TrialExit(code=0)
 
-        def prepare(taken) -> TrialTask:
-            run = Path(taken.run or folder / f"trial-{taken.number}")
+        def prepare(claimed) -> TrialTask:
+            run = Path(claimed.run or folder / f"trial-{claimed.number}")
             return TrialTask(arguments={"run": run}, run=run)
 
         task = simulated_work(folder, monkeypatch, [], said=said)
@@ -395,7 +395,7 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
         folder.mkdir()
         with open_storage(None, folder=folder) as storage:
             run_worker(
-                ledger_of(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
+                open_study(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
                 replace(task, prepare=prepare),
                 max_trials=5,
             )
@@ -410,4 +410,4 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
     lives = [TrialExit(code=1, failure="ValueError: yours")] * 3
     with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
-        run_worker(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), max_trials=9)
+        run_worker(open_study(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), max_trials=9)

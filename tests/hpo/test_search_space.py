@@ -21,7 +21,7 @@ def dimensions(*words: str, **options):
     return read_space(TextConfig, words, **options)[0].dimensions
 
 
-def test_ranges_lists_and_settings_in_the_words_of_overrides():
+def test_ranges_lists_and_settings_are_parsed():
     space, fixed = read_space(
         TextConfig,
         ["lr=1e-5..1e-3:log", "arch.layers=[1,2,4]", "global_batch_size=32..512:step=32", "epochs=2", "dropout=0..0.5"],
@@ -36,25 +36,25 @@ def test_ranges_lists_and_settings_in_the_words_of_overrides():
     assert read_space(TextConfig, [*space.arguments, *fixed])[0] == space, "words read back"
 
 
-def test_whole_ends_of_a_key_with_fractions_are_no_whole_numbers():
+def test_range_is_integer_if_its_key_is():
     assert dimensions("weight_decay=0..1")["weight_decay"].is_integer is False
     assert dimensions("epochs=1..4")["epochs"].is_integer is True
     assert dimensions("global_batch_size=1e1..1e3:log")["global_batch_size"].is_integer is True
 
 
-def test_a_range_ends_with_the_last_value_that_is_drawn_and_is_shown_exactly():
+def test_range_ends_at_its_last_step_and_is_shown_exactly():
     assert str(dimensions("epochs=4..8:step=3")["epochs"]) == "4..7:step=3"
     assert str(dimensions("dropout=0..0.3:step=0.1")["dropout"]) == "0..0.3:step=0.1"
     assert str(dimensions("lr=1.2345678e-5..1e-3")["lr"]) == "1.2345678e-05..0.001"
 
 
-def test_a_list_of_a_key_that_holds_lists_is_its_value():
+def test_list_for_a_list_key_is_a_value():
     space, fixed = read_space(TextConfig, ["data_paths=[a,b]", "lr=1e-4..1e-3"])
     assert list(space.dimensions) == ["lr"]
     assert fixed == ("data_paths=[a,b]",)
 
 
-def test_a_file_says_the_same():
+def test_file_describes_the_same_space():
     found = dimensions(file={"lr": "1e-5..1e-3:log", "schedule": ["linear", "cosine"]})
     assert found == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
     assert found == dimensions(file={"lr": "1e-5..1e-3:log", "schedule": "[linear,cosine]"})
@@ -62,7 +62,7 @@ def test_a_file_says_the_same():
     assert parse_args(fixed).values == {"label_column": "7"}, "a text of a file stays one"
 
 
-def test_settings_that_only_fit_together_are_tried_together():
+def test_dependent_settings_are_validated_together():
     assert dimensions("arch.hidden_size=[96,100]", "arch.heads=[3,5]")
     with pytest.raises(UsageError, match=r"heads must divide"):
         dimensions("arch.hidden_size=[96,97]", "arch.heads=[3,4]")
@@ -102,11 +102,11 @@ def test_what_is_refused(words, said):
 @pytest.mark.parametrize(
     "value", [None, True, 3, 1e-5, 0.1 + 0.2, "linear", "7", "a,b", "it's", "null", ["a", 1, "b]c"]]
 )
-def test_values_are_written_as_words_that_read_back(value):
+def test_values_as_arguments_are_read_back(value):
     assert parse_value(as_text(value), "") == value
 
 
-def test_samplers_and_pruners_by_optunas_names():
+def test_samplers_and_pruners_by_optuna_names():
     space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log", "arch.layers=[1,2]"])
     first, again, other = (
         samplers.make_sampler("TPESampler", space, seed=0, number=number)._random_sampler._rng.rng.random()
@@ -125,7 +125,7 @@ def test_samplers_and_pruners_by_optunas_names():
         samplers.make_pruner("MedianPruner:warmup=3")
 
 
-def test_a_grid_has_an_end():
+def test_grid_is_finite():
     words = ["arch.layers=[1,2]", "epochs=1..3"]
     asked = prepare_search("text", words, sampler="grid")
     assert (asked.num_trials(20), asked.num_trials(4)) == (6, 4)
@@ -135,7 +135,7 @@ def test_a_grid_has_an_end():
             prepare_search("text", ["arch.layers=[1,2]", word], sampler="BruteForceSampler")
 
 
-def test_what_a_sampler_needs_is_asked_before_the_search(monkeypatch):
+def test_missing_sampler_package_is_an_early_error(monkeypatch):
     space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log"])
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="CmaEsSampler needs cmaes"):
@@ -144,7 +144,7 @@ def test_what_a_sampler_needs_is_asked_before_the_search(monkeypatch):
         samplers.make_pruner("Wilcoxon")
 
 
-def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):
+def test_resumed_search_must_have_the_same_configuration(tmp_path):
     asked = prepare_search("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path)
     other = prepare_search("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path, subset=0.5)
     check_same_search(asked.config, asked.config, where="s")
@@ -202,7 +202,7 @@ RESULT = SearchResult(
 )
 
 
-def test_a_result_reads_as_text_markdown_and_page(tmp_path):
+def test_result_renders_as_text_markdown_and_page(tmp_path):
     write_search(tmp_path, RESULT)
     assert read_search(tmp_path) == RESULT
     assert "not clearly ahead of trial 0" in winner_text(RESULT)
@@ -218,7 +218,7 @@ def test_a_result_reads_as_text_markdown_and_page(tmp_path):
     assert search_charts(RESULT)["Settings"].count('class="best"') == 1
 
 
-def test_the_interval_of_a_share_stays_between_0_and_1_and_that_of_another_metric_is_left():
+def test_interval_of_a_fraction_is_clipped_to_0_and_1():
     wide = RESULT.candidates[0].model_copy(update={"mean": 0.21, "low": -0.1906, "high": 1.6179})
     result = RESULT.model_copy(update={"candidates": (wide, RESULT.candidates[1])})
     told = (winner_text(result), render_search(result), search_markdown(result), search_page(result))
@@ -228,7 +228,7 @@ def test_the_interval_of_a_share_stays_between_0_and_1_and_that_of_another_metri
     assert "85 to 89" in winner_text(result.model_copy(update={"candidates": (percent,)}))
 
 
-def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_counted():
+def test_quoted_choices_are_drawn_and_omitted_rows_counted():
     odd = ("7", "a,b")
     trials = tuple(
         SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": odd[n % 2]}) for n in range(45)
@@ -238,13 +238,13 @@ def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_count
     assert "and 5 more" in render_search(result)
 
 
-def test_a_clear_winner_is_called_one_and_fewer_is_better_where_it_is():
+def test_clear_winner_is_named_also_if_lower_is_better():
     assert "; clearly ahead" in winner_text(RESULT.model_copy(update={"difference_low": 0.001}))
     lower = {"is_higher_better": False, "difference_low": -0.03, "difference_high": -0.01}
     assert RESULT.model_copy(update=lower).is_clear
 
 
-def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path, monkeypatch):
+def test_final_training_gets_shared_and_winning_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("reviews", "runs/reviews"):
         (tmp_path / folder).mkdir(parents=True)
@@ -257,7 +257,7 @@ def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path, mon
         winning_args(str(tmp_path), recipe="text")
 
 
-def test_trials_share_a_plan_where_only_training_differs():
+def test_trials_share_a_plan_if_only_the_training_differs():
     first, second = (TextConfig(lr=lr, weight_decay=lr, seed=seed) for lr, seed in ((1e-3, 0), (1e-4, 1)))
     assert describe(first) == describe(second), "evidence is kept by workload: what was measured once holds for both"
     assert describe(first) != describe(TextConfig(global_batch_size=64))

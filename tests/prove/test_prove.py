@@ -35,15 +35,15 @@ Prove = Callable[..., Proof]
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkLauncher]:
-    with ForkLauncher(2) as births:
+    with ForkLauncher(2) as launcher:
         _, training = training_from_args(RECIPE, (), file=None, device="cpu")
-        assert births.load(training.target, training.arguments) is None
-        yield births
+        assert launcher.load(training.target, training.arguments) is None
+        yield launcher
 
 
 @pytest.fixture
 def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
-    def ask(*words: str, num_kills: int = 6, disk_seconds: float = 6.0, births: Launcher = forks) -> Proof:
+    def ask(*words: str, num_kills: int = 6, disk_seconds: float = 6.0, launcher: Launcher = forks) -> Proof:
         _, training = training_from_args(RECIPE, ("threads=1", *words), file=None, device="cpu")
         question = ProofRequest(
             training=training,
@@ -55,7 +55,7 @@ def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
             seed=5,
             steps=24,
             disk_seconds=disk_seconds,
-            launcher=births,
+            launcher=launcher,
         )
         return prove(question)[0]
 
@@ -66,12 +66,12 @@ def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_an_exact_training_is_proved(prove_it: Prove, report_count: Callable[[str], None], size: str) -> None:
+def test_exact_training_is_proved(prove_it: Prove, report_count: Callable[[str], None], size: str) -> None:
     proof = prove_it(num_kills={"bounded": 10, "all": 60}[size], disk_seconds={"bounded": 5.0, "all": 600.0}[size])
     assert (proof.verdict, proof.reason, proof.difference) == ("proved", None, None)
     assert proof.steps == proof.compared.losses == 24
     assert proof.compared.tensors >= 25, "weights, average, optimizer, generators"
-    assert proof.at_random.resumed >= 0.6 * proof.at_random.lives
+    assert proof.at_random.resumed >= 0.6 * proof.at_random.processes
     assert proof.total.inside_save > 0
     assert proof.total.torn == 0
     assert proof.disk_calls > 40
@@ -81,10 +81,10 @@ def test_an_exact_training_is_proved(prove_it: Prove, report_count: Callable[[st
 
 
 @pytest.mark.slow
-def test_fresh_processes_prove_the_same(prove_it: Prove) -> None:
+def test_new_processes_prove_the_same_as_forks(prove_it: Prove) -> None:
     """What is done where a fork is not safe: on a GPU, and on macOS."""
-    with ProcessLauncher(1) as births:
-        assert prove_it(num_kills=4, disk_seconds=20.0, births=births).verdict == "proved"
+    with ProcessLauncher(1) as launcher:
+        assert prove_it(num_kills=4, disk_seconds=20.0, launcher=launcher).verdict == "proved"
 
 
 BROKEN = {
@@ -100,7 +100,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("mutant", BROKEN)
-def test_a_training_that_does_not_resume_exactly_is_broken(
+def test_training_that_does_not_resume_exactly_is_broken(
     prove_it: Prove, report_count: Callable[[str], None], mutant: str
 ) -> None:
     proof = prove_it(f"mutant={mutant}", num_kills=10, disk_seconds=30.0)
@@ -112,7 +112,7 @@ def test_a_training_that_does_not_resume_exactly_is_broken(
 
 
 @pytest.mark.parametrize("mutant", ["wall clock", "random while loaded"])
-def test_a_training_that_differs_by_itself_cannot_be_proved(prove_it: Prove, mutant: str) -> None:
+def test_nondeterministic_training_cannot_be_proved(prove_it: Prove, mutant: str) -> None:
     proof = prove_it(f"mutant={mutant}")
     assert (proof.verdict, proof.reason) == ("cannot be proved", "not deterministic")
     assert proof.difference is not None
@@ -122,14 +122,14 @@ def test_a_training_that_differs_by_itself_cannot_be_proved(prove_it: Prove, mut
 
 
 @pytest.mark.slow
-def test_a_metric_that_differs_by_itself_is_left_out_and_named(prove_it: Prove) -> None:
+def test_nondeterministic_metric_is_left_out_and_named(prove_it: Prove) -> None:
     proof = prove_it("mutant=unsteady metric", num_kills=3, disk_seconds=1.0)
     assert proof.verdict == "proved", proof
     assert "seconds" in proof.compared.left_out
     assert proof.disk_calls > 40, "a save is among the calls"
 
 
-def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
+def test_training_that_fails_without_kills_is_an_error(prove_it: Prove) -> None:
     with pytest.raises(WhetError) as raised:
         prove_it("mutant=fails by itself")
     assert "fails without being killed" in raised.value.what
@@ -141,7 +141,7 @@ def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
 
 
 @pytest.mark.slow
-def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_needs_kills(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingProcess, "kill", lambda self: None)
     monkeypatch.setattr(kills, "MAX_EXTRA_KILLS", 1)
     proof = prove_it(num_kills=2)
@@ -149,7 +149,7 @@ def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pyt
     assert "0 of 2 kills" in str(proof.reason)
 
 
-def test_a_disk_that_is_not_watched_proves_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_needs_kills_at_disk_calls(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TrainingProcess,
         "messages",
@@ -160,9 +160,7 @@ def test_a_disk_that_is_not_watched_proves_nothing(prove_it: Prove, monkeypatch:
     assert "no kill at a disk call" in str(proof.reason)
 
 
-def test_a_machine_that_is_busier_than_it_was_is_proved_on_all_the_same(
-    prove_it: Prove, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_works_on_a_machine_that_became_busier(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pace of a machine ten times as fast: by the clock every kill would come before a first checkpoint."""
 
     def faster(life: TrainingProcess) -> kills.ProofPace:
@@ -175,7 +173,7 @@ def test_a_machine_that_is_busier_than_it_was_is_proved_on_all_the_same(
     assert (proof.verdict, proof.reason) == ("proved", None)
 
 
-def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_needs_resumed_processes(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "EARLY_SHARE", 1.0)
     monkeypatch.setattr(
         proof_module,
@@ -189,21 +187,21 @@ def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch
 
 
 @pytest.mark.parametrize("compares", [lambda *a, **o: None, lambda *a, **o: ProofDifference(what="always")])
-def test_a_comparison_that_compares_nothing_is_noticed(
+def test_comparison_without_effect_is_detected(
     prove_it: Prove, monkeypatch: pytest.MonkeyPatch, compares: Callable[..., ProofDifference | None]
 ) -> None:
     monkeypatch.setattr(compare, "first_difference", compares)
     assert prove_it("mutant=hidden state").verdict == "cannot be proved"
 
 
-def test_a_reader_that_reads_nothing_is_noticed(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_results_is_detected(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = compare.RunResult(tensors={}, facts={}, losses={}, metrics={})
     monkeypatch.setattr(compare, "read_result", lambda run: empty)
     assert prove_it("mutant=hidden state").verdict == "cannot be proved"
 
 
-def test_every_gap_in_the_coverage_is_named() -> None:
-    good = KillCounts(kills=10, lives=12, resumed=9, inside_save=3)
+def test_every_gap_in_coverage_is_named() -> None:
+    good = KillCounts(kills=10, processes=12, resumed=9, inside_save=3)
     compared = ComparedCounts(tensors=5, losses=24, runs=3)
     asked = {"asked": 10, "steps": 24}
     assert why_insufficient(good, good, compared, **asked) is None
@@ -217,7 +215,7 @@ def test_every_gap_in_the_coverage_is_named() -> None:
         assert "compared" in str(why_insufficient(good, good, compared.model_copy(update=gap), **asked))
 
 
-def test_every_call_of_the_disk_is_counted(tmp_path: Path) -> None:
+def test_every_disk_call_is_counted(tmp_path: Path) -> None:
     assert {"open", "write", "sync", "full_sync", "truncate", "rename", "unlink"} <= set(DISK_CALLS)
     assert all(getattr(CountingDisk, name) is not getattr(Disk, name) for name in DISK_CALLS)
     disk = CountingDisk(log=lambda *words, **fields: None)
@@ -229,7 +227,7 @@ def test_every_call_of_the_disk_is_counted(tmp_path: Path) -> None:
 # --- the record -----------------------------------------------------------------------------------------------------
 
 
-def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
+def test_proof_is_written_read_and_reported(tmp_path: Path) -> None:
     proof = Proof(
         verdict="broken",
         reason="x",
@@ -239,7 +237,7 @@ def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
         repeat="whet prove r",
         whet="0",
         created=1.0,
-        at_random=KillCounts(kills=25, lives=30, resumed=24, inside_save=9),
+        at_random=KillCounts(kills=25, processes=30, resumed=24, inside_save=9),
     )
     path = write_proof(tmp_path, proof)
     assert "NaN" not in path.read_text()
@@ -248,5 +246,5 @@ def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
     good = proof.model_copy(update={"verdict": "proved", "difference": None})
     assert proof_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 processes resumed, all bits equal"
     path.write_text('{"format_version": 99}')
-    with pytest.raises(WhetError, match="cannot be read"):
+    with pytest.raises(WhetError, match="cannot read the proof"):
         read_proof(tmp_path)

@@ -23,7 +23,7 @@ QUICK = ("--seed", "3", "--kills", "3", "--steps", "12", "--budget", "3")
 
 
 @pytest.mark.slow
-def test_a_starter_recipe_is_proved_and_its_run_too(whet: Run, tmp_path: Path) -> None:
+def test_starter_recipe_is_proved(whet: Run, tmp_path: Path) -> None:
     assert whet("init", "mine.py").returncode == 0
     done = whet("prove", "mine.py", "threads=1", *QUICK, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +36,7 @@ def test_a_starter_recipe_is_proved_and_its_run_too(whet: Run, tmp_path: Path) -
     assert "proved: " in whet("report", "runs/mine-proof-001").stdout
 
 
-def test_a_run_is_proved_without_touching_it(warm_whet: Run, tmp_path: Path) -> None:
+def test_proving_a_run_does_not_change_it(warm_whet: Run, tmp_path: Path) -> None:
     table = tmp_path / "texts.jsonl"
     rows = ((f"{'good' if n % 2 else 'bad'} number {n} {n * n}", "even" if n % 2 == 0 else "odd") for n in range(120))
     table.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
@@ -56,7 +56,7 @@ def test_a_run_is_proved_without_touching_it(warm_whet: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_order_of_a_set_is_found_out(whet: Run) -> None:
+def test_set_order_makes_a_training_nondeterministic(whet: Run) -> None:
     """Python orders sets of text anew in each process: forks of one process alone would not show it."""
     done = whet("prove", RECIPE, "threads=1", "mutant=order of a set", *QUICK)
     assert done.returncode == 1, done.stderr
@@ -72,11 +72,11 @@ def test_the_order_of_a_set_is_found_out(whet: Run) -> None:
         ((RECIPE, "epcohs=3"), 2, "did you mean 'epochs'"),
         (("no_such_recipe",), 2, "no such recipe"),
         ((RECIPE, "--kills", "0"), 2, "--kills"),
-        ((RECIPE, "--recipe", RECIPE), 2, "--recipe belongs to a run"),
+        ((RECIPE, "--recipe", RECIPE), 2, "--recipe needs a run"),
         ((RECIPE, "--device", "gpu"), 2, "device must be auto"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_three_lines(
+def test_invalid_arguments_give_three_line_errors(
     warm_whet: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
 ) -> None:
     done = warm_whet("prove", *words, "--quiet")
@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_refused_in_three_lines(
     assert not (tmp_path / "runs").exists(), "no half-written run folder"
 
 
-def test_a_run_does_not_say_which_code_is_run(warm_whet: Run, tmp_path: Path) -> None:
+def test_run_folder_does_not_choose_the_code(warm_whet: Run, tmp_path: Path) -> None:
     assert warm_whet("init", "mine.py").returncode == 0
     assert warm_whet("train", "mine.py", "max_steps=2", "--run", "r", "--quiet", "--max-restarts=0").returncode == 0
     done = warm_whet("prove", "r")
@@ -99,7 +99,7 @@ def test_a_run_does_not_say_which_code_is_run(warm_whet: Run, tmp_path: Path) ->
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 @pytest.mark.slow
-def test_a_proof_that_is_stopped_leaves_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
+def test_stopped_proof_leaves_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
     words = [sys.executable, "-m", "whet", "prove", RECIPE, "threads=1", "--kills", "500", "--budget", "1"]
     with (tmp_path / "errors").open("w+") as errors:
         process = subprocess.Popen(words, cwd=tmp_path, stderr=errors, env={**os.environ, "WHET_HOME": str(tmp_path)})
@@ -108,16 +108,16 @@ def test_a_proof_that_is_stopped_leaves_nothing_behind(tmp_path: Path, number: i
             assert time.monotonic() < deadline
             assert process.poll() is None, (tmp_path / "errors").read_text()
             time.sleep(0.05)
-        lives = psutil.Process(process.pid).children(recursive=True)
-        assert lives
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
         process.send_signal(number)
         assert process.wait(120) == code
-    _, alive = psutil.wait_procs(lives, timeout=120)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert alive == []
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_teaches_without_torch(whet: Run) -> None:
+def test_help_needs_no_torch(whet: Run) -> None:
     places = (SUPPORT / "broken_torch", ROOT / "src")
     done = whet("prove", "--help", path=Path(os.pathsep.join(map(str, places))))
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ HANGS_SECONDS = 600
 """Far longer than anything here waits."""
 
 
-class Rig:
+class FaultyStepBench:
     plan = make_plan(load_machine("linux-2core"), Workload(recipe="planted", num_parameters=1000, global_batch_size=32))
 
     about: ClassVar = {"planted": True}
@@ -84,11 +84,11 @@ class Prepared:
         pass
 
 
-def open_bench(arguments: dict[str, Any]) -> Rig:
+def open_bench(arguments: dict[str, Any]) -> FaultyStepBench:
     if arguments.get("refused"):
         raise UsageError("no such data", got="nothing", try_="data=FILE")
     if arguments.get("hangs"):
         time.sleep(HANGS_SECONDS)
     if arguments.get("dies"):
         os.abort()
-    return Rig()
+    return FaultyStepBench()

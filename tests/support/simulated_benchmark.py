@@ -1,4 +1,4 @@
-"""A simulated rig on a clock of its own: step times and memory are given by a function, faults on request."""
+"""A simulated bench on a clock of its own: step times and memory are given by a function, faults on request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ WORKLOAD = Workload(
 
 
 @dataclass
-class SimulatedRig:
+class SimulatedSweepBench:
     """`seconds(plan, now)` is what a step takes at that time on the simulated clock, `memory(plan)` its peak."""
 
     seconds: Callable[[Plan, float], float] = lambda plan, now: 0.1
@@ -48,7 +48,7 @@ class SimulatedRig:
         fault = self.faults.get(plan.micro_batch)
         if fault is not None:
             raise fault
-        prepared = SimulatedPrepared(self, plan)
+        prepared = SimulatedSweepStep(self, plan)
         wanted = 0.3 + 2 * prepared.step_seconds
         if wanted > seconds:
             self.now += seconds
@@ -59,27 +59,27 @@ class SimulatedRig:
         return prepared
 
 
-class SimulatedPrepared:
+class SimulatedSweepStep:
     preparation_seconds = 0.5
 
-    def __init__(self, rig: SimulatedRig, plan: Plan) -> None:
-        self._rig, self._plan = rig, plan
-        self.step_seconds = rig.seconds(plan, rig.now)
+    def __init__(self, bench: SimulatedSweepBench, plan: Plan) -> None:
+        self._bench, self._plan = bench, plan
+        self.step_seconds = bench.seconds(plan, bench.now)
         self._number = 0
 
     def step(self, index: int) -> float:
         micro_batch = self._plan.micro_batch
         self._number += 1
-        fault = self._rig.late_faults.get(micro_batch)
+        fault = self._bench.late_faults.get(micro_batch)
         if fault is not None and self._number >= 5:
             raise fault
-        taken = self._rig.seconds(self._plan, self._rig.now)
-        self._rig.now += taken
-        self._rig.visited.append((micro_batch, index))
+        taken = self._bench.seconds(self._plan, self._bench.now)
+        self._bench.now += taken
+        self._bench.visited.append((micro_batch, index))
         return taken
 
     def peak_bytes(self):
-        return self._rig.memory(self._plan)
+        return self._bench.memory(self._plan)
 
     def close(self) -> None:
-        self._rig.alive -= 1
+        self._bench.alive -= 1

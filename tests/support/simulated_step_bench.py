@@ -37,8 +37,8 @@ def periodic(period: float, height: float = 0.3) -> Noise:
 
 
 @dataclass
-class SimulatedPrepared:
-    rig: "SimulatedRig"
+class SimulatedPreparedStep:
+    bench: "SimulatedStepBench"
     settings: Settings
     preparation_seconds: float
     step_seconds: float
@@ -46,20 +46,20 @@ class SimulatedPrepared:
 
     def step(self, index: int) -> float:
         assert not self.is_closed, "a step after the end"
-        self.rig._recover()
-        return self.rig.make_step(self.settings, index)
+        self.bench._recover()
+        return self.bench.make_step(self.settings, index)
 
     def peak_bytes(self) -> int | None:
-        return self.rig.bytes(self.rig.planned(self.settings))
+        return self.bench.bytes(self.bench.planned(self.settings))
 
     def close(self) -> None:
         assert not self.is_closed, "closed twice"
         self.is_closed = True
-        self.rig.alive -= 1
+        self.bench.alive -= 1
 
 
 @dataclass
-class SimulatedRig:
+class SimulatedStepBench:
     plan: Plan
     seconds: Callable[[Plan], float]
     """What a step truly takes."""
@@ -121,7 +121,7 @@ class SimulatedRig:
         agrees = self.agrees(self.planned(settings))
         return SettingsAgreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
 
-    def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPrepared:
+    def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPreparedStep:
         self._recover()
         plan, began = self.planned(settings), self.now
         self.prepared.append(dict(settings))
@@ -139,7 +139,7 @@ class SimulatedRig:
         self.now += self.preparation(plan) + step
         self.alive += 1
         self.most_alive = max(self.most_alive, self.alive)
-        return SimulatedPrepared(self, dict(settings), self.now - began, step)
+        return SimulatedPreparedStep(self, dict(settings), self.now - began, step)
 
     def make_step(self, settings: Settings, index: int) -> float:
         true = self.seconds(self.planned(settings)) * self._batches[index % len(self._batches)]

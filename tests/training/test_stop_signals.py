@@ -239,12 +239,9 @@ def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pyt
 def test_a_trial_that_is_terminated_twice_has_not_failed() -> None:
     messages: list[Any] = []
 
-    class Line(trial_process.TrialChannel):
-        def __init__(self) -> None:
-            pass
-
-        def say(self, message: dict[str, Any]) -> None:
+    class Channel:
+        def send(self, message: dict[str, Any]) -> None:
             messages.append(message)
 
-    assert trial_process._told(TerminatedError(signal.SIGTERM), Line()) == 143
+    assert trial_process._report(TerminatedError(signal.SIGTERM), Channel()) == 143
     assert not messages

@@ -202,7 +202,7 @@ class KillCounter:
         after = read_crash_state(run)
         self.add(
             kills=1,
-            lives=1,
+            processes=1,
             resumed=int(process.resumed_from > 0),
             inside_save=int(after.was_interrupted_since(before)),
             leftovers=len(after.drafts - before.drafts),
@@ -218,7 +218,7 @@ class KillCounter:
 
     def finished(self, process: TrainingProcess) -> None:
         """Count a process that reached the end."""
-        self.add(lives=1, resumed=int(process.resumed_from > 0))
+        self.add(processes=1, resumed=int(process.resumed_from > 0))
 
 
 # --- At random times -------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def kill_at_random(
 def _wants_more(tally: KillCounts, kills: int) -> bool:
     if tally.kills < kills:
         return True
-    has_resumed_rarely = tally.resumed < MIN_RESUMED_FRACTION * tally.lives
+    has_resumed_rarely = tally.resumed < MIN_RESUMED_FRACTION * tally.processes
     return has_resumed_rarely and tally.kills < kills + max(kills, MAX_EXTRA_KILLS)
 
 

@@ -179,7 +179,7 @@ class _ProofRun:
             recipe=request.recipe,
             device=self._device,
             steps=self._steps,
-            births=self._how,
+            launch=self._how,
             at_random=self._random.tally,
             at_disk_calls=self._disk.tally,
             disk_calls=self._calls,
@@ -242,14 +242,14 @@ def render_proof(proof: Proof) -> list[str]:
             f"{left_out}",
         )
     )
-    lines.append(_line("processes", proof.births))
+    lines.append(_line("processes", proof.launch))
     lines.append(_line("repeat", f"{proof.repeat} ({format_seconds(proof.seconds)})"))
     return lines
 
 
 def _render_tally(tally: KillCounts) -> str:
     return (
-        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.lives} processes, {tally.resumed} resumed; "
+        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.processes} processes, {tally.resumed} resumed; "
         f"{tally.leftovers} leftovers, {tally.torn} torn"
     )
 

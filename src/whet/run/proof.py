@@ -22,7 +22,7 @@ class KillCounts(StrictModel):
     """What the kills of one kind hit."""
 
     kills: int = 0
-    lives: int = 0
+    processes: int = 0
     """All processes, including those that were left to finish."""
     resumed: int = 0
     """Processes that resumed from a checkpoint after step 0."""
@@ -80,7 +80,7 @@ class Proof(StrictModel):
     """Optimizer steps of the tested training."""
     shortened: tuple[str, ...] = ()
     """How the tested training differs from the full one."""
-    births: str = ""
+    launch: str = ""
     """How the processes were started."""
     at_random: KillCounts = Field(default_factory=KillCounts)
     at_disk_calls: KillCounts = Field(default_factory=KillCounts)
@@ -110,8 +110,8 @@ def why_insufficient(
         return f"{at_random.kills} of {asked} kills at random instants happened"
     if at_disk_calls.kills == 0:
         return "no kill at a disk call happened"
-    if at_random.resumed < MIN_RESUMED_FRACTION * at_random.lives:
-        return f"only {at_random.resumed} of {at_random.lives} processes resumed from a checkpoint"
+    if at_random.resumed < MIN_RESUMED_FRACTION * at_random.processes:
+        return f"only {at_random.resumed} of {at_random.processes} processes resumed from a checkpoint"
     if total.inside_save == 0:
         return "no kill fell inside a save"
     if compared.runs == 0 or compared.tensors == 0 or compared.losses < steps:
@@ -143,7 +143,7 @@ def read_proof(folder: Path) -> Proof | None:
 def proof_line(proof: Proof) -> str:
     """The proof in one line, for reports."""
     total = proof.total
-    resumed = f"{total.resumed} of {total.lives} processes resumed"
+    resumed = f"{total.resumed} of {total.processes} processes resumed"
     counts = f"{total.kills} kills, {total.inside_save} inside a save, {resumed}"
     if proof.verdict == "proved":
         return f"proved: {counts}, all bits equal"
