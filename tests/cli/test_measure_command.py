@@ -112,7 +112,7 @@ def test_auto_batch_size_is_measured_once_by_the_command(warm_whet: Run, tmp_pat
 
     first = warm_whet(*words)
     assert first.returncode == 0, first.stderr
-    assert "measuring which global batch uses this machine well" in first.stderr
+    assert "finding a global batch size for this machine" in first.stderr
     assert "tiny.py  measuring: global batch " in first.stderr
     config = json.loads((tmp_path / "run/config.json").read_text())
     chosen = json.loads((tmp_path / "run/plan.json").read_text())["workload"]["batch"]

@@ -214,7 +214,7 @@ def test_silence_of_another_machine_with_a_simulated_clock(monkeypatch):
 def test_sqlite_is_for_one_process(tmp_path):
     url = f"sqlite:///{tmp_path}/trials.db"
     options = {"name": "s", "root": tmp_path, "storage": url, "stop": stopped()}
-    with pytest.raises(UsageError, match="one process at a time"):
+    with pytest.raises(UsageError, match="allows one process only"):
         search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
     code = "import sys; from pathlib import Path; from whet.hpo.storage import open_storage\n"
     code += f"with open_storage({url!r}, folder=Path()): print(1, flush=True), input()"
@@ -223,7 +223,7 @@ def test_sqlite_is_for_one_process(tmp_path):
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(UsageError, match="one process at a time"):
+        with pytest.raises(UsageError, match="allows one process only"):
             search("text", ["lr=1e-4..1e-3"], **{**options, "name": "another name"})
         other.kill()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trials.db", "trials.db.held"], "no folder is left"

@@ -89,7 +89,7 @@ def _sqlite_lock(url: str | None) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                "SQLite is for one process at a time",
+                "SQLite allows one process only",
                 got=f"another one uses {path}",
                 try_="wait, or no --storage: the journal file",
             ) from None
