@@ -153,8 +153,8 @@ def test_one_hiccup_on_a_simulated_bench_does_not_rule_out_a_value():
     bench = SimulatedSweepBench(
         seconds=lambda plan, now: times.get(micro(plan), [0.1]).pop(0) if times.get(micro(plan)) else 0.1
     )
-    rig.prepare, usual = lambda settings, seconds: usual(settings, seconds=1000.0), rig.prepare
-    _, sweep = swept(rig)
+    bench.prepare, usual = lambda settings, seconds: usual(settings, seconds=1000.0), bench.prepare
+    _, sweep = swept(bench)
     assert {row.value: row for row in sweep.rows}[8].speedup.median == pytest.approx(1.0)
 
 
@@ -191,8 +191,8 @@ def test_budget_is_kept_on_a_simulated_clock(step, seconds):
 
 def test_rows_of_other_precisions_show_their_agreement():
     plan = make_plan(load_machine("h200"), WORKLOAD)
-    rig = SimulatedRig(seconds=lambda plan, now: 0.1, plan=plan)
-    _, sweep = swept(rig, "precision")
+    bench = SimulatedSweepBench(seconds=lambda plan, now: 0.1, plan=plan)
+    _, sweep = swept(bench, "precision")
     words = {row.value: row.note for row in sweep.rows}
     assert words.pop(plan.precision) == ""
     assert words.pop("fp16") == "gradients DIFFER from fp32's"
@@ -304,7 +304,7 @@ def test_final_table_has_speed_memory_and_stability():
     assert any(line.startswith("optimizer kernels") and "loop" in line and "fused" in line for line in lines)
 
 
-def test_the_picture_shows_intervals_the_chosen_point_and_the_limit():
+def test_picture_shows_intervals_the_chosen_value_and_the_limit():
     missing = BenchRow(value=64, execution={}, outcome="does not fit", note="<needs> too much", needed_bytes=5 * GB)
     sweep = BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, rate=150, is_plan=True), missing))
     drawn = ET.fromstring(bench_chart(result(sweep)))
