@@ -33,6 +33,8 @@ from whet.base.version import VERSION
 __version__ = VERSION
 
 _PUBLIC = {
+    "Action": "whet.training.callback",
+    "Callback": "whet.training.callback",
     "OptimizerChoice": "whet.step.optimizers",
     "Recipe": "whet.recipes.recipe",
     "Session": "whet.training.session",
@@ -59,11 +61,15 @@ if TYPE_CHECKING:
     from whet.report.opened_run import open_run as open_run
     from whet.report.run_report import summarize as summarize
     from whet.step.optimizers import OptimizerChoice as OptimizerChoice
+    from whet.training.callback import Action as Action
+    from whet.training.callback import Callback as Callback
     from whet.training.loop import train as train
     from whet.training.session import Session as Session
     from whet.training.tune import tune as tune
 
 __all__ = [
+    "Action",
+    "Callback",
     "OptimizerChoice",
     "Recipe",
     "Session",

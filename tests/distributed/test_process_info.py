@@ -159,36 +159,36 @@ def test_a_plan_divides_the_batch_and_not_the_training() -> None:
 def test_what_does_not_fit_is_sharded() -> None:
     plan = plan_of(8, parameters=2 * 10**10)
     assert plan.sharding == "full"
-    assert "in parts" in plan.settings["sharding"].reason
+    assert "sharded" in plan.settings["sharding"].reason
     assert plan_of(8, parameters=2 * 10**10, sharding="off").sharding == "off"
 
 
 def test_who_is_late_follows_from_how_long_it_took_before() -> None:
     now = [0.0]
-    headway = StallDetector(is_alone=False, clock=lambda: now[0])
+    detector = StallDetector(is_alone=False, clock=lambda: now[0])
 
     def is_late_after(seconds: float) -> bool:
         now[0] += seconds
-        return headway.word().startswith("late ")
+        return detector.status().startswith("late ")
 
     assert not is_late_after(10_000), "whatever is done outside of a step"
-    with headway.working("step 1"):
+    with detector.working("step 1"):
         assert not is_late_after(299)
         assert is_late_after(2)
-        headway.get_on()
+        detector.progress()
         assert not is_late_after(299), "each micro-batch counts"
     for _ in range(40):
-        with headway.working("step"):
+        with detector.working("step"):
             now[0] += 0.5
-    with headway.working("step 41"):
+    with detector.working("step 41"):
         assert not is_late_after(19.9)
         assert is_late_after(0.2)
-        with headway.waiting():
+        with detector.waiting():
             now[0] += 10_000
-            assert headway.word() == "waits"
+            assert detector.status() == "waits"
         assert not is_late_after(19.9)
-        headway.begin_anew()
-        headway.is_compiled = True
+        detector.restart()
+        detector.is_compiled = True
         assert not is_late_after(299)
-    with headway.working("step 42"):
+    with detector.working("step 42"):
         assert not is_late_after(20 * 299), "a slow step before: such a one may come again"

@@ -26,7 +26,7 @@ class Told(RankGroup):
         super().__init__(RankInfo(rank=1, size=2))
         self.first: Any = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.first = self.first or value
         return [self.first, value]
 

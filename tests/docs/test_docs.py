@@ -57,7 +57,7 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run, tm
     assert {name for name in left - {"/whet-home/"} if not {name, name.removeprefix("/")} & ignored} == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measure.md", "docs/hex.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/callbacks.md", "docs/measure.md", "docs/hex.md"])
 def test_python_of_a_page_runs(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -107,7 +107,7 @@ def test_a_lost_process_is_started_again(
     assert process.returncode == 0, errors
     assert f"rank {rank} of 2 was killed by SIGKILL" in errors
     if number == signal.SIGSTOP:
-        assert f"rank {rank} of 2 shows no sign of life" in errors
+        assert f"rank {rank} of 2 has sent no heartbeat" in errors
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole[kind]))
 
 
@@ -145,7 +145,7 @@ def test_a_process_that_computes_for_ever_is_started_again(table: Path, tmp_path
     recipe.with_suffix(".seen").touch()
     errors = ended(process)
     assert process.returncode == 0, errors
-    assert re.search(r"rank 1 of 2 does not get on with step \d+, at looping.py:\d+", errors), errors
+    assert re.search(r"rank 1 of 2 makes no progress in step \d+, at looping.py:\d+", errors), errors
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole["off"]))
 
 

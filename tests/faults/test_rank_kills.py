@@ -176,7 +176,7 @@ def test_a_process_that_loops_is_ended_and_costs_no_bit(
     assert time.monotonic() - start < 15
     assert all(code != 0 for code in codes)
     (said,) = sitting.said("lost")
-    assert f"rank {rank} of 2 does not get on with step 9, at rank_fault_job.py:" in said
+    assert f"rank {rank} of 2 makes no progress in step 9, at rank_fault_job.py:" in said
     rank_processes.train(fork_server, run, 2, sharding=kind)
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole(kind)))
 

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
                 whole = {key: tensor.detach().cpu().clone() for key, tensor in found.items()}
                 save_file(whole, out / f"{name}-{size}.safetensors")
             (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(numbers))
-    current_group().wait()
+    current_group().barrier()
     return 0
 
 
@@ -350,7 +350,7 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=5,
         overrides={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
-        run=folder / f"bad-{current_group().world.size}",
+        run=folder / f"bad-{current_group().ranks.size}",
         on_event=on_event,
         measure=False,
         device=DEVICE,
@@ -365,7 +365,7 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
 
     def loss(micro: MicroBatch) -> Tensor:
-        (folder / f"began-{current_group().world.rank}").touch()
+        (folder / f"began-{current_group().ranks.rank}").touch()
         return nn.functional.cross_entropy(model(micro.rows), micro.labels)
 
     result = whet.train(

@@ -165,7 +165,7 @@ def broadcast_path(path: Path) -> Path:
         return path
     from whet.distributed.group import current_group
 
-    return Path(current_group().share(str(path)))
+    return Path(current_group().broadcast(str(path)))
 
 
 def broadcast_flag(flag: bool) -> bool:
@@ -174,7 +174,7 @@ def broadcast_flag(flag: bool) -> bool:
         return flag
     from whet.distributed.group import current_group
 
-    return bool(current_group().share(flag))
+    return bool(current_group().broadcast(flag))
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator
     from whet.distributed.group import current_group
 
     with context if current_group().is_first else contextlib.nullcontext():
-        current_group().wait()
+        current_group().barrier()
         yield
 
 

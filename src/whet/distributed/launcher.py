@@ -1,4 +1,4 @@
-"""Launch several ranks on this machine with torch's elastic launcher."""
+"""Launch several ranks on this machine with torch's elastic launcher, the one of torchrun."""
 
 import logging
 import signal
@@ -15,34 +15,34 @@ from whet.base.errors import LostRankError
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 120
-"""Until processes that were asked to stop are killed: they finish a step and save."""
+"""Until ranks that were asked to stop are killed: they finish a step and save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """How all processes ended."""
+    """How the ranks ended."""
 
     code: int
-    """0 if all ended well; else the exit code of the one that failed first, minus the signal that killed it."""
+    """0 if all succeeded; else the exit code of the rank that failed first, negative for a signal."""
     rank: int = 0
-    """Which one that was."""
+    """The rank that failed first."""
     asked: int | None = None
-    """The signal that asked us to stop, and was passed on to all."""
+    """The signal that asked to stop, and was forwarded to all ranks."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether a process was killed or went silent, and none failed by itself: all may begin again."""
+        """Whether a rank was killed or lost and none failed by itself, so that a restart may help."""
         return self.asked is None and (self.code < 0 or self.code == LostRankError.exit_code)
 
 
-def launch(words: Sequence[str], *, num_processes: int) -> LaunchResult:
-    """Runs `whet` with these words in several processes on this machine, until all have ended.
+def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
+    """Run `whet` with these arguments in several processes on this machine, until all have ended.
 
-    When one fails, the others are ended too. SIGINT, SIGTERM and SIGHUP are passed on to all.
+    If one fails, the others are ended too. SIGINT, SIGTERM and SIGHUP are forwarded to all.
     """
-    # Under nohup it is ignored, and torch would hear it nevertheless.
-    heard = [number for number in _FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    # Its warnings tell of what we tell in our own words.
+    # Under nohup SIGHUP is ignored, and torch would handle it nevertheless.
+    handled = [number for number in _FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # The launcher logs errors that we report ourselves.
     logging.disable(logging.ERROR)
     config = LaunchConfig(
         min_nodes=1,
@@ -54,11 +54,11 @@ def launch(words: Sequence[str], *, num_processes: int) -> LaunchResult:
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        signals_to_handle=",".join(number.name for number in heard),
+        signals_to_handle=",".join(number.name for number in handled),
     )
     try:
-        # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
-        elastic_launch(config, sys.executable)("-P", "-m", "whet", *words)
+        # -P: like the `whet` program itself, do not search the current folder for modules.
+        elastic_launch(config, sys.executable)("-P", "-m", "whet", *arguments)
     except SignalException as stopped:
         return LaunchResult(code=128 + int(stopped.sigval), asked=int(stopped.sigval))
     except ChildFailedError as failed:
@@ -70,11 +70,11 @@ def launch(words: Sequence[str], *, num_processes: int) -> LaunchResult:
 
 
 def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
-    """The rank and the exit code of the process on whose account all ended.
+    """The rank that caused the end of all, and its exit code.
 
-    Who failed by itself has a reason to tell; others were killed, lost somebody, or were asked to stop afterwards.
+    A rank that failed by itself comes first; others were killed, lost a rank, or were asked to stop afterwards.
 
-    >>> first_of({0: 75, 1: -9, 2: 143}), first_of({0: 75, 1: 1, 2: -9})
+    >>> first_failure({0: 75, 1: -9, 2: 143}), first_failure({0: 75, 1: 1, 2: -9})
     ((1, -9), (1, 1))
     """
     asked = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
@@ -88,7 +88,7 @@ def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
 
 
 def signal_name(ended: LaunchResult) -> str:
-    """The signal that killed the first one, by name."""
+    """The signal that killed the first rank, by name."""
     if ended.code >= 0:
         return "silence"
     try:

@@ -17,7 +17,10 @@ from whet.distributed.strategies import ParallelStrategy, sum_over_ranks
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Shards a model in place; its parameters are others from now on, so the optimizer is made afterwards."""
+    """Shards a model in place. That replaces its parameters, so the optimizer is built afterwards.
+
+    Blocks are gathered when they are computed and released afterwards. Gradients are summed, not averaged.
+    """
 
     is_alone = False
     holds_all = False
@@ -30,7 +33,7 @@ class ShardedStrategy(ParallelStrategy):
             if any(True for _ in block.parameters()):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # Of torch: blocks whose output is a view must not be changed in place; ours and transformers' are not.
+        # torch warns that outputs that are views must not be changed in place; models here do not do that.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
@@ -41,25 +44,25 @@ class ShardedStrategy(ParallelStrategy):
     def _synced(self, *, is_last: bool) -> Iterator[None]:
         for module in self._modules:
             module.set_requires_gradient_sync(is_last, recurse=False)
-        with self._group.told():
+        with self._group.translate_errors():
             yield
 
-    def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
-        self._group.stall_detector.get_on()
+    def micro_batch_context(self, *, is_last: bool) -> AbstractContextManager[object]:
+        self._group.stall_detector.progress()
         return self._synced(is_last=is_last)
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
         return sum_over_ranks(self._group, loss, weight)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full(self, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """With all weights gathered: processes may then call the model a different number of times."""
+    def evaluation_context(self) -> Iterator[None]:
+        """Gather all weights, so that ranks may call the model a different number of times."""
         with torch.no_grad():
             for module in self._modules:
                 module.set_reshard_after_forward(False, recurse=False)
@@ -73,24 +76,24 @@ class ShardedStrategy(ParallelStrategy):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each process holds a part of it only."""
+    """Whether each rank has only a part of it."""
     return isinstance(tensor, DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, gathered from all processes; all must ask."""
+    """Gather the whole tensor; all ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor that every process has, cut as `target` is; as it is where `target` is whole."""
+    """Shard a tensor that every rank has like `target`; unchanged if `target` is not sharded."""
     if not isinstance(target, DTensor):
         return value
-    placed: Any = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    return placed
+    sharded: Any = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    return sharded
 
 
 def _device_mesh(group: RankGroup, kind: str) -> DeviceMesh:
-    if group.tensors is None:
+    if group.tensor_group is None:
         return init_device_mesh(kind, (group.ranks.size,))
-    return DeviceMesh.from_group(group.tensors, kind)
+    return DeviceMesh.from_group(group.tensor_group, kind)

@@ -1,4 +1,7 @@
-"""The key-value store that ranks share."""
+"""The key-value store that ranks share: messages from any thread at any time, and the rendezvous at the start.
+
+Collectives need all ranks at the same place, and one thread in each. A background checkpoint has neither.
+"""
 
 import datetime as dt
 import secrets
@@ -16,138 +19,137 @@ from whet.base.errors import LostRankError, UsageError, WhetError
 from whet.distributed.ranks import RankInfo
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.005, 0.2
+_POLL_SECONDS = 0.02
 
 
 class RankStore:
-    """Short texts between the processes of a training, each under a name that is used once."""
+    """Short messages between ranks, each under a key that is used once."""
 
-    def __init__(self, ranks: RankInfo, *, longest_seconds: float) -> None:
+    def __init__(self, ranks: RankInfo, *, timeout_seconds: float) -> None:
         self._ranks = ranks
-        self._longest = longest_seconds
+        self._timeout = timeout_seconds
         shared: Any = distributed_c10d._get_default_store()
-        # A connection of its own: a wait on one that is shared would hold up the others.
+        # A separate connection: waiting on a shared one would block other threads.
         self._store = distributed_c10d.PrefixStore("whet", shared.clone())
         self._lock = threading.Lock()
         self._turn = 0
-        self.refuse_lost: Callable[[], None] = lambda: None
-        """Raises where the one who is waited for is known to be gone."""
+        self.check_lost: Callable[[], None] = lambda: None
+        """Raises if a rank is known to be lost."""
 
     @property
     def rank(self) -> int:
-        """Which of the processes this is, counted from 0."""
         return self._ranks.rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
         return self._ranks.size
 
     def next_turn(self) -> int:
-        """A number that was not used before; the same in all processes that ask equally often."""
+        """A number that was not used before; the same on all ranks that call this equally often."""
         self._turn += 1
         return self._turn
 
     def post(self, name: str, text: str) -> None:
-        """Leaves a text for who waits for it."""
+        """Leave a message."""
         with self._lock:
             self._store.set(name, text)
 
     def find(self, name: str) -> str | None:
-        """The text, if it is there."""
+        """The message, if it is there."""
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
     def find_all(self, names: list[str]) -> list[str]:
-        """Texts that are there, at once."""
+        """Several messages that are known to be there, in one request."""
         with self._lock:
             return [text.decode() for text in self._store.multi_get(names)]
 
     def wait(self, name: str) -> str:
-        """The text, as soon as it is there."""
-        deadline, pause = time.monotonic() + self._longest, _MIN_POLL_SECONDS
+        """Wait for a message."""
+        deadline, pause = time.monotonic() + self._timeout, _MIN_POLL_SECONDS
         while True:
-            found = self.find(name)
-            if found is not None:
-                return found
-            self.refuse_lost()
+            text = self.find(name)
+            if text is not None:
+                return text
+            self.check_lost()
             if time.monotonic() > deadline:
                 raise LostRankError(
-                    "another process of this training does not answer",
-                    got=f"rank {self.rank} of {self.size} waits for {name} since {self._longest:.0f} s",
-                    try_="the same command, which goes on from the last checkpoint",
+                    "another rank does not answer",
+                    got=f"rank {self.rank} of {self.size} has waited {self._timeout:.0f} s for {name}",
+                    try_="the same command, which resumes from the last checkpoint",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _MAX_POLL_SECONDS)
 
     def drop(self, name: str) -> None:
-        """Forgets a text that everybody has read."""
+        """Delete a message that all ranks have read."""
         with self._lock:
             self._store.delete_key(name)
 
 
-_POLL_SECONDS = 0.02
+def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float) -> Any:
+    """Connect to torch's store under a prefix of this start alone; returns once all ranks are there.
 
-
-def join_store(ranks: RankInfo, *, start_seconds: float, longest_seconds: float) -> Any:
-    """The store of this group alone; returns once all are there."""
+    torchrun keeps one store while it restarts a group, and addresses of dead processes stay in it under the same keys
+    (its own restart count differs between machines if one was lost). So each rank asks with a token that was never
+    used, and rank 0 answers with the name of a new prefix.
+    """
     deadline = time.monotonic() + start_seconds
     shared = _connect(ranks, seconds=start_seconds)
-    shared.set_timeout(dt.timedelta(seconds=longest_seconds))
-    corner = (
-        _assign_namespaces(shared, ranks, deadline) if ranks.is_first else _request_namespace(shared, ranks, deadline)
-    )
-    return distributed_c10d.PrefixStore(corner, shared)
+    shared.set_timeout(dt.timedelta(seconds=timeout_seconds))
+    join = _assign_prefixes if ranks.is_first else _request_prefix
+    return distributed_c10d.PrefixStore(join(shared, ranks, deadline), shared)
 
 
 def _connect(ranks: RankInfo, *, seconds: float) -> Any:
-    """The store that the first process keeps, or the launcher for it."""
+    """The store of rank 0, or of the launcher."""
     try:
         return next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=dt.timedelta(seconds=seconds))))[0]
     except (dist.DistError, OSError) as error:
         address = f"{env.read('MASTER_ADDR')}:{env.read('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
-            what, hint = "the port at which all meet is taken", "another port: torchrun --master-port, or MASTER_PORT"
+            what, hint = "the rendezvous port is taken", "another port: torchrun --master-port, or MASTER_PORT"
             raise UsageError(what, got=address, try_=hint) from error
         raise WhetError(
-            "the processes of this training find no place to meet",
+            "the ranks of this training cannot reach each other",
             got=f"rank {ranks.rank} of {ranks.size} at {address}: {(str(error).splitlines() or [''])[0][:200]}",
-            try_="the same command again; on several machines, that each can reach the first",
+            try_="the same command again; on several machines, check that each can reach the first",
         ) from error
 
 
-def _request_namespace(shared: Any, ranks: RankInfo, deadline: float) -> str:
-    word = secrets.token_hex(8)
-    shared.set(f"whet/asks/{ranks.rank}", word)
-    while not shared.check([f"whet/answer/{word}"]):
+def _request_prefix(shared: Any, ranks: RankInfo, deadline: float) -> str:
+    token = secrets.token_hex(8)
+    shared.set(f"whet/asks/{ranks.rank}", token)
+    while not shared.check([f"whet/answer/{token}"]):
         _poll(ranks, deadline, missing="rank 0")
-    corner = str(shared.get(f"whet/answer/{word}").decode())
-    shared.set(f"{corner}/here/{ranks.rank}", "yes")
-    return corner
+    prefix = str(shared.get(f"whet/answer/{token}").decode())
+    shared.set(f"{prefix}/here/{ranks.rank}", "yes")
+    return prefix
 
 
-def _assign_namespaces(shared: Any, ranks: RankInfo, deadline: float) -> str:
-    corner = f"whet/{secrets.token_hex(8)}"
+def _assign_prefixes(shared: Any, ranks: RankInfo, deadline: float) -> str:
+    prefix = f"whet/{secrets.token_hex(8)}"
     missing = set(range(1, ranks.size))
     answered: set[str] = set()
     while missing:
         for rank in sorted(missing):
-            if shared.check([f"{corner}/here/{rank}"]):
+            if shared.check([f"{prefix}/here/{rank}"]):
                 missing.discard(rank)
             elif shared.check([f"whet/asks/{rank}"]):
-                word = shared.get(f"whet/asks/{rank}").decode()
-                if word not in answered:
-                    shared.set(f"whet/answer/{word}", corner)
-                    answered.add(word)
+                token = shared.get(f"whet/asks/{rank}").decode()
+                if token not in answered:
+                    shared.set(f"whet/answer/{token}", prefix)
+                    answered.add(token)
         if missing:
             _poll(ranks, deadline, missing=", ".join(f"rank {rank}" for rank in sorted(missing)[:8]))
-    return corner
+    return prefix
 
 
 def _poll(ranks: RankInfo, deadline: float, *, missing: str) -> None:
     if time.monotonic() > deadline:
         raise LostRankError(
-            "not all processes of this training have come",
+            "not all ranks of this training have started",
             got=f"rank {ranks.rank} of {ranks.size} waits for {missing}",
-            try_="the same command again; on several machines, that each can reach the first",
+            try_="the same command again; on several machines, check that each can reach the first",
         )
     time.sleep(_POLL_SECONDS)

@@ -106,7 +106,7 @@ def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: Abstra
     """Distribute the model over the ranks; all start with the weights of rank 0."""
     if group.is_alone:
         return ParallelStrategy()
-    group.same(model)
+    group.broadcast_model(model)
     if plan.sharding == "full":
         # Imported only where it is needed: FSDP loads a large part of torch.
         from whet.distributed.sharded import ShardedStrategy

@@ -151,7 +151,7 @@ class Stepper:
             moved = mark()
             # With several ranks, no rank knows the sum of all weights yet.
             is_whole = len(micro) == num_samples and strategy.is_alone
-            with strategy.computing(is_last=is_last):
+            with strategy.micro_batch_context(is_last=is_last):
                 with self.device.autocast(self._precision):
                     total, weight = parse_loss(strategy.call(loss, micro))
                 if weight is None:
@@ -189,7 +189,7 @@ class Stepper:
     def has_finite_weights(self) -> bool:
         """Whether all trained weights are finite; waits for the device once."""
         finite = [parameter.detach().isfinite().all() for parameter in self._parameters]
-        return bool(self.strategy.whole(torch.stack(finite).all()))
+        return bool(self.strategy.full(torch.stack(finite).all()))
 
     def abort(self) -> None:
         """Discard what an unfinished step left behind; the caller restores the weights."""
@@ -238,12 +238,12 @@ class Stepper:
         """Clip if configured; return the gradient norm where it was computed."""
         if self._clip is not None:
             clip = clip_foreach if self._can_clip_foreach else nn.utils.clip_grad_norm_
-            return self.strategy.whole(clip(self._parameters, self._clip))
+            return self.strategy.full(clip(self._parameters, self._clip))
         return self._grad_norm() if step and step % NORM_EVERY == 0 else None
 
     def _grad_norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return self.strategy.whole(norm)
+        return self.strategy.full(norm)
 
     def _check_finite(self, loss: Tensor) -> None:
         if not bool(loss.isfinite()):

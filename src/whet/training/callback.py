@@ -5,6 +5,7 @@ class StopBelow(whet.Callback):
         return whet.Action.STOP("good enough") if metrics["loss"] < 0.1 else whet.Action.NONE
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -222,7 +223,16 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's callbacks, by name; those without state are left out."""
-        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+        states = {name: state for name, callback in self._named() if (state := callback.state_dict())}
+        for name, state in states.items():
+            try:
+                json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                hint = "numbers, strings, lists and dicts; tensor.tolist() for a tensor"
+                raise UsageError(
+                    "the state of a callback must be plain JSON", got=f"{name}: {error}", try_=hint
+                ) from None
+        return states
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Restore the callbacks that are saved. Returns the names that only one side knows."""

@@ -35,7 +35,7 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
     """Load the newest checkpoint that every rank can read; a sharded model loads its own rows only."""
     if group.is_alone:
         return store.load_newest(folder, run_id=run_id)
-    steps = group.share(store.list_steps(folder) if group.is_first else None)
+    steps = group.broadcast(store.list_steps(folder) if group.is_first else None)
     return store.load_newest(
         folder, run_id=run_id, steps=steps, read=lambda path: load_on_all_ranks(path, model, group)
     )
@@ -51,7 +51,7 @@ def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapsho
         snapshot = store.load_checkpoint(path, wanted=wanted_rows(model))
     except WhetError as error:
         problem = [isinstance(error, DamagedCheckpointError), error.what, str(error.got), str(error.try_)]
-    problems = [(rank, *told) for rank, told in enumerate(group.gather(problem)) if told is not None]
+    problems = [(rank, *told) for rank, told in enumerate(group.all_gather(problem)) if told is not None]
     if not problems:
         assert snapshot is not None
         return snapshot
@@ -174,7 +174,7 @@ class Checkpointer:
         in_background = urgency != "last" and self._write_mode.is_background and has_room
         # A background write needs a copy: the next step changes the live tensors.
         held = self._staging.copy(snapshot) if in_background else snapshot
-        turn = group.exchange.next_turn() if self._is_sharded else 0
+        turn = group.store.next_turn() if self._is_sharded else 0
 
         def check() -> None:
             self._check_disk_space(held.num_bytes * (group.ranks.size if self._is_sharded else 1), best=best)
@@ -182,7 +182,7 @@ class Checkpointer:
         def job(write: PendingWrite) -> None:
             run.log.fsync()
             if self._is_sharded:
-                write.num_bytes = save_sharded(folder, held, step=step, exchange=group.exchange, turn=turn, check=check)
+                write.num_bytes = save_sharded(folder, held, step=step, exchange=group.store, turn=turn, check=check)
             else:
                 check()
                 write.num_bytes = store.save_checkpoint(folder, held, step=step)
@@ -211,7 +211,7 @@ class Checkpointer:
 
     def _as_rank_zero(self, answer: bool) -> bool:
         """The answer of rank 0, where all ranks must do the same."""
-        return bool(self._run.group.share(answer)) if self._is_sharded else answer
+        return bool(self._run.group.broadcast(answer)) if self._is_sharded else answer
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
         needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
@@ -300,7 +300,7 @@ class Checkpointer:
         """Load the newest checkpoint, after a write that is running."""
         self.close()
         # The other ranks wait until rank 0 has written.
-        self._run.group.wait()
+        self._run.group.barrier()
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
     def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:

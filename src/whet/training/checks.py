@@ -219,7 +219,7 @@ def check_ranks_agree(
     """Refuse, on all ranks, a training that differs on one of them: the loss would not show it."""
     if group.is_alone:
         return
-    facts = group.gather(
+    facts = group.all_gather(
         {
             **training.as_json(),
             **_optimizer_facts(optimizer),

@@ -57,7 +57,13 @@ class Evaluator:
         model, ema = stepper.model, stepper.ema
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
-        with torch.no_grad(), preserve_rng(device), averaged, stepper.strategy.evaluating(), device.compute_context():
+        with (
+            torch.no_grad(),
+            preserve_rng(device),
+            averaged,
+            stepper.strategy.evaluation_context(),
+            device.compute_context(),
+        ):
             model.eval()
             try:
                 return self._metrics(evaluate, data)
@@ -80,14 +86,19 @@ class Evaluator:
         if group.is_alone:
             return _normalized(evaluate(model, self.batches(data)))
         if isinstance(evaluate, ShardedEvaluation):
-            own = self._micro_batches(data, RankShare(rank=group.ranks.rank, size=group.ranks.size))
-            # Micro-batches that do not count only keep the ranks in step.
-            tallies = group.gather(evaluate.tally(model, (micro for micro in own if micro.is_counted)))
+            tallies = group.all_gather(evaluate.tally(model, self._own_batches(data)))
             metrics = _normalized(evaluate.conclude(model, tallies)) if group.is_first else None
         else:
             metrics = _normalized(evaluate(model, self.batches(data))) if group.is_first else None
-        shared: dict[str, Any] = group.share(metrics)
+        shared: dict[str, Any] = group.broadcast(metrics)
         return shared
+
+    def _own_batches(self, data: Any) -> Iterator[MicroBatch]:
+        """The part of the data that this rank evaluates; all ranks together see every sample once."""
+        ranks = self._run.group.ranks
+        micro_batches = self._micro_batches(data, RankShare(rank=ranks.rank, size=ranks.size))
+        # Micro-batches that do not count only keep the ranks in step.
+        return (micro for micro in micro_batches if micro.is_counted)
 
     def _micro_batches(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
         device, plan = self._run.device, self._run.plan

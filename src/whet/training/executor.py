@@ -138,7 +138,7 @@ class Executor:
                 raise
             except RetryStepError as error:
                 # Raised on every rank, before its update. All of them undo the step, or none continues.
-                if any(run.group.most([float(not self._undo())])):
+                if any(run.group.all_reduce_max([float(not self._undo())])):
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 continue
             except WrongReplayError as error:
@@ -273,7 +273,7 @@ class Executor:
             problem = release_traceback(error)
             self._check_single_rank(problem)
         else:
-            needed = int(run.group.most([float(needed)])[0])
+            needed = int(run.group.all_reduce_max([float(needed)])[0])
             run.use_plan(
                 make_plan(
                     plan.machine,

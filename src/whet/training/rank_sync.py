@@ -57,7 +57,7 @@ class RankSync:
             has_failed,
             self._clock() - self._synced_at,
         ]
-        stop, save, rollback, is_non_finite_any, has_failed_any, seconds = self._group.most([float(n) for n in mine])
+        stop, save, rollback, is_non_finite_any, has_failed_any, seconds = self._group.all_reduce_max([float(n) for n in mine])
         self._schedule_next(step, seconds=seconds)
         merged = replace(action, save=int(save), signal=int(stop))
         if stop and action.stop is None:

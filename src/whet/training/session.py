@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import DivergedError, UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.keywords import TrainingKeywords
 from whet.data.batch import GlobalBatch, MicroBatch
@@ -46,6 +46,8 @@ from whet.training.tune import OpenStepBench, report_lines, tuned_plan
 from whet.verify.trainable import OutputFunction
 
 _ALL_DONE = "all steps of this session are done"
+MAX_ROLLBACKS = 40
+"""Rollbacks in one session, by the NaN guard and by callbacks; the guard itself gives up earlier."""
 
 
 class Session:
@@ -143,6 +145,7 @@ class Session:
             self.run = setup(self.config, self.state, self._closing)
             self._sync = RankSync(self.run.group)
             self._first_epoch = self.state.epoch
+            self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
             self.run.callbacks.on_start(self.run)
             self.run.log_news()
             if not self.model.training:
@@ -336,7 +339,7 @@ class Session:
         if run.folder is None:
             return False
         # Rank 0 decides: others may see what it has written a little later.
-        return bool(run.group.share(self._has_logged(prefix) if run.group.is_first else None))
+        return bool(run.group.broadcast(self._has_logged(prefix) if run.group.is_first else None))
 
     @property
     def exit_code(self) -> int:
@@ -369,6 +372,9 @@ class Session:
 
     def _roll_back(self, reason: str) -> None:
         self._num_rollbacks += 1
+        if self._num_rollbacks > MAX_ROLLBACKS:
+            hint = "a callback that asks for a rollback only if repeating the steps can help"
+            raise DivergedError(f"the run was rolled back {MAX_ROLLBACKS} times", got=reason, try_=hint)
         self.run.roll_back(reason)
 
     def _is_session_over(self, batch: GlobalBatch) -> bool:
@@ -383,9 +389,9 @@ class Session:
             # The final checkpoint is written on the way out.
             assert failure is not None
             raise failure[1]
-        messages = run.group.gather(None if failure is None else f"{failure[0]}: {failure[1]}")
+        messages = run.group.all_gather(None if failure is None else f"{failure[0]}: {failure[1]}")
         self._save("last")
-        run.group.wait()
+        run.group.barrier()
         if failure is not None:
             raise failure[1]
         rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)

@@ -264,7 +264,7 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
     """
     model, path = config.model, config.path
     group = current_group()
-    is_new = group.share(not run_exists(path))
+    is_new = group.broadcast(not run_exists(path))
     if path is not None and not is_new and group.is_first:
         # Locked before it is read: two processes must not resume one run.
         closing.enter_context(lock.acquire(path))
@@ -276,7 +276,7 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
     # Which rows of a checkpoint a rank needs is known once the model is sharded.
     is_sharded = not group.is_alone and plan.sharding == "full"
     found = None if is_sharded else _find_checkpoint(start.run, model, group)
-    has_any = is_sharded and start.run is not None and bool(group.share(store.list_steps(start.run.checkpoints)))
+    has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
     if found is None and not has_any and config.init_from is not None:
         load_weights(config.init_from, model)
     closing.enter_context(deterministic(plan.deterministic == "on"))
@@ -355,7 +355,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             command=config.command,
         )
         run.closing.enter_context(lock.acquire(run.folder.path))
-    group.wait()
+    group.barrier()
     if run.folder is None and path is not None:
         run.folder = open_run(path)
     for name, content in config.attach.items():
@@ -416,4 +416,4 @@ def _find_checkpoint(folder: Run | None, model: nn.Module, group: RankGroup) -> 
 
 
 def _plan_of_first_rank(plan: Plan, group: RankGroup) -> Plan:
-    return plan if group.is_alone else read_plan(group.share(plan.as_json()), where="the plan of rank 0")
+    return plan if group.is_alone else read_plan(group.broadcast(plan.as_json()), where="the plan of rank 0")

@@ -168,7 +168,7 @@ class StartChecks:
             # The comparison held more memory than steps do.
             device.memory.empty_cache()
             is_unusable = parity is not None and not parity.is_usable
-            if not any(run.group.most([float(is_unusable)])):
+            if not any(run.group.all_reduce_max([float(is_unusable)])):
                 until.push(undo.pop_all())
                 error = None if parity is None else parity.largest
                 self._log(f"compiled: {problem or parity}", start=start, step=step, error=error)
