@@ -48,23 +48,22 @@ class RankSync:
         """Merge the actions of all ranks. Every rank must call it after the same step."""
         if self._group.is_alone:
             return AgreedAction(action=action, is_non_finite=is_non_finite, has_failed=has_failed)
-        stop = float(action.signal or (_STOP_WITHOUT_SIGNAL if action.stop else 0.0))
-        mine = [
-            stop,
-            action.save,
-            action.rollback is not None,
-            is_non_finite,
-            has_failed,
+        mine = (
+            float(action.signal or (_STOP_WITHOUT_SIGNAL if action.stop else 0.0)),
+            float(action.save),
+            float(action.rollback is not None),
+            float(is_non_finite),
+            float(has_failed),
             self._clock() - self._synced_at,
-        ]
-        stop, save, rollback, is_non_finite_any, has_failed_any, seconds = self._group.all_reduce_max([float(n) for n in mine])
+        )
+        stop, save, rollback, non_finite, failed, seconds = self._group.all_reduce_max(mine)
         self._schedule_next(step, seconds=seconds)
         merged = replace(action, save=int(save), signal=int(stop))
         if stop and action.stop is None:
             merged = replace(merged, stop="another rank asked to stop")
         if rollback and action.rollback is None:
             merged = replace(merged, rollback="another rank asked to roll back")
-        return AgreedAction(action=merged, is_non_finite=bool(is_non_finite_any), has_failed=bool(has_failed_any))
+        return AgreedAction(action=merged, is_non_finite=bool(non_finite), has_failed=bool(failed))
 
     def _schedule_next(self, step: int, *, seconds: float) -> None:
         steps = 1 if self._synced_step is None else max(1, step - self._synced_step)
