@@ -14,11 +14,11 @@ from whet.machine.pressure import read_conditions
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import load_recipe
 
+# Limit for finding the global batch size before a training; usually it takes much less.
 BATCH_SIZE_BUDGET_SECONDS = 20.0
-"""Limit for finding the global batch size before a training; usually it takes much less."""
 _BENCH_TARGET = "whet.api.autotune:open_bench"
+# Of the memory that is free at the start: a bench that takes more is ended before the system kills something else.
 _MAX_MEMORY_SHARE = 0.9
-"""Of the memory that is free at the start: a bench that takes more is ended before the system kills something else."""
 
 
 def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> ProcessStepBench:
@@ -50,6 +50,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
     from whet.training.step_bench import LocalStepBench
     from whet.training.training_config import parse_training_config
 
+    # As in a real run: the same data, model and optimizer.
     made = prepare_recipe(recipe, config)
     machine, conditions = current_machine()
     overrides = ResolvedConfig(config=config, given=tuple(arguments["given"])).overrides

@@ -25,14 +25,14 @@ from whet.recipes.recipe import Recipe
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 from whet.run.folder import installed_versions
 
+# Of the budget: whatever still runs then is ended.
 _DEADLINE_SHARE = 1.05
-"""Of the budget: whatever still runs then is ended."""
 _SEARCH_SHARE = 0.4
 _BATCH_SHARE = 0.25
+# Of the budget, for models of other sizes: each starts its own process.
 _PRESET_SHARE = 0.5
-"""Of the budget, for models of other sizes: each starts its own process."""
+# Shares of the time: these sweeps have more values, or matter more.
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
-"""Shares of the time: these sweeps have more values, or matter more."""
 _PRESETS_HINT = 'presets = {"small": {"arch.layers": 2}} in the recipe, or another --sweep'
 
 LogLine = Callable[[str], None]
@@ -83,6 +83,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             _log_all(result.words, log)
         context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_conditions=ConditionsReader())
         sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
+        # Before and after the sweeps: other load on the machine makes the numbers doubtful, and is reported.
         context.cpu_use.append(cpu_percent() or 0.0)
         sweeps += _measure_sweeps(request, context, ends_at=sweeps_end, log=log)
         context.cpu_use.append(cpu_percent() or 0.0)
@@ -145,6 +146,7 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
 @contextmanager
 def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBench]:
     steps = recipe_bench(request.what, request.resolved, device=request.device)
+    # A hard limit: a step that hangs would otherwise hold the whole benchmark.
     steps.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
     try:
         steps.__enter__()
@@ -198,6 +200,7 @@ def _sweep_presets(
         args = [*request.args, *(f"{key}={value}" for key, value in changes.items())]
         resolved = resolve_config(request.recipe.Config, args, file=request.config_file, can_measure=True)
         resolved = resolved.with_batch(chosen) if chosen else resolved
+        # The remaining time, divided evenly by the remaining presets.
         until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)
         steps = recipe_bench(request.what, resolved, device=request.device)
         steps.ends_at = until

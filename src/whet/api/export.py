@@ -31,6 +31,7 @@ def export_model(
     if not (loaded.supports("predict") and loaded.supports("write_model_files")):
         raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
 
+    # Writes to a draft folder, which is renamed when it is complete: an export exists fully or not at all.
     def fill(draft: Path) -> list[str]:
         model, _, step = load_predictor(loaded, run, checkpoint=checkpoint)
         details = loaded.write_model_files(model, run.metadata, draft, to=to)

@@ -43,6 +43,7 @@ def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], 
         "given": list(resolved.given),
         "device": device,
     }
+    # Reports missing data and invalid combinations before a process is started.
     recipe.describe(resolved.config)
     return ProvableTraining(target=_SEGMENT_TARGET, arguments=arguments)
 
@@ -58,6 +59,7 @@ def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> Non
     from whet.recipes.runner import train_recipe
 
     segment = config.model_copy(update=segment_changes(config, steps=arguments["steps"], every=arguments["every"]))
+    # Listed as given, so that the plan keeps the checkpoint interval of the proof.
     resolved = ResolvedConfig(config=segment, given=(*arguments["given"], "checkpoint_steps"))
     command = ["whet", "prove", arguments["recipe"]]
     train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, on_event=on_event)

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 _TRIAL_TARGET = "whet.api.trial:train_trial"
+# File systems allow 255.
 _MAX_NAME_BYTES = 200
-"""File systems allow 255."""
+# Attribute of the Optuna study with a copy of the configuration, for machines that share only the storage.
 _STUDY_ATTRIBUTE = "whet"
-"""Attribute of the Optuna study with a copy of the configuration, for machines that share only the storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +205,7 @@ def run_search(
     devices = devices_for(prepared.device, jobs=jobs, log=log)
     durable.make_directory(folder)
     earlier_seconds = _earlier_seconds(folder)
+    # An error before the first write leaves no folder behind.
     with _remove_if_empty(folder), open_storage(storage, folder=folder) as opened:
         if saved is not None:
             _check_storage(opened, config, url=storage)
@@ -312,9 +313,11 @@ def _make_task(
     config = prepared.config
     values, seed = settings(claimed)
     fixed = {**config.fixed, "seed": seed}
+    # Trials that share a CPU would oversubscribe it with one thread per core each.
     if jobs > 1 and device in ("auto", "cpu") and "threads" not in fixed:
         fixed["threads"] = max(1, (psutil.cpu_count(logical=False) or 1) // jobs)
     args = [as_argument(key, value) for key, value in {**fixed, **values}.items()]
+    # Fails here, in the parent, if a combination of settings is invalid.
     resolve_config(load_recipe(prepared.recipe).Config, args)
     run = prepared.folder / f"{part}-{claimed.number:04d}"
     # A run that was started on another machine is not here, so its trial starts over.

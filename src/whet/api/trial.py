@@ -44,6 +44,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
         if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
             return
         is_last = total_steps is not None and fields["step"] >= total_steps
+        # Trials are compared at the same evaluation, counted from 1; the last one may come early.
         number = math.ceil(fields["step"] / every)
         if not channel.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
             request_stop()

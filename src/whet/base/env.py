@@ -9,6 +9,7 @@ HOME_VARIABLE = "WHET_HOME"
 
 def home() -> Path:
     """Return the folder for what outlives a run (evidence, caches): $WHET_HOME, else the user's cache folder."""
+    # Empty counts as unset, as for most Unix programs.
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -30,6 +31,7 @@ def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) ->
 
     `defaults` are values that a library writes itself, so that they are not the user's choice.
     """
+    # Written to os.environ, not passed on: the library reads it in this process, when it is imported.
     for name, value in values.items():
         if read(name) is None or read(name) in defaults:
             os.environ[name] = value

@@ -24,6 +24,7 @@ class WhetError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, got: object = None, try_: str | None = None) -> None:
+        # Exception.args hold all three, so that repr() shows them.
         super().__init__(what, got, try_)
         self.what = what
         self.got = None if got is None else str(got)
@@ -68,5 +69,6 @@ def closest_match(word: str, options: Iterable[str]) -> str | None:
     >>> closest_match("epcohs", ["epochs", "lr"])
     'epochs'
     """
+    # 0.6 is difflib's default: "epcohs" matches "epochs", unrelated words do not.
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return matches[0] if matches else None

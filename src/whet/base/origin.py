@@ -20,6 +20,7 @@ def code_origin(file: str) -> CodeOrigin:
         return "python"
     if path.is_relative_to(_WHET_FOLDER):
         return "recipe" if path.is_relative_to(_WHET_FOLDER / "recipes") else "whet"
+    # Before libraries: torch is usually installed in site-packages too.
     if any(path.is_relative_to(folder) for folder in _torch_folders()):
         return "torch"
     if any(name in path.parts for name in _LIBRARY_FOLDERS):

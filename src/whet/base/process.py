@@ -51,6 +51,7 @@ def gc_disabled() -> Iterator[None]:
     Existing objects are frozen, so that collections between epochs look at new ones only.
     """
     was_enabled = gc.isenabled()
+    # disable() alone is not enough: gc.collect() between epochs would still visit every object of torch.
     gc.disable()
     gc.freeze()
     try:

@@ -2,8 +2,8 @@
 
 import math
 
+# One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB.
 GB = 1024**3
-"""One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB."""
 
 _BYTE_STEPS = (("TB", 1024**4), ("GB", GB), ("MB", 1024**2), ("kB", 1024))
 _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
@@ -31,6 +31,7 @@ def format_seconds(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return "unknown"
+    # Up to 0.95, so that 0.97 is not shown as 970 ms but as 1.0 s.
     if seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:

@@ -42,8 +42,8 @@ ScheduleName = Literal["constant", "linear", "cosine", "plateau"]
 Switch = Annotated[OnOff, BeforeValidator(_parse_switch)]
 BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 
+# Names of other tools for our keys.
 ALIASES = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
-"""Names of other tools for our keys."""
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 MAX_SEEDS = 10_000
@@ -61,6 +61,7 @@ class OptionsModel(BaseModel):
     5
     """
 
+    # coerce_numbers_to_str: `name=2024` on the command line is parsed as a number, but names are text.
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -74,6 +75,7 @@ class OptionsModel(BaseModel):
             field = copy.copy(cls.model_fields[name])
             field.default = default
             cls.model_fields[name] = field
+        # pydantic compiles a validator per class: without a rebuild it would keep the old defaults.
         if own:
             cls.model_rebuild(force=True)
 
@@ -113,6 +115,7 @@ class SessionOptions(TrainingOptions):
         """Optimizer steps of the whole run; None if the data has no length and no limit is set."""
         if num_samples is None:
             return self.max_steps
+        # The last batch of an epoch may be smaller, and is one step too.
         steps = self.epochs * -(-num_samples // self.global_batch_size)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 

@@ -15,6 +15,7 @@ from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
 from whet.plan.workload import AutoBatch
 
+# What pydantic's errors mean, in a user's words.
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -28,7 +29,6 @@ _EXPECTED = {
     "tuple_type": "a list such as [a,b]",
     "callable_type": "a function",
 }
-"""What pydantic's errors mean, in a user's words."""
 
 C = TypeVar("C", bound=CommonConfig)
 Options = TypeVar("Options", bound=OptionsModel)
@@ -70,11 +70,13 @@ def resolve_config(
     known = known_keys(model)
     for keys, where in ((from_file, str(file)), (from_args, "the command line"), (parsed.dropped, "the command line")):
         _check_keys(keys, known, f"unknown key in {where}")
+    # `~key` drops the file's value, so that the default counts.
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
         if not can_measure:
             raise auto_batch_error("this command does not measure")
+        # The default takes its place until the size is measured; lr is meant for the default.
         del flat["global_batch_size"]
     return ResolvedConfig(config=_validate(model, nest(flat)), given=tuple(sorted(flat)), is_batch_open=is_batch_open)
 
@@ -107,6 +109,7 @@ def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldIn
 
 
 def _group_model(annotation: Any) -> type[BaseModel] | None:
+    # A group may be optional: `arch: TextArch | None`.
     for part in (annotation, *get_args(annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
@@ -132,6 +135,7 @@ def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], error: str)
             continue
         if key in groups:
             raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
+        # "layers" is probably meant to be "arch.layers", however similar other keys are.
         in_group = next((name for name in known if name.endswith(f".{key}")), None)
         meant = in_group or closest_match(key, known)
         hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
@@ -151,6 +155,7 @@ def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) 
     key = _key_of_error(details[0], known)
     if details[0]["type"] == "missing":
         return UsageError(f"{key} is missing", got=f"no {key}", try_=f"{key}=... ({known[key].description})")
+    # A union reports one error per member: list each expectation once, in order.
     expected = dict.fromkeys(_expected_text(detail) for detail in details if _key_of_error(detail, known) == key)
     field = known.get(key)
     hint = None

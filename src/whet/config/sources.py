@@ -36,6 +36,7 @@ def _read_text(path: Path) -> str:
         raise UsageError("the config file cannot be read", got=f"{path}: not a file", try_="check the path")
     try:
         with path.open("rb") as file:
+            # One byte more than allowed, to notice a larger file without reading all of it.
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(
@@ -93,6 +94,7 @@ def _nesting_depth(content: Any) -> int:
     """Return how deeply groups are nested, computed without recursion."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
+        # Breadth first, one level at a time: a file nested 100,000 deep must not overflow the stack.
         level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
     return depth - 1
 
@@ -134,6 +136,7 @@ def parse_args(args: Iterable[str]) -> ParsedArgs:
             values.pop(key, None)
             dropped[key] = None
             continue
+        # Hydra's + and ++ add a key; here every key is declared, so they mean the same as a plain one.
         name, equals, text = word.lstrip("+").partition("=")
         if not equals:
             meant = f"data={word}" if _is_file(word) else f"{word}=VALUE"
@@ -155,6 +158,7 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
     (0.0001, None, [1, ['a', 'b,c']], 3.0)
     """
     text = text.strip()
+    # Quotes keep a value as text: name="42".
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     if text.startswith("["):
@@ -165,6 +169,7 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
         return [parse_value(item, word, depth=depth + 1) for item in _split_items(text[1:-1], word)]
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
+    # A longer one becomes a float below, which validation rejects.
     if _INTEGER.fullmatch(text) and len(text) <= _MAX_DIGITS:
         return int(text)
     try:

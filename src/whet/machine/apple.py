@@ -47,6 +47,7 @@ def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
     fast = positive_number(sysctl.get("hw.perflevel0.physicalcpu"))
     if levels is None:
         return CoreClusters(fast, None)
+    # At most 8 levels are read: a wrong hw.nperflevels must not cause a long loop.
     rest = [positive_number(sysctl.get(f"hw.perflevel{level}.physicalcpu")) for level in range(1, min(levels, 8))]
     known = [cores for cores in rest if cores is not None]
     return CoreClusters(fast, sum(known) if len(known) == levels - 1 else None)
@@ -257,6 +258,7 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
         if sys.platform != "darwin":
             return None
         libc = ctypes.CDLL(None)
+    # notify(3): register a token for the key, read its state, and give the token back.
     token, state = ctypes.c_int(), ctypes.c_uint64()
     try:
         if libc.notify_register_check(_THERMAL_KEY, ctypes.byref(token)) != 0:
@@ -272,6 +274,7 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 def memory_pressure(*, libc: Any = None) -> int | None:
     """Return the kernel's memory pressure, 1, 2 or 4, without starting a program; None on other systems."""
+    # 8 bytes hold an int as well as a long; macOS is always little-endian.
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
 
@@ -298,6 +301,7 @@ def _sysctl(name: bytes, most_bytes: int, *, libc: Any) -> bytes | None:
 
 def has_apple_silicon(answers: MacReadings) -> bool | None:
     """Whether the Mac is Apple silicon, even if this Python runs under Rosetta."""
+    # proc_translated is 1 only under Rosetta, which only Apple silicon has.
     if parse_flag(answers.sysctl, "sysctl.proc_translated"):
         return True
     if (answers.hardware.chip or "").startswith("Apple "):

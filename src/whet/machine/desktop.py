@@ -48,14 +48,15 @@ def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
 _MAX_CHARACTERS = 200
 _APPLE_SCRIPT = ("on run words", "display notification (item 2 of words) with title (item 1 of words)", "end run")
 _SILENT_TERMINALS = ("dumb", "linux")
+# These support rxvt's notification; most others support iTerm's, or ignore it.
 _OTHER_TERMINALS = ("rxvt", "foot")
-"""These support rxvt's notification; most others support iTerm's, or ignore it."""
 
 
 def notify(title: str, text: str, *, terminal: TextIO | None = None, run: ProgramRunner = run_program) -> str | None:
     """Show a notification; return None if that was possible, else the reason."""
     title, text = _clean_text(title), _clean_text(text)
     command, problem = desktop_command(title, text)
+    # run() returns the output, which may be empty; None means that the program failed.
     if command is not None and run(command) is not None:
         return None
     if terminal is not None and terminal.isatty():

@@ -97,6 +97,7 @@ def find_chip(name: str | None) -> Chip | None:
     >>> find_chip("m5 pro").name, find_chip("Apple M9")
     ('Apple M5 Pro', None)
     """
+    # "Apple M2", "apple m2" and "M2" are the same chip.
     words = (name or "").casefold().split()
     if words[:1] == ["apple"]:
         words = words[1:]
@@ -114,6 +115,7 @@ def known_machine_names() -> tuple[str, ...]:
 
 def load_machine(name_or_file: str | Path) -> Machine:
     """Load a known machine by name, or from a file written by `whet probe --json`."""
+    # Names take precedence: a file in the working folder must not hide a known machine.
     if str(name_or_file) in known_machine_names():
         file = resources.files("whet.machine").joinpath("known", f"{name_or_file}.json")
         return parse_machine(file.read_text(encoding="utf-8"), where=str(name_or_file))
@@ -129,6 +131,7 @@ def parse_machine(text: str, *, where: str) -> Machine:
         raise UsageError(
             f"{where} is not JSON", got=str(error)[:200], try_="whet probe --json > machine.json"
         ) from None
+    # `whet probe --json` prints the conditions too; a plan for another machine ignores them.
     if isinstance(data, dict) and "machine" in data:
         return ProbeResult.from_json(data, where=where).machine
     return Machine.from_json(data, where=where)

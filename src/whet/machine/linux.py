@@ -12,11 +12,11 @@ import psutil
 from whet.machine.facts import Conditions, CpuFacts, Machine, OperatingSystem
 from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
+# Functions take another root in tests.
 ROOT = Path("/")
-"""Functions take another root in tests."""
 NVIDIA_VENDOR = "0x10de"
+# Names of native bf16 in /proc/cpuinfo: two on x86, two on Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
-"""Names of native bf16 in /proc/cpuinfo: two on x86, two on Arm."""
 
 Number = TypeVar("Number", int, float)
 
@@ -34,6 +34,7 @@ def linux_machine(*, root: Path = ROOT, architecture: str | None = None) -> Mach
     info = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
     limits = read_cgroup_limits(root)
     physical, logical = usable_cores(cores=info.cores, allowed=_affinity(), quota=limits.processors)
+    # Arm kernels do not list core ids, so psutil counts cores instead.
     if physical is None and logical is not None and info.cores is None:
         counted = psutil.cpu_count(logical=False)
         physical = min(counted, logical) if counted else None
@@ -68,9 +69,11 @@ def linux_conditions(*, root: Path = ROOT) -> Conditions:
 
 def has_nvidia_card(*, root: Path = ROOT) -> bool | None:
     """Whether an NVIDIA display device is on the PCI bus; None if the bus cannot be read."""
+    # A container may hide the bus: then it is unknown whether there is a card.
     devices = _entries(root / "sys/bus/pci/devices")
     if not devices:
         return None
+    # PCI class 0x03 is "display controller"; NVIDIA cards also have an audio function.
     displays = (d for d in devices if (read_text(d / "class") or "").startswith("0x03"))
     return any((read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in displays)
 
@@ -89,6 +92,7 @@ def parse_cpuinfo(text: str | None) -> CpuInfo:
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]
+    # A thread may run on any core, so a feature counts only if all cores have it.
     shared = set.intersection(*flags) if flags else set()
     return CpuInfo(
         name=clean_name(names[0]) if names else None,
@@ -101,6 +105,7 @@ def _cpu_blocks(text: str | None) -> list[dict[str, str]]:
     blocks: list[dict[str, str]] = []
     for line in complete_lines(text):
         key, separator, value = (part.strip() for part in line.partition(":"))
+        # Each block begins with its processor number.
         if key == "processor" and separator:
             blocks.append({})
         if separator and blocks:
@@ -215,6 +220,7 @@ def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
         limits = tightest(limits, read_cgroup_v2(folder))
     for folder in _cgroup_folders(mounted / "memory", groups.get("memory")):
         limits = tightest(limits, CgroupLimits(None, *_memory_v1(folder)))
+    # Version 1 mounts the CPU controller under either name.
     for name in ("cpu", "cpu,cpuacct"):
         for folder in _cgroup_folders(mounted / name, groups.get("cpu")):
             limits = tightest(limits, CgroupLimits(_processors_v1(folder)))
@@ -302,6 +308,7 @@ def _memory_left(limit: int | None, used: int | None, cached: int | None) -> int
 
 def _cgroup_folders(mounted: Path, group: str | None) -> list[Path]:
     """Return our group's folder and its parents: each may set a limit. A host path is missing inside a container."""
+    # The path comes from the kernel, but inside a container it may point outside of the mount.
     if group is None or ".." in group:
         return []
     steps = PurePosixPath(group.strip("/"))

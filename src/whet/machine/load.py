@@ -21,13 +21,14 @@ WRITE_SECONDS = 0.1
 _CHUNK_BYTES = 1024**2
 _MIN_FILE_BYTES = 4 * 1024**2
 _MAX_ENTRIES = 200
+# Bytes per second that no disk reaches: anything faster came from a cache.
 _CACHE_SPEED = 20e9
-"""Bytes per second that no disk reaches: anything faster came from a cache."""
 
 
 def disk_read_speed(folder: Path) -> float | None:
     """Measure the uncached read speed of the folder's disk in bytes per second, in about 0.3 s; None if impossible."""
     try:
+        # Reading an existing file writes nothing, so it is preferred over a temporary one.
         existing = _largest_file(folder)
         if existing is not None:
             with existing.open("rb", buffering=0) as file:
@@ -63,6 +64,7 @@ def _write_random(file: int) -> None:
 
 
 def _timed_read(file: int) -> float | None:
+    # Without this, the speed of memory would be measured.
     _drop_page_cache(file)
     start = time.monotonic()
     done = 0
@@ -88,8 +90,8 @@ def _drop_page_cache(file: int) -> None:
 
 
 SAMPLE_SECONDS = 0.2
+# A process that uses one core shows 90 to 110 % in so short a sample: CPU times have a resolution of 10 ms.
 BUSY_PERCENT = 90.0
-"""A process that uses one core shows 90 to 110 % in so short a sample: CPU times have a resolution of 10 ms."""
 MEMORY_SHARE = 0.1
 MAX_PROCESSES = 5
 
@@ -132,6 +134,7 @@ def heaviest_processes(
     heavy = []
     for pid, now in after.items():
         then = before.get(pid)
+        # Another name means that the pid was reused between the two samples.
         if then is None or then.name != now.name or seconds <= 0:
             continue
         percent = 100 * max(0.0, now.cpu_seconds - then.cpu_seconds) / seconds

@@ -32,6 +32,7 @@ NO_DRIVER = NvidiaCards("missing")
 def query_driver(*, run: ProgramRunner = run_program) -> NvidiaCards:
     """Query nvidia-smi; drivers before 510 do not know compute_cap, so they are queried again without it."""
     cards = parse_cards(run(_query_command(_QUERY_FIELDS), any_exit=True), fields=_QUERY_FIELDS)
+    # An old driver rejects the whole query when it does not know one field.
     if cards.driver == "not running":
         again = parse_cards(
             run(_query_command(_QUERY_FIELDS_BEFORE_510), any_exit=True), fields=_QUERY_FIELDS_BEFORE_510
@@ -69,6 +70,7 @@ def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
         return None
     values = dict(zip(fields, parts, strict=True))
     name, driver = clean_name(values["name"]), values["driver_version"]
+    # A version number in the third column is what distinguishes a table row from an error message.
     if name is None or not re.fullmatch(r"\d{1,5}(\.\d{1,5}){1,3}", driver, re.ASCII):
         return None
     megabytes = positive_number(values["memory.total"])
@@ -84,8 +86,8 @@ def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
 
 
 _NVML_LIBRARY = "libnvidia-ml.so.1"
+# nvml.h: software and hardware thermal slowdown.
 _THERMAL_REASONS = 0x20 | 0x40
-"""nvml.h: software and hardware thermal slowdown."""
 
 
 class GpuState(NamedTuple):

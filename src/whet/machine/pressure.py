@@ -17,17 +17,17 @@ from whet.machine import apple, linux, nvidia
 from whet.machine.facts import Conditions, PressureLevel, ThermalLevel
 from whet.machine.programs import ProgramRunner, complete_lines, run_program, whole_number
 
+# Of the last ten seconds: if processes waited for memory this long, it is noticeable.
 STALLED_PERCENT = 10.0
-"""Of the last ten seconds: if processes waited for memory this long, it is noticeable."""
+# Shares of available memory. Without swap, the kernel kills processes before stalls can warn.
 LOW_MEMORY_SHARE, CRITICAL_MEMORY_SHARE = 0.08, 0.03
-"""Shares of available memory. Without swap, the kernel kills processes before stalls can warn."""
+# Of the time between two readings: throttling for longer is heavy.
 HEAVY_SHARE = 0.1
-"""Of the time between two readings: throttling for longer is heavy."""
 
+# Programs are run again after this time; in between, their last output is used.
 PROGRAM_INTERVAL_SECONDS = 30.0
-"""Programs are run again after this time; in between, their last output is used."""
+# Short, because a session that ends waits for the reading in progress.
 PROGRAM_TIMEOUT_SECONDS = 2.0
-"""Short, because a session that ends waits for the reading in progress."""
 
 ReadConditions = Callable[[], Conditions]
 """Reads the current conditions. It is called from a thread during training, so it should wait rather than compute."""
@@ -54,6 +54,7 @@ class ConditionsReader:
         libc: Any = None,
         card: Callable[[], nvidia.GpuState] | None = None,
     ) -> None:
+        # Other systems have no sensors that we know: their conditions are all unknown.
         self._read = {"darwin": self._macos, "linux": self._linux}.get(system, Conditions)
         self._run, self._clock, self._root, self._libc = run, clock, root, libc
         self._card = card or nvidia.SingleGpuReader()
@@ -87,6 +88,7 @@ class ConditionsReader:
         card = self._card()
         before, now = self._throttle, (self._clock(), read_throttle_counters(self._root))
         self._throttle = now
+        # Counters only grow, so the first reading has nothing to compare with.
         thermal = None if before is None else thermal_level_between(before[1], now[1], seconds=now[0] - before[0])
         return known.model_copy(
             update={
@@ -124,6 +126,7 @@ def read_memory_stalls(root: Path = linux.ROOT) -> MemoryStalls:
     """Read the stalls of our control group if it counts them, else those of the whole machine."""
     group = linux.parse_cgroup_membership(linux.read_text(root / "proc/self/cgroup")).get("")
     own = None
+    # In a container, the machine's own stalls say nothing about its memory limit.
     if group is not None and ".." not in group:
         own = linux.read_text(root / "sys/fs/cgroup" / group.strip("/") / "memory.pressure")
     return parse_memory_stalls(own or linux.read_text(root / "proc/pressure/memory"))
@@ -173,6 +176,7 @@ def thermal_level_between(before: ThrottleCounters, now: ThrottleCounters, *, se
         return None
     if now.times <= before.times and now.milliseconds == before.milliseconds:
         return "nominal"
+    # Older kernels count events but not their duration.
     if before.milliseconds is None or now.milliseconds is None:
         return "moderate"
     return "heavy" if now.milliseconds - before.milliseconds >= HEAVY_SHARE * 1000 * seconds else "moderate"

@@ -19,8 +19,8 @@ from whet.machine.nvidia import NO_DRIVER, NvidiaCards
 from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
 
+# torch requires macOS 14.0 since 2.9 (pytorch/pytorch#159912).
 OLDEST_MACOS = 14
-"""torch requires macOS 14.0 since 2.9 (pytorch/pytorch#159912)."""
 
 _INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'; https://pytorch.org names the command for other builds"
 
@@ -41,6 +41,7 @@ def probe(*, folder: Path | None = None) -> ProbeResult:
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8
     """
+    # Importing torch in the child takes seconds, so the system is read in the meantime.
     with torch_query() as torch_info:
         system = read_system()
         conditions = complete_conditions(system.conditions, folder=folder or Path.cwd())
@@ -81,6 +82,7 @@ def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
         has_card_on_bus=system.has_card_on_bus,
         visible_devices=env.child_environment().get("CUDA_VISIBLE_DEVICES"),
     )
+    # With a CUDA GPU, the GPU is what people call the machine's chip.
     cards = [accelerator.name for accelerator in accelerators if accelerator.kind == "cuda"]
     return system.machine.model_copy(
         update={
@@ -109,6 +111,7 @@ def _mps_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Acceler
 def _cuda_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
     if not torch.cuda_available:
         return ()
+    # torch does not report the driver's version, nvidia-smi does; all cards share one driver.
     driver = next((card.driver for card in system.cards.cards if card.driver), None)
     return tuple(
         Accelerator(
@@ -188,6 +191,7 @@ def _is_old_macos(facts: DeviceFacts) -> bool:
     return major is not None and major < OLDEST_MACOS
 
 
+# In the order of certainty: a cause that rules out MPS on this machine comes before one that an installation can fix.
 _NO_MPS_CAUSES = (
     Cause(
         lambda s: s.os.name != "macOS",
@@ -227,6 +231,7 @@ _NO_MPS_CAUSES = (
     ),
 )
 
+# The driver comes before torch: without it, no build of torch could use the GPU.
 _NO_CUDA_CAUSES = (
     Cause(
         lambda s: s.os.name == "macOS",

@@ -292,6 +292,7 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
 )
 
+# Bugs of older torch: (fixed in, issue, what).
 BEFORE_2_11: tuple[tuple[str, str, str], ...] = (
     ("2.11", "#174861", "attention in half precision with grouped queries damaged memory"),
     ("2.10", "#165257", "random in-place operators wrote wrong places of tensors that are not contiguous"),
@@ -301,4 +302,3 @@ BEFORE_2_11: tuple[tuple[str, str, str], ...] = (
     ("2.4", "#118115", "Adam did not update transposed weights"),
     ("2.4", "#124335", "copies of 4 GiB and more were wrong"),
 )
-"""Bugs of older torch: (fixed in, issue, what)."""

@@ -7,30 +7,30 @@ from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 
+# Attention over at most MAX_SHORT_LENGTH positions with rotary embeddings.
 SHORT_ROTARY_ATTENTION = "short rotary attention"
-"""Attention over at most MAX_SHORT_LENGTH positions with rotary embeddings."""
+# Attention within spans: packed texts, and rows that hold several documents.
 SPAN_ATTENTION = "span attention"
-"""Attention within spans: packed texts, and rows that hold several documents."""
+# Group norms followed by SiLU or ReLU.
 GROUP_NORM_ACTIVATION = "group norm and activation"
-"""Group norms followed by SiLU or ReLU."""
+# Norms of a residual sum: a layer's output, optionally with dropout, plus its input; with or without weights.
 ADD_NORM = "add and norm"
-"""Norms of a residual sum: a layer's output, optionally with dropout, plus its input; with or without weights."""
 
+# What one program of the kernel holds; more would need a loop over blocks, as in torch's kernels.
 MAX_SHORT_LENGTH = 128
-"""What one program of the kernel holds; more would need a loop over blocks, as in torch's kernels."""
 _SHORT_HEAD_SIZES = (32, 64, 128)
+# With heads of 128 the backward kernel spills registers.
 _SPAN_HEAD_SIZES = (32, 64)
-"""With heads of 128 the backward kernel spills registers."""
 
+# Per program, unless one group has more: 64 bytes in half precision, two memory sectors.
 _MAX_CHANNELS = 32
-"""Per program, unless one group has more: 64 bytes in half precision, two memory sectors."""
+# What the registers of a program hold without spilling.
 _MAX_ELEMENTS = 16_384
-"""What the registers of a program hold without spilling."""
+# Of a row that a program holds together with its gradients.
 _MAX_WIDTH = 4096
-"""Of a row that a program holds together with its gradients."""
 
+# The CUDA compute capability (major) that the kernels were written for and measured on.
 _KERNEL_CAPABILITY = "9"
-"""The CUDA compute capability (major) that the kernels were written for and measured on."""
 _FLASH_CAPABILITY = 8.0
 _VARLEN_TORCH = 2, 10
 _HALF_PRECISIONS = ("bf16", "fp16")
@@ -106,6 +106,7 @@ def supports_group_norm(num_cells: int, width: int, num_groups: int) -> bool:
     >>> supports_group_norm(13 * 13, 128, 8), supports_group_norm(7 * 7, 24, 4), supports_group_norm(64 * 64, 512, 8)
     (True, False, False)
     """
+    # A power of two is the same number with one bit set.
     size = width // num_groups
     return size & (size - 1) == 0 and sum(cell_tiles(num_cells)) * size <= _MAX_ELEMENTS
 
@@ -118,6 +119,7 @@ def groups_per_program(num_cells: int, num_groups: int, size: int) -> int:
     """
     most = min(_MAX_CHANNELS, _MAX_ELEMENTS // sum(cell_tiles(num_cells)))
     count = 1
+    # More groups per program mean fewer, longer memory accesses, until registers run out.
     while num_groups % (2 * count) == 0 and 2 * count * size <= most:
         count *= 2
     return count

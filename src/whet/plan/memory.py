@@ -2,14 +2,14 @@
 
 from whet.plan.workload import GRADIENT_BYTES, Workload
 
+# Contexts, kernels and workspaces before the first tensor; 768 MB is typical of a CUDA context with cuBLAS.
 CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
-"""Contexts, kernels and workspaces before the first tensor; 768 MB is typical of a CUDA context with cuBLAS."""
 
+# Under autocast most, not all, activations are halved: norms, softmax and losses stay float32.
 _ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
-"""Under autocast most, not all, activations are halved: norms, softmax and losses stay float32."""
 
+# With activation checkpointing only the inputs of blocks stay, plus one block's activations during backward.
 _CHECKPOINTING_SHARE = 0.3
-"""With activation checkpointing only the inputs of blocks stay, plus one block's activations during backward."""
 
 
 def predict_memory_parts(
@@ -27,6 +27,7 @@ def predict_memory_parts(
     """
     if workload.activation_bytes is None:
         return None
+    # Measured or counted in float32 for one sample of the maximum length, so this is an upper bound.
     activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
     if is_checkpointed:
         activations *= _CHECKPOINTING_SHARE

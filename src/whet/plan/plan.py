@@ -63,6 +63,7 @@ def make_plan(
 
     Needs no torch, and the machine need not be this one.
     """
+    # None leaves a setting open, as if it were not given.
     overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
     measured, conditions = measured or {}, conditions or Conditions()
     _check_setting_names({*overrides, *measured})
@@ -71,6 +72,7 @@ def make_plan(
     context = RuleContext(machine=machine, conditions=conditions, workload=workload, settings=settings)
     for rule in ALL_RULES:
         settings[rule.setting] = _decide(rule, context, overrides, measured)
+        # Both settings are known now, and all later rules depend on the device.
         if rule.setting == "on_device_failure":
             _resolve_missing_device(context, settings)
     return Plan(
@@ -122,6 +124,7 @@ def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> 
 def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: str) -> Plan:
     """Return the plan with the largest even split of the global batch into micro-batches of `at_most` samples."""
     whole = plan.workload.global_batch_size
+    # Equal parts: with 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
     num_parts = -(-whole // at_most)
     micro = -(-whole // num_parts)
     evidence = {"problem": problem, "before": plan.micro_batch}
@@ -152,6 +155,7 @@ def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
 
 def read_plan(data: object, *, where: str) -> Plan:
     """Read a plan from its JSON; `where` names the source in errors."""
+    # Checked before validation, which would complain about the first unknown key instead.
     version = data.get("format_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise WhetError(
@@ -174,6 +178,7 @@ def read_plan(data: object, *, where: str) -> Plan:
 def _decide(
     rule: Rule, context: RuleContext, overrides: Mapping[str, Scalar], measured: Mapping[str, MeasuredSetting]
 ) -> Setting:
+    # The rule runs even if its value is overridden, so that the plan can show what it would have chosen.
     by_rule = rule.decide(context)
     evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
     if rule.setting in overrides:
@@ -185,6 +190,7 @@ def _decide(
         reason = "set by you" if value == by_rule.value else f"set by you; the rule would choose {by_rule.value}"
         return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})
     if rule.setting in measured:
+        # The evidence of the measurement replaces the rule's: it is what the decision is based on.
         best = measured[rule.setting]
         return Setting(value=best.value, reason=best.reason, source="measured", evidence=best.evidence)
     return Setting(value=by_rule.value, reason=by_rule.reason, source="rule", evidence=evidence)

@@ -17,8 +17,8 @@ SettingRow = tuple[str, str, str, str]
 """A setting for the terminal: name, value, why, from."""
 
 _MIN_REASON_WIDTH = 24
+# A corrupt plan may hold a reason of megabytes, which would take a minute to wrap.
 _MAX_REASON = 4_100
-"""A corrupt plan may hold a reason of megabytes, which would take a minute to wrap."""
 _MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
 
 
@@ -52,6 +52,7 @@ def settings_rows(plan: Plan) -> list[SettingRow]:
     return [
         (name, format_value(setting.value), setting.reason, _source_text(setting))
         for name, setting in plan.settings.items()
+        # An override is always shown, even where it has no effect.
         if setting.value not in (None, "unused") or setting.source == "you"
     ]
 
@@ -65,6 +66,7 @@ def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
     why = width - name - value - source - 6
     if why < _MIN_REASON_WIDTH:
         return [line for row in rows for line in _stacked_row(row, width=width)]
+    # No wider than the longest reason, so that the last column stays near.
     why = min(why, max(len(row[2]) for row in table))
     lines: list[str] = []
     for row in table:

@@ -43,6 +43,7 @@ class RuleContext(SettingValues):
         local = self.workload.local_size
         if self.device_type == "cpu":
             return local
+        # With more processes than devices, several share one device's memory.
         count = sum(accelerator.kind == self.device_type for accelerator in self.machine.accelerators)
         return -(-local // max(1, count))
 
@@ -82,6 +83,7 @@ def rule(rule_id: str, setting: str) -> Callable[[Callable[[RuleContext], Decisi
 
     def make(decide: Callable[[RuleContext], Decision]) -> Rule:
         what, sections = _parse_docstring(inspect.getdoc(decide) or "")
+        # Checked at import, so that an incomplete rule fails every test, not only the one of the docs.
         missing = [name for name in SECTIONS if not sections.get(name)]
         assert setting in DECLARED, f"rule {rule_id}: declare {setting} in plan/values.py"
         assert what, f"rule {rule_id} needs a first line"

@@ -56,6 +56,7 @@ def integer(least: int, most: int = 2**53) -> Constraint:
 
 POSITIVE = Constraint(
     text="a number above 0",
+    # bool is a subclass of int, but True is no number here.
     holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
 )
 DEVICE_NAME = Constraint(
@@ -78,6 +79,7 @@ class SettingValue(Generic[T]):
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> T:
+        # Not a plain attribute: settings are frozen values that also carry reason and evidence.
         settings: Mapping[str, Setting] = holder.settings
         if self._name not in settings:
             raise WhetError("the plan lacks a setting", got=f"no {self._name}", try_="another run folder, or --fresh")
@@ -143,8 +145,8 @@ class SettingValues:
     causal_mask = SettingValue[CausalMask]()
 
 
+# Every setting with its type and constraint, in the order of decision.
 DECLARED: Mapping[str, SettingValue[Any]] = {
     name: value for name, value in vars(SettingValues).items() if isinstance(value, SettingValue)
 }
-"""Every setting with its type and constraint, in the order of decision."""
 SETTING_NAMES = tuple(DECLARED)

@@ -8,11 +8,11 @@ from whet.plan.hazard_table import HAZARDS, Hazard, Release
 from whet.plan.memory import predict_memory
 from whet.plan.rule import RuleContext
 
+# Rows over which one matrix product may sum on M1 and M2 (pytorch/pytorch#177116).
 ROW_LIMIT = 32_768
-"""Rows over which one matrix product may sum on M1 and M2 (pytorch/pytorch#177116)."""
 
+# From this length on, one head's attention matrix of one sample takes 4 MB and more in float32.
 _LONG_SEQUENCE = 1024
-"""From this length on, one head's attention matrix of one sample takes 4 MB and more in float32."""
 _HAZARDS_PAGE = "docs/hazards.md"
 _MAX_HAZARD_LINES = 2
 _HUGE_BATCH = 65_536
@@ -103,6 +103,7 @@ def _row_limit_advice(context: RuleContext) -> str:
 
 
 def _applies(hazard: Hazard, machine: Machine) -> bool:
+    # `is False`: an unknown version (None) counts as affected.
     if hazard.fixed_in is not None and machine.torch.is_before(*hazard.fixed_in) is False:
         return False
     gpu = machine.accelerator("mps")
@@ -112,6 +113,7 @@ def _applies(hazard: Hazard, machine: Machine) -> bool:
     macos = _parse_release(machine.os.version)
     if macos is None:
         return True
+    # Both ends are optional: some bugs came with a macOS release, some went with one.
     is_old_enough = hazard.macos_until is None or macos < hazard.macos_until
     return is_old_enough and (hazard.macos_from is None or macos >= hazard.macos_from)
 

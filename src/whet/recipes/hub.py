@@ -1,5 +1,6 @@
 """Errors of the Hugging Face Hub in plain words."""
 
+# The first match counts; by name, because the library may not be installed.
 _HUB_ERRORS = (
     ("GatedRepoError", "gated repository: request access first"),
     ("RepositoryNotFoundError", "no such repository on the hub, or it is private"),
@@ -9,7 +10,6 @@ _HUB_ERRORS = (
     ("LocalEntryNotFoundError", "the hub cannot be reached"),
     ("ConnectionError", "the hub cannot be reached"),
 )
-"""The first match counts; by name, because the library may not be installed."""
 
 
 def explain_hub_error(error: BaseException) -> tuple[str, str]:

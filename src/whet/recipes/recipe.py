@@ -192,6 +192,7 @@ class Recipe:
         >>> Recipe().supports("predict")
         False
         """
+        # Like Lightning's is_overridden: a default that raises is not support.
         return getattr(type(self), method) is not getattr(Recipe, method)
 
     def _unsupported(self, action: str) -> UsageError:
@@ -260,6 +261,7 @@ def _import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Registered, because pickle and dataclasses look up a class by its module.
     sys.modules.setdefault(path.stem, module)
     # Modules beside the file can be imported, as for any script; last, so that they shadow nothing.
     if str(path.parent.absolute()) not in sys.path:
@@ -270,6 +272,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _import_module(name: str) -> Any:
+    # `module:factory` is looked up in the current folder first, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
     try:
         return _import_checked(lambda: importlib.import_module(name), name)

@@ -23,10 +23,10 @@ from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
 from whet.training.workload import count_parameters, describe_workload, layer_kinds
 
+# Of all steps, for warmup_steps=auto.
 _WARMUP_SHARE = 0.06
-"""Of all steps, for warmup_steps=auto."""
+# Parts of a recipe's metadata that say what the model's inputs and outputs stand for.
 _VOCABULARY_KEYS = ("tokenizer", "classes")
-"""Parts of a recipe's metadata that say what the model's inputs and outputs stand for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,7 @@ class PreparedRecipe:
 def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -> PreparedRecipe:
     """Read the data, unless it is given, and build the model."""
     data = recipe.data(config) if data is None else data
+    # After the data is read, so that initial weights do not depend on how it was read.
     seed_everything(config.seed)
     model = recipe.model(config, data)
     workload = _workload(recipe, config, data, model)
@@ -140,6 +141,7 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
     if recipe.supports("describe"):
         workload = recipe.describe(config, data)
     else:
+        # Only batch size and epochs matter for the description, so the warm-up may still be unknown.
         training = parse_training_config(_training_keywords(config, None))
         workload = describe_workload(model, data.train, training, recipe=recipe.name)
     # The model is here, so its parameters and layers are counted, whatever the description says.
@@ -156,6 +158,7 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
 
 
 def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
+    # Only the text recipe lets the user choose the share.
     share = getattr(config, "warmup_share", _WARMUP_SHARE)
     warmup = int(share * (num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return {

@@ -10,13 +10,13 @@ from whet.plan.kernel_support import (
 )
 from whet.plan.rule import Decision, RuleContext, rule
 
+# Each of a dozen shapes runs once eagerly before it is captured.
 _MIN_STEPS_TO_CAPTURE = 50
-"""Each of a dozen shapes runs once eagerly before it is captured."""
 _HALF_PRECISIONS = ("bf16", "fp16")
+# CUDA compute capability from which torch prefers cuDNN's attention.
 _CUDNN_CAPABILITY = 9
-"""CUDA compute capability from which torch prefers cuDNN's attention."""
+# CUDA compute capability for which whet's own kernels were written and measured.
 _KERNEL_CAPABILITY = "9"
-"""CUDA compute capability for which whet's own kernels were written and measured."""
 
 
 @rule("K1", "optimizer_kernels")
@@ -33,6 +33,7 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     """
     device, torch = context.device_type, context.machine.torch
     evidence = {"device": device, "torch": torch.version}
+    # `is not False`: an unknown version is treated as an old one.
     if device == "mps" and context.precision == "fp16" and torch.is_before(2, 13) is not False:
         reason = "fused kernels ignore the loss scale on MPS before torch 2.13"
         return Decision(value="loop", reason=reason, evidence=evidence)
@@ -88,6 +89,7 @@ def choose_graph(context: RuleContext) -> Decision:
     if workload.world_size > 1:
         evidence["processes"] = workload.world_size
         return Decision(value="off", reason="a captured step cannot wait for other processes", evidence=evidence)
+    # An unknown number of steps counts as a long run.
     is_long = (workload.num_steps or _MIN_STEPS_TO_CAPTURE) >= _MIN_STEPS_TO_CAPTURE
     if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
         evidence["num_steps"] = workload.num_steps
@@ -96,6 +98,7 @@ def choose_graph(context: RuleContext) -> Decision:
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
+    # These layers mark models whose steps were measured to be launch-bound.
     if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(workload.layers) and not workload.lengths_vary:
         evidence["num_steps"] = workload.num_steps
         if is_long:
@@ -159,6 +162,7 @@ def choose_threads(context: RuleContext) -> Decision:
         return Decision(value=each, reason=reason, evidence={**evidence, "processes": sharers})
     if cpu.fast_cores:
         return Decision(value=cpu.fast_cores, reason="the fast cores; slow ones delay them", evidence=evidence)
+    # A CPU quota may allow fewer logical cores than there are physical ones.
     counts = [count for count in (cpu.physical_cores, cpu.logical_cores) if count]
     if counts:
         return Decision(value=min(counts), reason="one thread for each available core", evidence=evidence)
@@ -206,6 +210,7 @@ def choose_attention(context: RuleContext) -> Decision:
     generation = capability.partition(".")[0]
     evidence = {"device": device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = device == "cuda" and generation.isdecimal() and int(generation) >= _CUDNN_CAPABILITY
+    # "few shapes" and "packed few" bound the number of shapes; these two do not.
     has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
     own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
     if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:
