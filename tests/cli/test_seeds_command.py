@@ -39,7 +39,7 @@ class Line(Recipe):
         return Workload(recipe="line", num_parameters=3, global_batch_size=config.global_batch_size)
 
     def data(self, config):
-        self.train = self.dev = self.test = {
+        self.train = self.val = self.test = {
             "x": torch.linspace(-1, 1, 640).reshape(320, 2), "y": torch.sin(torch.arange(320.0))[:, None]
         }
         return self

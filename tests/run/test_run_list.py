@@ -180,7 +180,7 @@ def test_folders_that_hold_runs_are_pointed_at(tmp_path: Path, capfd: pytest.Cap
     listed, noted = capfd.readouterr()
     several = tmp_path / "several"
     assert len(listed.splitlines()) == 2
-    assert noted == f"{several} holds 2 more: whet runs {several}\n"
+    assert noted == f"{several} contains 2 more: whet runs {several}\n"
 
 
 def test_a_change_in_the_future_counts_as_young(tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def test_standard_input_and_invalid_arguments(run: Path, pair_run: Path, tmp_pat
         ((run, pairs, "--pair-column", "sentence2"), "trained on single texts"),
         ((pair_run, single), "trained on pairs"),
         ((pair_run, "the fox"), "trained on pairs"),
-        ((run, "a text", "--out", tmp_path / "out.csv"), "are for files"),
-        ((run, single, pairs), "one file at a time"),
+        ((run, "a text", "--out", tmp_path / "out.csv"), "need an input file"),
+        ((run, single, pairs), "only one file at a time"),
         ((run, single, "--out", tmp_path / "out.tsv"), "CSV or JSON lines"),
         ((run, "a text", "  "), "nothing to predict"),
     ):
@@ -284,9 +284,9 @@ def test_a_recipe_without_file_predictions_is_reported(
     run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.txt").write_text("the fox\n")
-    monkeypatch.setattr("whet.cli.predict._answers", lambda *_, **__: lambda texts: [{"label": "a"} for _ in texts])
+    monkeypatch.setattr("whet.cli.predict._load_predictor", lambda *_, **__: lambda texts: [{"label": "a"} for _ in texts])
     assert main.run(["predict", str(run), str(tmp_path / "rows.txt"), "--out", str(tmp_path / "out.csv")]) == 2
-    assert "writes no files of answers" in capfd.readouterr().err
+    assert "cannot write prediction files" in capfd.readouterr().err
 
 
 def test_the_label_separator_is_that_of_the_training() -> None:
