@@ -51,7 +51,7 @@ class Line(Recipe):
         return ((model(micro.x) - micro.y) ** 2).mean()
 
     def evaluate(self, model, micro_batches):
-        return {"closeness": -sum(float(self.loss(model, micro)) for micro in micros), "weight": model.weight[0, 0]}
+        return {"closeness": -sum(float(self.loss(model, micro)) for micro in micro_batches), "weight": model.weight[0, 0]}
 
     def metadata(self, config, data):
         return {}
@@ -108,7 +108,7 @@ def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> 
     assert metrics["test_weight"]["values"] == weights
     assert metrics["test_weight"]["mean"] == pytest.approx(statistics.mean(weights))
     assert metrics["test_weight"]["deviation"] == pytest.approx(statistics.stdev(weights))
-    assert "best closeness on dev" in metrics
+    assert "best closeness on val" in metrics
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:

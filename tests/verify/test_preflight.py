@@ -253,7 +253,7 @@ def test_every_sarif_result_has_a_place() -> None:
 def test_what_makes_no_sense_is_refused(warm_whet: Run) -> None:
     done = warm_whet("check", "text", "--for", "mps", "--machine", "h200")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
-    with pytest.raises(UsageError, match="what its model predicts"):
+    with pytest.raises(UsageError, match="does not return the outputs of its model"):
         check("text", is_causal=True)
     with pytest.raises(UsageError, match="makes the model itself"):
         check(torch.nn.Linear(2, 2))
