@@ -284,7 +284,9 @@ def test_a_recipe_without_file_predictions_is_reported(
     run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.txt").write_text("the fox\n")
-    monkeypatch.setattr("whet.cli.predict._load_predictor", lambda *_, **__: lambda texts: [{"label": "a"} for _ in texts])
+    monkeypatch.setattr(
+        "whet.cli.predict._load_predictor", lambda *_, **__: lambda texts: [{"label": "a"} for _ in texts]
+    )
     assert main.run(["predict", str(run), str(tmp_path / "rows.txt"), "--out", str(tmp_path / "out.csv")]) == 2
     assert "cannot write prediction files" in capfd.readouterr().err
 
