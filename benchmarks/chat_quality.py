@@ -31,7 +31,7 @@ from whet.device.open import open_device
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.data import read_chat
 from whet.recipes.chat.dataset import ChatDataset, ChatSplit, open_dataset
-from whet.recipes.chat.evaluation import evaluate
+from whet.recipes.chat.evaluation import conclude, tally
 from whet.recipes.chat.generation import Sampling
 from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
@@ -73,7 +73,7 @@ def main() -> None:
             data,
             folder,
             PrepareOptions(vocab_size=given.vocab, max_length=1024),
-            told=lambda _what, _done, _total: None,
+            on_progress=lambda _what, _done, _total: None,
         )
         bar = byte_bits(open_dataset(folder))
         print(f"byte 5-gram: {bar:.4f} bits per byte; {BAR:.0%} of it is {BAR * bar:.4f}", flush=True)
@@ -156,14 +156,14 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     step = load_weights(run, speaker.model, checkpoint="best")
     device.put_model(speaker.model)
     with torch.no_grad():
-        test = evaluate(speaker.model, batches(data.test, device), None)
+        test = conclude(speaker.model, [tally(speaker.model, batches(data.test, device))], None)
     found = {
         "model": kind,
         "words": data.arch.words(data.tokenizer.vocab_size),
         "epochs": epochs,
         "best_step": step,
         "step_seconds": step_seconds,
-        "tokens_per_second": config.global_batch_size * data.num_places / step_seconds,
+        "tokens_per_second": config.global_batch_size * data.context_length / step_seconds,
         "seconds": seconds,
         "share": test["bits_per_byte"] / bar,
         **{f"test_{name}": value for name, value in test.items()},
@@ -214,7 +214,7 @@ def dialogue(speaker: Responder, part: ChatSplit, name: str) -> None:
         turns.append(turn)
         prompt = speaker.prompt(turns, max_new_tokens=80)
         how = Sampling(temperature=0.5, seed=number)
-        answer = "".join(piece.text for piece in speaker.say(prompt, max_new_tokens=80, sampling=how))
+        answer = "".join(piece.text for piece in speaker.respond(prompt, max_new_tokens=80, sampling=how))
         turns.append(Turn("assistant", answer))
         print(f"user       {turn.text}\nassistant  {answer}")
 

@@ -69,7 +69,7 @@ def main() -> None:
         found = PositionSet(positions)
         judged = {
             "net": judged_on(found, NetPlayer(net, device)),
-            "net, two looks": judged_on(found, NetPlayer(net, device, has_two_looks=True)),
+            "net, two looks": judged_on(found, NetPlayer(net, device, averages_symmetry=True)),
             "two-distance": judged_on(found, TwoDistancePlayer()),
         }
         speed = summarize(path).as_json()

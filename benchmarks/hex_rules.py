@@ -46,9 +46,9 @@ def one_by_one(boards: np.ndarray) -> list[int]:
     found = []
     for board in boards.reshape(len(boards), -1).tolist():
         chains = ChainTracker(int(len(board) ** 0.5))
-        for cell, colour in enumerate(board):
-            if colour != EMPTY:
-                chains.put(cell, colour)
+        for cell, color in enumerate(board):
+            if color != EMPTY:
+                chains.put(cell, color)
         found.append(chains.winner)
     return found
 

@@ -89,9 +89,9 @@ _OK = {"from": "human", "value": "Hi"}
 DEFECTS: dict[str, tuple[bytes, str]] = {
     "bad JSON": (b'{"id": "x", "conversations": [}', "not JSON"),
     "a NUL": (b'{"id": "x", "conversations": "\0"}', "not JSON"),
-    "no object": (b'"a text"', "no object"),
-    "another shape": (b'{"id": "x", "text": "a"}', "not of the shape sharegpt"),
-    "no list": (b'{"id": "x", "conversations": "a"}', "its turns are no list"),
+    "no object": (b'"a text"', "not an object"),
+    "another shape": (b'{"id": "x", "text": "a"}', "not in the format sharegpt"),
+    "no list": (b'{"id": "x", "conversations": "a"}', "its turns are not a list"),
     "no turns": (b'{"id": "x", "conversations": []}', "no turns"),
     "no role": (b'{"id": "x", "conversations": [{"value": "Hi"}]}', "turn 1 has no role"),
     "an unknown role": (b'{"id": "x", "conversations": [{"from": "cat", "value": "Hi"}]}', "unknown role: 'cat'"),
@@ -101,7 +101,7 @@ DEFECTS: dict[str, tuple[bytes, str]] = {
         json.dumps(
             {"id": "x", "conversations": [_OK, {"from": "gpt", "value": "a"}, {"from": "gpt", "value": "b"}]}
         ).encode(),
-        "turns 2 and 3 are both the assistant's",
+        "turns 2 and 3 both have the role assistant",
     ),
     "no answer": (json.dumps({"id": "x", "conversations": [_OK]}).encode(), "no turn of an assistant"),
     "half a pair": (b'{"id": "x", "conversations": [{"from": "gpt", "value": "\\ud800"}]}', ""),

@@ -35,7 +35,7 @@ def small_tokenizer() -> ChatTokenizer:
 
 def small_speaker(**shape: object) -> Responder:
     tokenizer = small_tokenizer()
-    return Responder(small_model(vocab_size=tokenizer.vocab_size, **shape), tokenizer, num_places=48)
+    return Responder(small_model(vocab_size=tokenizer.vocab_size, **shape), tokenizer, context_length=48)
 
 
 def prepared(folder: Path, *, num_talks: int = 32) -> Path:
@@ -51,5 +51,5 @@ def prepared(folder: Path, *, num_talks: int = 32) -> Path:
     ]
     file.write_text("\n".join(lines))
     options = PrepareOptions(vocab_size=512, max_length=64, train_split=0.75)
-    prepare_data(file, folder / "prepared", options, told=lambda _what, _done, _total: None, in_threads=False)
+    prepare_data(file, folder / "prepared", options, on_progress=lambda _what, _done, _total: None, in_threads=False)
     return folder / "prepared"

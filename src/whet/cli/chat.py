@@ -61,7 +61,7 @@ def chat(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
     conversation = _Conversation(model, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
-    output.note(f"{run}: context of {model.num_places} tokens; /help for commands, Ctrl-D to quit")
+    output.note(f"{run}: context of {model.context_length} tokens; /help for commands, Ctrl-D to quit")
     for line in _typed_lines():
         if line in _QUIT:
             return
@@ -121,11 +121,11 @@ def generate(
     first = [Turn("system", valid_utf8(system))] if system else []
     prompts = [model.prompt([*first, Turn("user", text)], max_new_tokens=max_new_tokens) for text in texts]
     if len(prompts) == 1 and not json:
-        for piece in model.say(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling):
+        for piece in model.respond(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling):
             output.stream(piece.text)
         output.stream("\n")
         return
-    answers = model.answer_all(prompts, max_new_tokens=max_new_tokens, samplings=[sampling] * len(prompts))
+    answers = model.respond_all(prompts, max_new_tokens=max_new_tokens, samplings=[sampling] * len(prompts))
     rows = [{"prompt": text, "answer": answer, "end": end} for text, (answer, end) in zip(texts, answers, strict=True)]
     if json:
         output.result_json(rows)
@@ -164,7 +164,7 @@ def serve(
     from whet.recipes.chat.server.routes import ChatRoutes
 
     model_name = name or run.resolve().name
-    routes = ChatRoutes(model, name=model_name, most_tokens=max_new_tokens)
+    routes = ChatRoutes(model, name=model_name, max_tokens=max_new_tokens)
 
     def print_address(running: "RunningServer") -> None:
         address = f"{running.url}v1"
@@ -270,15 +270,15 @@ class _Conversation:
         except WhetError as error:
             output.error(error)
             return
-        if prompt.num_left_out:
-            output.note(f"(the first {prompt.num_left_out} turns no longer fit into the model's context)")
+        if prompt.num_dropped_turns:
+            output.note(f"(the first {prompt.num_dropped_turns} turns no longer fit into the model's context)")
         # A different seed for each answer, so that a repeated question may get another answer, while repeating the
         # whole conversation gives the same one.
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
         self._num_answers += 1
         pieces: list[str] = []
         try:
-            for piece in self._model.say(prompt, max_new_tokens=self._max_new_tokens, sampling=sampling):
+            for piece in self._model.respond(prompt, max_new_tokens=self._max_new_tokens, sampling=sampling):
                 pieces.append(piece.text)
                 output.stream(piece.text)
         except KeyboardInterrupt:

@@ -65,9 +65,7 @@ def data(
 def data_chat(
     path: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE|DIR", help="Conversations as JSON or JSON summary_lines; or a folder with splits."
-        ),
+        typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON Lines; or a folder with splits."),
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to create.")] = None,
     input_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
@@ -126,7 +124,7 @@ def data_chat(
     source = path or input_file
     assert source is not None
     with output.progress("data") as show:
-        manifest = prepare_data(source, output_dir, options, told=show)
+        manifest = prepare_data(source, output_dir, options, on_progress=show)
     if json:
         output.result_json(manifest.as_json())
     else:
@@ -140,7 +138,7 @@ def data_hex(
     ] = None,
     size: Annotated[int | None, typer.Option(metavar="N", help="Board size. Default: inferred from the games.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split.")] = 0,
-    dev_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for validation.")] = 0.05,
+    val_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for validation.")] = 0.05,
     test_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for the final test.")] = 0.05,
     max_bad: Annotated[
         int | None, typer.Option(metavar="N", help="Invalid games to skip; more are an error. Default: a tenth.")
@@ -161,7 +159,7 @@ def data_hex(
     from whet.cli import output
     from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 
-    given = {"size": size, "seed": seed, "dev_share": dev_share, "test_share": test_share, "max_bad": max_bad}
+    given = {"size": size, "seed": seed, "val_share": val_share, "test_share": test_share, "max_bad": max_bad}
     options = ImportOptions.from_json(given, where="the command line")
     next_note = time.monotonic() + _PROGRESS_SECONDS
 
@@ -178,5 +176,5 @@ def data_hex(
         output.result("\n".join(import_lines(manifest)))
         if output_dir is not None:
             output.note(f"written to {output_dir}; to train on it: whet train hex data={output_dir}")
-    if strict and manifest.left_out:
+    if strict and manifest.rejected:
         raise typer.Exit(1)

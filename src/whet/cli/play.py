@@ -62,7 +62,7 @@ def play(
         player,
         sizes=sizes,
         size=size,
-        colour=colour,
+        color=colour,
         port=port,
         open_browser=not no_browser,
         on_ready=lambda running: output.link(running, as_json=json, note_text=note),

@@ -49,7 +49,7 @@ def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
         ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {installed_versions()['python']})"),
     ],
 )
-def test_other_embedded_talks_are_refused_with_their_reason(
+def test_other_embedded_conversations_are_refused_with_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: dict[str, str], why: str
 ) -> None:
     run = tmp_path / "run"
@@ -61,13 +61,13 @@ def test_other_embedded_talks_are_refused_with_their_reason(
     with pytest.raises(UsageError) as refused:
         train(run, "max_steps=3")
     assert refused.value.what == "the data is not what the run was started with"
-    assert f"the embedded talks are made from whet itself and from Python's library, and {why}" in str(refused.value)
+    assert f"the embedded conversations are generated from whet and Python's library, and {why}" in str(refused.value)
     assert f"(whet {started['whet']}, Python {started['python']})" in str(refused.value)
     embed(monkeypatch, tmp_path / "home", num=60)
     assert train(run, "max_steps=3").step == 3, "as the try line says"
 
 
-def test_other_talks_of_your_own_are_not_blamed_on_whet(tmp_path: Path) -> None:
+def test_changed_own_conversations_are_not_blamed_on_whet(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one = prepared(tmp_path / "one")
@@ -78,4 +78,4 @@ def test_other_talks_of_your_own_are_not_blamed_on_whet(tmp_path: Path) -> None:
     two.rename(one)
     with pytest.raises(DataChangedError) as refused:
         train(run, f"data={one}", "max_steps=3")
-    assert "whet itself" not in str(refused.value)
+    assert "generated from whet" not in str(refused.value)

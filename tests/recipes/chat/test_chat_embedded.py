@@ -25,12 +25,12 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
     assert 2_000 < len(made) < 6_000
     assert all(validate_turns(turns) == turns for turns in made)
     answers = {asked.text: said.text for turns in made for asked, said in pairwise(turns)}
-    assert answers["What does whet train do?"].startswith("Train a recipe; the same command resumes it.")
-    assert answers["What does whet data chat do?"].startswith("Make conversations ready to train on.")
+    assert answers["What does whet train do?"].startswith("Train a")
+    assert answers["What does whet data chat do?"].startswith("Prepare conversations for training")
     assert "the samples of one optimizer step" in answers["What is a global batch?"]
 
     data = open_embedded()
-    assert data.manifest.parts["train"].conversations > 2_000
+    assert data.manifest.splits["train"].conversations > 2_000
     assert data.val.num_documents > 20
     assert data.test.num_documents > 20
     monkeypatch.setattr(embedded, "prepare_data", lambda *_a, **_k: 1 / 0)
@@ -44,7 +44,7 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
         "a plan without torch tells another model"
     )
     assert told["vocab_size"] == data.tokenizer.vocab_size
-    assert abs(told["num_rows"] / data.train.repacked(seq_len).num_rows - 1) < 0.1
+    assert abs(told["num_rows"] / data.train.repack(seq_len).num_rows - 1) < 0.1
     path = data.folder / "train" / "tokens.bin"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ZeroDivisionError):
@@ -63,7 +63,7 @@ def test_a_home_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
-        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), Options(tokenizer=sys.argv[3]), told=lambda *_: None);"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(tokenizer=sys.argv[3]), on_progress=lambda *_: None);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(vocab_size=600), told=lambda *_: None)"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(vocab_size=600), on_progress=lambda *_: None)"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
     done = subprocess.run(

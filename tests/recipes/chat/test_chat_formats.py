@@ -20,7 +20,7 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
 def read(path: Path, *, shape: str = "auto") -> list[Conversation | RejectedRecord]:
-    (source,) = find_files(path, shape=shape)
+    (source,) = find_files(path, format_name=shape)
     return list(read_conversations(source))
 
 
@@ -35,7 +35,7 @@ def test_every_shape_is_detected_and_read(tmp_path: Path, name: str, write) -> N
     shape, records, expected = planted.GOLDEN[name]
     path = write(tmp_path / "chats", records)
     (source,) = find_files(path)
-    assert source.shape.name == shape
+    assert source.format.name == shape
     (found,) = read_conversations(source)
     assert turns(found) == expected
 
@@ -47,7 +47,7 @@ def test_two_trees_of_the_flat_dump_are_two_conversations_and_an_orphan_is_named
     first, other, bad = read(planted.write_lines(tmp_path / "flat", [*planted.FLAT, *second, answer, orphan]))
     assert turns(first) == planted.BRANCH
     assert turns(other) == [("user", "Hi"), ("assistant", "Nine.")]
-    assert bad == RejectedRecord("flat:9 (m7)", "its messages do not lead to one first message")
+    assert bad == RejectedRecord("flat:9 (m7)", "its messages do not form a tree with one root")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, "zstd"], ids=["gz", "bz2", "xz", "zst"])
@@ -102,7 +102,7 @@ def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int
         (b'[{"a": 1}, {"a": "x}]', "record 2 has no end.*\n.*the file ends inside"),
         (b'[{"a": 1} {"a": 2}]', "record 1 has no end"),
         (b'[{"a": 1}', "record 1 has no end"),
-        (b'[{"a": 1}] [', "goes on behind its array"),
+        (b'[{"a": 1}] [', "continues after its array"),
         (b"\xff\xfe[\x00", "is not UTF-8"),
         (b"PK\x03\x04", "is an archive"),
     ],
@@ -117,21 +117,21 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, conten
     ("content", "said"),
     [
         (b"[]", "no records"),
-        (b'[1, "a"]', "record 1: no object"),
+        (b'[1, "a"]', "record 1: not an object"),
         (b'{\n "messages": []\n}', "record 1: not JSON: EOF"),
         ('{"messages": "caf\xe9"}'.encode("latin-1"), "record 1: not JSON: invalid unicode"),
     ],
 )
 def test_records_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "chats").write_bytes(content)
-    with pytest.raises(UsageError, match=f"no known shape\n.*{said}"):
+    with pytest.raises(UsageError, match=f"no known format\n.*{said}"):
         find_files(tmp_path / "chats")
 
 
 def test_a_pipe_is_refused_and_a_name_is_shown_in_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="needs a file"):
-        find_files(tmp_path / "pipe", shape="openai")
+    with pytest.raises(UsageError, match="needs a regular file"):
+        find_files(tmp_path / "pipe", format_name="openai")
     path = planted.write_lines(tmp_path / "chats", [{"id": "a\n\x1b[31mb", "messages": []}])
     (bad,) = read(path)
     assert isinstance(bad, RejectedRecord)
@@ -175,9 +175,9 @@ def test_a_folder_of_the_tiny_recursive_fork_is_read_back_into_texts(tmp_path: P
     (tmp_path / "tokenizer").mkdir()
     engine.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     train, test = find_files(tmp_path)
-    assert (train.part, test.part, train.shape.name) == ("train", "test", "trm-folder")
+    assert (train.split, test.split, train.format.name) == ("train", "test", "trm-folder")
     expected = [("user", "Hi \u20ac"), ("assistant", "Hello.")]
     assert [turns(found) for found in read_conversations(test)] == [expected, expected]
     np.save(tmp_path / "train" / "all__inputs.npy", np.array([{}]), allow_pickle=True)
-    with pytest.raises(WhetError, match="not numbers"):
+    with pytest.raises(WhetError, match="not an array of numbers"):
         list(read_conversations(train))

@@ -28,7 +28,7 @@ from whet.recipes.chat.responder import Prompt, Responder, TextChunk, truncate_h
 
 pytestmark = pytest.mark.torch
 
-RULES = DecodingRules(stops=frozenset([7]), forbidden=(0, 3), num_places=40)
+RULES = DecodingRules(stops=frozenset([7]), forbidden=(0, 3), context_length=40)
 GREEDY = Sampling(temperature=0)
 
 
@@ -45,7 +45,7 @@ def test_cached_decoding_is_the_whole_read_anew(shape: dict[str, object]) -> Non
     for start, end in ((0, 12), (12, 15), *((n, n + 1) for n in range(15, 20))):
         positions = torch.arange(start, end).expand(2, -1)
         memory.expect(positions, num_keys=end)
-        found = model.logits(model.go_on(tokens[:, start:end], positions, memory=memory, num_keys=end))
+        found = model.logits(model.forward_cached(tokens[:, start:end], positions, cache=memory, num_keys=end))
         assert torch.allclose(found, whole[:, start:end], atol=1e-5)
     assert memory.num_attentions == model.arch.applications
 
@@ -55,7 +55,7 @@ def said(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], 
     ends = [""] * len(asks)
     for step in generate(model, asks, RULES):  # type: ignore[arg-type]
         if step.token is None:
-            ends[step.row] = step.end or ""
+            ends[step.row] = step.finish_reason or ""
         else:
             rows[step.row].append(step.token)
     return list(zip(rows, ends, strict=True))
@@ -74,7 +74,7 @@ def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temper
     assert together[0] == together[4]
     for (ids, end), ask in zip(together, asks, strict=True):
         assert not set(ids) & {0, 3, 7}
-        assert end == "stop" or len(ids) == min(ask.max_new_tokens, RULES.num_places - len(ask.prompt))
+        assert end == "stop" or len(ids) == min(ask.max_new_tokens, RULES.context_length - len(ask.prompt))
 
 
 def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
@@ -102,7 +102,7 @@ def test_draws_follow_the_distribution() -> None:
     num_draws = 4_000
 
     def chi_square(how: Sampling, *, expected: Sampling) -> float:
-        draws = how.draws()
+        draws = how.generator()
         counts = Counter(sample_token(logits, how, draws) for _ in range(num_draws))
         ids, shares = distribution(logits, expected)
         assert set(counts) <= set(ids.tolist())
@@ -150,17 +150,17 @@ def test_a_long_history_loses_its_oldest_turns_and_keeps_the_system() -> None:
     for number in range(6):
         turns += [Turn("user", f"what {number}"), Turn("assistant", "there")]
     turns.append(Turn("user", "you"))
-    whole, left_out = truncate_history(turns, tokenizer, most_tokens=1000)
+    whole, left_out = truncate_history(turns, tokenizer, max_tokens=1000)
     assert left_out == 0
-    ids, left_out = truncate_history(turns, tokenizer, most_tokens=len(whole) // 2)
+    ids, left_out = truncate_history(turns, tokenizer, max_tokens=len(whole) // 2)
     assert left_out % 2 == 0
     assert len(ids) <= len(whole) // 2
-    text = tokenizer.spell(ids)
+    text = tokenizer.decode_with_marks(ids)
     assert text.startswith("<|system|>do<|end|><|user|>what")
     assert text.endswith("what 5<|end|><|assistant|>there<|end|><|user|>you<|end|><|assistant|>")
     assert "what 0" not in text
     with pytest.raises(UsageError, match="question is longer"):
-        truncate_history(turns, tokenizer, most_tokens=4)
+        truncate_history(turns, tokenizer, max_tokens=4)
 
 
 def test_training_generating_and_talking(
@@ -194,13 +194,13 @@ def test_training_generating_and_talking(
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]
     talk = ["chat", run, "--system", "Be brief.", *hot, "--device", "cpu", "--checkpoint", "best"]
     read: list[str] = []
-    say = Responder.say
+    respond = Responder.respond
 
     def noting(speaker: Responder, prompt: Prompt, **how: Any) -> Iterator[TextChunk]:
-        read.append(speaker.tokenizer.spell(prompt.ids))
-        return say(speaker, prompt, **how)
+        read.append(speaker.tokenizer.decode_with_marks(prompt.ids))
+        return respond(speaker, prompt, **how)
 
-    monkeypatch.setattr(Responder, "say", noting)
+    monkeypatch.setattr(Responder, "respond", noting)
     assert whet(talk) == 0
     first = "<|system|>Be brief.<|end|><|user|>I want tea.<|end|><|assistant|>"
     assert read[0] == first

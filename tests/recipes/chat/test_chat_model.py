@@ -20,7 +20,7 @@ from whet.recipes.chat.architecture import PRESETS, ChatArch
 from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.data import read_chat
 from whet.recipes.chat.dataset import open_dataset
-from whet.recipes.chat.evaluation import evaluate
+from whet.recipes.chat.evaluation import conclude, tally
 from whet.recipes.chat.model import build_model, document_attention, next_token_loss
 from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
@@ -69,8 +69,8 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
     rows, length = micro.is_start.shape
     places = torch.arange(rows * length)
     firsts = look.spans.starts.long()
-    may_look = (firsts[:, None] == firsts) & (places[:, None] >= places)
-    assert torch.equal(may_look, torch.block_diag(*(masked.mask[:, 0] == 0)).bool())
+    is_visible = (firsts[:, None] == firsts) & (places[:, None] >= places)
+    assert torch.equal(is_visible, torch.block_diag(*(masked.mask[:, 0] == 0)).bool())
     for table, ours in zip(masked.rotation, look.rotation, strict=True):
         assert torch.equal(table.flatten(0, 2), ours[places - firsts])
     begin, end, first, last = look.spans.tiles.T.long()
@@ -156,7 +156,7 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     assert int(read.train["is_loss"].sum()) == facts.loss_tokens
     assert int(read.train["loss_bytes"].sum()) == facts.loss_bytes
     row = {name: column[0] for name, column in read.train.items()}
-    learned = tokenizer.spell(row["tokens"][row["is_loss"]].tolist())
+    learned = tokenizer.decode_with_marks(row["tokens"][row["is_loss"]].tolist())
     assert set(learned.replace("<|end|>", "").split(".")) <= {"Yes", "", *(f"You want {thing}" for thing in THINGS)}
     padding = row["tokens"] == tokenizer.pad_id
     assert bool(padding[-1])
@@ -165,7 +165,7 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     with torch.no_grad():
         model.tokens.weight.zero_()
         micro_batches = iter([MicroBatch(fields=dict(read.train), ids=np.arange(read.num_rows))])
-        found = evaluate(model, micro_batches, None)
+        found = conclude(model, [tally(model, micro_batches)], None)
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
     assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
@@ -176,11 +176,13 @@ def test_folders_that_share_conversations_are_told(tmp_path: Path) -> None:
     others = []
     for seed in (42, 7):
         options = PrepareOptions(vocab_size=512, max_length=64, train_split=0.75, seed=seed, tokenizer=str(one))
-        prepare_data(tmp_path / "talks.jsonl", tmp_path / f"of-{seed}", options, told=lambda *_: None, in_threads=False)
+        prepare_data(
+            tmp_path / "talks.jsonl", tmp_path / f"of-{seed}", options, on_progress=lambda *_: None, in_threads=False
+        )
         others.append(tmp_path / f"of-{seed}")
     notes = [read_chat(ChatConfig(data_paths=(str(one), str(other)))).notes for other in others]
     assert not any("trained on too" in note for note in notes[0])
-    assert "of 16 conversations for dev and test are trained on too" in notes[1][-1]
+    assert "of 16 conversations of val and test are in another" in notes[1][-1]
     with pytest.raises(UsageError, match="same folder twice"):
         read_chat(ChatConfig(data=str(one), data_paths=(f"{one}/../prepared",)))
 

@@ -172,26 +172,26 @@ def test_an_answer_ends_when_nobody_listens() -> None:
             yield TextChunk("x", number)
 
     async def listen_and_leave() -> None:
-        answering = AnswerQueue(most_waiting=0)
-        async with aclosing(answering.pieces(endless)) as pieces:
-            await anext(pieces)
+        answers = AnswerQueue(max_waiting=0)
+        async with aclosing(answers.stream(endless)) as chunks:
+            await anext(chunks)
             with pytest.raises(BadRequestError, match="too many"):
-                await anext(answering.pieces(endless))
+                await anext(answers.stream(endless))
         before = len(written)
         await asyncio.sleep(0.2)
         assert len(written) <= before + 2
         # A place is taken before the first piece is asked for, and given back where it never is.
-        waiting = answering.pieces(endless)
+        waiting = answers.stream(endless)
         with pytest.raises(BadRequestError, match="too many"):
-            answering.pieces(endless)
+            answers.stream(endless)
         del waiting
         # The place is free again, as soon as the thread is.
         async with asyncio.timeout(120):
-            while answering._num_asked:
+            while answers._num_pending:
                 await asyncio.sleep(0.005)
-        async with aclosing(answering.pieces(lambda: iter([TextChunk("y", 1, "stop")]))) as pieces:
-            assert [piece.text async for piece in pieces] == ["y"]
-        answering.close()
+        async with aclosing(answers.stream(lambda: iter([TextChunk("y", 1, "stop")]))) as chunks:
+            assert [chunk.text async for chunk in chunks] == ["y"]
+        answers.close()
 
     asyncio.run(listen_and_leave())
 

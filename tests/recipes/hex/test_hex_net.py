@@ -116,7 +116,7 @@ def test_a_net_that_says_nan_does_not_play() -> None:
 
 
 def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
-    player = NetPlayer(a_net().eval(), CpuDevice(), has_two_looks=True)
+    player = NetPlayer(a_net().eval(), CpuDevice(), averages_symmetry=True)
     boards = some_micro(5).board.numpy()[:4]
     shares, win = player.judge(boards)
     other_shares, other_win = player.judge(boards[:, ::-1, ::-1])

@@ -101,7 +101,7 @@ def test_a_whole_game_in_words() -> None:
     assert "you are red" in talk.say("new red")[0]
     assert talk.say("hint")[-1].startswith("sure likes a swap; else ")
     assert talk.say("swap")[0].startswith("sure: ")
-    assert "no such colour" in talk.say("new green")[0]
+    assert "no such color" in talk.say("new green")[0]
     assert not talk.is_over
     assert talk.say("quit") == []
     assert talk.is_over
@@ -166,7 +166,7 @@ def test_the_server_answers_with_views(served: Served) -> None:
         "player": "two-distance",
         "sizes": list(range(3, 20)),
         "size": 7,
-        "colour": "blue",
+        "color": "blue",
     }
     told = served.ask("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
     assert told == json.loads(view_game(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())

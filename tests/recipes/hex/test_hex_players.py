@@ -16,7 +16,7 @@ from whet.recipes.hex.game.symmetry import SYMMETRIES, transform, transform_poli
 
 
 def slow_distance(board: np.ndarray) -> list[list[int]]:
-    """Of blue to the top by the words of the definition: second nearest neighbour, chains are one place."""
+    """Of blue to the top by the words of the definition: second nearest neighbor, chains are one place."""
     size = len(board)
     inside = {(row, column) for row in range(size) for column in range(size)}
 

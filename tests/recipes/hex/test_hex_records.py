@@ -129,8 +129,8 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     kinds = {"unreadable": 2, "other size": 1, "illegal": 3, "unfinished": 1, "contradiction": 1}
-    assert manifest["left_out"] == kinds
-    assert manifest["left_out_named"]["illegal"] == ["games.txt:69 (4)", "games.txt:63", "games.txt:67"]
+    assert manifest["rejected"] == kinds
+    assert manifest["rejected_examples"]["illegal"] == ["games.txt:69 (4)", "games.txt:63", "games.txt:67"]
     assert manifest["num_read"] == 60 + 7 + 2
     assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
     assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
@@ -139,7 +139,7 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
         (("hex", "nowhere"), "not there"),
         (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "there already"),
         (("hex", str(path), "--size=40"), "size"),
-        (("hex", str(path), "--dev-share=2"), "dev_share"),
+        (("hex", str(path), "--val-share=2"), "val_share"),
     ):
         assert run(["data", *words]) == 2
         assert said in capsys.readouterr().err
@@ -155,7 +155,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
         "\n".join("#4," + written(moves).replace(" ", "") for moves in [*games, *games[:30], *turned])
     )
     manifest = import_records(
-        folder / "games.trmph", into=folder / "set", overrides=ImportOptions(dev_share=0.2, seed=3)
+        folder / "games.trmph", into=folder / "set", overrides=ImportOptions(val_share=0.2, seed=3)
     )
     assert manifest.repeated >= 80
     return games, PositionSet(folder / "set")
@@ -203,10 +203,10 @@ def test_no_game_is_in_two_parts(kept) -> None:
 def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
     _, positions = kept
     source = positions.folder.parent / "games.trmph"
-    again = import_records(source, into=tmp_path / "again", overrides=ImportOptions(dev_share=0.2, seed=3))
+    again = import_records(source, into=tmp_path / "again", overrides=ImportOptions(val_share=0.2, seed=3))
     assert again == positions.manifest
     assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
-    other = import_records(source, into=tmp_path / "other", overrides=ImportOptions(dev_share=0.2, seed=4))
+    other = import_records(source, into=tmp_path / "other", overrides=ImportOptions(val_share=0.2, seed=4))
     assert other.files["positions.bin"] == again.files["positions.bin"]
     assert other.files["games.bin"] != again.files["games.bin"]
 

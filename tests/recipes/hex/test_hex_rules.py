@@ -24,16 +24,16 @@ SIZES = range(3, 20)
 def slow_winner(board: list[list[int]]) -> int:
     """By walking from stone to stone."""
     size = len(board)
-    for colour in (BLUE, RED):
-        if colour == BLUE:
+    for color in (BLUE, RED):
+        if color == BLUE:
             seen = {(0, column) for column in range(size) if board[0][column] == BLUE}
         else:
             seen = {(row, 0) for row in range(size) if board[row][0] == RED}
         todo = list(seen)
         while todo:
             row, column = todo.pop()
-            if (row if colour == BLUE else column) == size - 1:
-                return colour
+            if (row if color == BLUE else column) == size - 1:
+                return color
             for beside in (
                 (row, column + 1),
                 (row, column - 1),
@@ -43,7 +43,7 @@ def slow_winner(board: list[list[int]]) -> int:
                 (row - 1, column + 1),
             ):
                 inside = 0 <= beside[0] < size and 0 <= beside[1] < size
-                if inside and beside not in seen and board[beside[0]][beside[1]] == colour:
+                if inside and beside not in seen and board[beside[0]][beside[1]] == color:
                     seen.add(beside)
                     todo.append(beside)
     return EMPTY
@@ -86,7 +86,7 @@ def test_a_full_board_has_exactly_one_winner() -> None:
         boards = np.random.default_rng(1).integers(1, 3, (500, size, size), dtype=np.int8)
         found = winners(boards)
         assert set(found.tolist()) == {BLUE, RED}
-        # Mirrored, with the colours exchanged, the other player has won.
+        # Mirrored, with the colors exchanged, the other player has won.
         assert (winners((BLUE + RED - boards).transpose(0, 2, 1).copy()) == BLUE + RED - found).all()
 
 

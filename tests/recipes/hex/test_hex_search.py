@@ -79,7 +79,7 @@ def test_a_search_is_the_same_in_any_company_and_again() -> None:
 
 def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
     boards = np.zeros((2, 5, 5), dtype=np.int8)
-    how = SearchOptions(simulations=30, noise_share=0.5)
+    how = SearchOptions(simulations=30, noise_fraction=0.5)
     first, again, other = (
         search_moves(boards, has_opinions, how, draw=np.random.default_rng(seed)).visits for seed in (1, 1, 2)
     )
@@ -90,7 +90,7 @@ def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
 def test_noise_is_for_legal_moves_only() -> None:
     boards = draw_openings(3, size=4, num_stones=5, seed=0)
     trees = Trees(boards, num_nodes=1)
-    add_noise(trees, SearchOptions(noise_share=1.0), np.random.default_rng(0))
+    add_noise(trees, SearchOptions(noise_fraction=1.0), np.random.default_rng(0))
     np.testing.assert_allclose(trees.priors[:, 0].sum(1), 1, rtol=1e-5)
     assert (trees.priors[:, 0][boards.reshape(3, -1) != 0] == 0).all()
 

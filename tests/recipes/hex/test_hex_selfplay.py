@@ -49,7 +49,7 @@ class Even:
 
 @pytest.fixture(scope="module")
 def played() -> SelfPlayGames:
-    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_fraction=0.25))  # type: ignore[arg-type]
     return play_self_games(player, size=4, num_games=41, free_moves=3, seed=4)
 
 
@@ -72,7 +72,7 @@ def test_games_are_whole_and_their_results_right(played: SelfPlayGames) -> None:
 
 
 def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_fraction=0.25))  # type: ignore[arg-type]
     boards = draw_openings(7, size=4, num_stones=2, seed=0)
     together = player.search(boards, draw=np.random.default_rng(3))
     sizes: list[int] = []
@@ -103,7 +103,7 @@ def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
             return super().judge(boards)
 
     player = SearchPlayer(Asked(), SearchOptions(simulations=10_000))  # type: ignore[arg-type]
-    routes = PlayRoutes(player, sizes=(4,), size=4, colour="blue")
+    routes = PlayRoutes(player, sizes=(4,), size=4, color="blue")
     with pytest.raises(WhetError, match="stopped"):
         player.search(np.zeros((1, 4, 4), dtype=np.int8))
     assert len(calls) == 3

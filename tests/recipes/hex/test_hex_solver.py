@@ -65,7 +65,7 @@ def test_late_4x4_positions_have_the_outcome_of_a_plain_search() -> None:
         for symmetry in SYMMETRIES:
             other = transform(Positions(board.reshape(1, 4, 4), np.array([RED], np.int8)), symmetry)
             flat, mover = other.boards.reshape(-1), int(other.movers[0])
-            masks = [sum(1 << c for c in range(16) if flat[c] == colour) for colour in (BLUE, RED)]
+            masks = [sum(1 << c for c in range(16) if flat[c] == color) for color in (BLUE, RED)]
             assert (solver.winner(*masks, mover=mover) == mover) == (found == RED)
     assert min(seen.values()) > 10
 

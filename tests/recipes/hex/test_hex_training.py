@@ -112,7 +112,7 @@ def test_players_meet(place: Place, whole: Path) -> None:
     assert code == 0, errors
     assert "40 games, 20 random openings of 2 stones" in out
     assert "games are over" not in errors, "it would stay"
-    won, lost, shared = map(int, re.findall(r"openings +(\d+) won with both colours, (\d+) lost, (\d+) shared", out)[0])
+    won, lost, shared = map(int, re.findall(r"openings +(\d+) won with both colors, (\d+) lost, (\d+) shared", out)[0])
     assert won + lost + shared == 20
     assert f"won       {2 * won + shared} of 40" in out
 
@@ -194,7 +194,7 @@ def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Pla
     (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
     recipe = hex_recipe()
     for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
-        words = ("--size", 4, "--test-share", test, "--dev-share", val, "--output-dir", name)
+        words = ("--size", 4, "--test-share", test, "--val-share", val, "--output-dir", name)
         assert place.run("data", "hex", "few.txt", *words)[0] == 0
     found = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
     assert len(found.train["move"])

@@ -1,4 +1,4 @@
-"""Sizes, parameter counts and costs of a chat model. No torch."""
+"""Sizes, parameter counts and costs of a chat model. No torch, so that a plan can be made without it."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,54 +14,55 @@ PRESETS: dict[str, dict[str, int]] = {
     "medium": {"hidden_size": 1024, "L_layers": 6, "num_heads": 16},
     "large": {"hidden_size": 1280, "L_layers": 7, "num_heads": 20},
 }
-"""Blocks of 0.5, 6.8, 28, 77 and 142 million parameters; the tables of tokens come on top."""
+"""Blocks of 0.5, 6.8, 28, 77 and 142 million parameters, not counting the embedding tables."""
 
 _Size = Annotated[int, Field(gt=0, le=65_536)]
 _Cycles = Annotated[int, Field(gt=0, le=1_000)]
 
 
 class ChatArch(BaseModel):
-    """The model that reads conversations and writes answers."""
+    """The architecture of a causal language model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["trm", "gpt"] = Field("trm", description="trm: one small network, applied again and again; gpt")
+    kind: Literal["trm", "gpt"] = Field("trm", description="trm: one small network applied recursively; or a plain gpt")
     preset: Literal["nano", "tiny", "small", "medium", "large"] = Field(
-        "nano", description="sizes by name: hidden_size, L_layers and num_heads, where they are not given"
+        "nano", description="size by name: sets hidden_size, L_layers and num_heads unless they are given"
     )
     hidden_size: _Size = Field(128, description="width of the model")
-    L_layers: Annotated[int, Field(gt=0, le=1_000)] = Field(2, description="blocks of the network that is repeated")
-    num_heads: _Size = Field(4, description="attention heads; their size must be even")
+    L_layers: Annotated[int, Field(gt=0, le=1_000)] = Field(2, description="blocks of the recursive network")
+    num_heads: _Size = Field(4, description="attention heads; the size of a head must be even")
     expansion: Annotated[float, Field(gt=0, le=64)] = Field(
-        4.0, description="inner width of the feed-forward layers, before two thirds of it are taken"
+        4.0, description="inner width of feed-forward layers, relative to hidden_size and before the factor 2/3"
     )
     seq_len: Annotated[int, Field(ge=8, le=10**6)] | Literal["auto"] = Field(
-        "auto", description="tokens of a row: what it can look back on; auto: as many as the longest conversation has"
+        "auto", description="tokens in a row, the context length; auto: the length of the longest conversation"
     )
-    H_cycles: _Cycles = Field(2, description="outer cycles (T) of a pass, the last one with gradients")
-    L_cycles: _Cycles = Field(2, description="updates of the latent in each outer cycle (n)")
+    H_cycles: _Cycles = Field(2, description="outer cycles (T) of a pass; only the last one has gradients")
+    L_cycles: _Cycles = Field(2, description="updates of the latent state in each outer cycle (n)")
     supervision: Annotated[int, Field(gt=0, le=64)] = Field(
-        1, description="passes over the same batch (N), each going on from the last and with a loss of its own"
+        1, description="passes over the same batch (N); each continues from the states of the last and has its own loss"
     )
     match: Literal["parameters", "compute"] = Field(
-        "compute", description="what a gpt shares with the trm of these sizes: its parameters, or a token's cost"
+        "compute", description="what a gpt has in common with a trm of these sizes: parameters, or compute per token"
     )
-    tied: bool = Field(False, description="one table for tokens that come in and go out")
-    mlp_t: bool = Field(False, description="mixing of places by a matrix; refused, since it is not causal")
+    tied: bool = Field(False, description="share the input embedding with the output layer")
+    mlp_t: bool = Field(False, description="mix positions with a matrix; always an error, since it is not causal")
 
     @model_validator(mode="before")
     @classmethod
-    def sizes_of_preset(cls, given: Any) -> Any:
-        """The sizes of a preset, where they are not given themselves."""
+    def fill_from_preset(cls, given: Any) -> Any:
+        """Add the sizes of the preset; explicit sizes take precedence."""
         if not isinstance(given, dict) or given.get("preset") not in PRESETS:
             return given
         return {**PRESETS[given["preset"]], **given}
 
     @model_validator(mode="after")
-    def can_be_built(self) -> "ChatArch":
+    def validate_sizes(self) -> "ChatArch":
+        """Check that a causal model of these sizes can be built."""
         if self.mlp_t:
             raise UsageError(
-                "a matrix that mixes places is not causal: the answer would be in the input",
+                "mixing positions with a matrix is not causal: the model would see the tokens that it predicts",
                 got="arch.mlp_t=true",
                 try_="attention (arch.mlp_t=false); whet train puzzle has mlp_t",
             )
@@ -76,19 +77,19 @@ class ChatArch(BaseModel):
 
     @property
     def applications(self) -> int:
-        """Blocks that a token passes through on its way: N T (n + 1) L for a trm, as many as it has for a gpt."""
+        """Blocks that a token passes through: N T (n + 1) L for a trm, the depth for a gpt."""
         if self.kind == "gpt":
             return self.depth
         return self.supervision * self.H_cycles * (self.L_cycles + 1) * self.L_layers
 
     @property
     def applications_with_gradient(self) -> int:
-        """Those that are kept for the backward pass: all of a gpt, the last outer cycle of each pass of a trm."""
+        """Block applications kept for the backward pass: for a trm, only the last outer cycle of each pass."""
         return self.depth if self.kind == "gpt" else self.supervision * (self.L_cycles + 1) * self.L_layers
 
     @property
     def depth(self) -> int:
-        """Blocks that have weights of their own."""
+        """Blocks with their own weights."""
         if self.kind == "gpt" and self.match == "compute":
             return self.supervision * self.H_cycles * (self.L_cycles + 1) * self.L_layers
         return self.L_layers
@@ -100,41 +101,41 @@ class ChatArch(BaseModel):
 
     @property
     def block_parameters(self) -> int:
-        """Weights of one block: attention has four squares, the feed-forward layer three oblongs."""
+        """Parameters of one block: four square matrices of attention and three of the feed-forward layer."""
         return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.inner_size
 
     def table_parameters(self, vocab_size: int) -> int:
-        """Weights of the tables of tokens."""
+        """Parameters of the input embedding and the output layer."""
         return (1 if self.tied else 2) * vocab_size * self.hidden_size
 
     def num_parameters(self, vocab_size: int) -> int:
-        """All weights that are trained."""
+        """All trained parameters."""
         return self.depth * self.block_parameters + self.table_parameters(vocab_size)
 
     def token_flops(self, vocab_size: int) -> int:
-        """Operations of one token's way forward in a full row, without those of the tables' look-up."""
+        """Operations of the forward pass per token in a full row, without the embedding lookup."""
         head = 2 * vocab_size * self.hidden_size
         return self.applications * self._block_flops + head
 
     def training_flops(self, vocab_size: int) -> int:
-        """Operations of one token in a training step: twice the forward's more wherever there is a gradient."""
+        """Operations of a training step per token: the backward pass costs twice the forward pass it covers."""
         passes = self.supervision if self.kind == "trm" else 1
         head = 2 * vocab_size * self.hidden_size * passes
         return (self.applications + 2 * self.applications_with_gradient) * self._block_flops + 3 * head
 
     @property
     def _block_flops(self) -> int:
-        """Of one token; it looks back on half a row on average."""
+        # A token attends to half a row on average.
         length = 0 if self.seq_len == "auto" else self.seq_len
         return 2 * self.block_parameters + 2 * length * self.hidden_size
 
-    def words(self, vocab_size: int) -> str:
-        """The model in one line: its real size, and what a token costs."""
+    def summary(self, vocab_size: int) -> str:
+        """The model in one line: parameters, and operations per token."""
         tables = self.table_parameters(vocab_size)
         blocks = self.num_parameters(vocab_size) - tables
         return (
-            f"{self.kind} {self.hidden_size} wide: {format_count(blocks + tables)} parameters "
+            f"{self.kind}, width {self.hidden_size}: {format_count(blocks + tables)} parameters "
             f"({format_count(blocks)} in {self.depth} blocks, {format_count(tables)} in tables of {vocab_size:,} tokens), "
-            f"{self.applications} blocks passed through, {format_count(self.token_flops(vocab_size))} operations a token "
-            f"({format_count(self.training_flops(vocab_size))} in training)"
+            f"{self.applications} block applications and {format_count(self.token_flops(vocab_size))} operations per "
+            f"token ({format_count(self.training_flops(vocab_size))} in training)"
         )

@@ -1,4 +1,4 @@
-"""What can be set for a chat model, and what it means for a plan; no torch."""
+"""The options of the chat recipe, and the workload that they describe. No torch."""
 
 import math
 from pathlib import Path
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from whet.recipes.chat.manifest import ChatManifest
 
 EMBEDDED_SIZES = 4096, 180, 232_000
-"""Vocabulary, tokens of the longest conversation and places of all rows: nearly, since Python's own help differs by
-version and ours grows."""
+"""Vocabulary size, longest conversation and total tokens of the embedded data. Approximate: the texts come from
+whet's and Python's own help, which differ between versions."""
 _SEQ_LEN_MULTIPLE = 64
 _MIN_SEQ_LEN = 128
 
 
 class ChatConfig(CommonConfig):
-    """Chat: the common keys and the model's."""
+    """The common options and those of the model."""
 
     global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        8, description="rows of one optimizer step, each filled with conversations; auto measures which, and scales lr"
+        8, description="rows per optimizer step, each packed with conversations; auto measures it and scales lr"
     )
     epochs: PositiveInt = Field(20, description="passes over the training data")
     lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up")
-    weight_decay: NonNegativeFloat = Field(0.1, description="decay of weights; biases and norms are left out")
+    weight_decay: NonNegativeFloat = Field(0.1, description="weight decay; biases and norms are exempt")
     schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
         "cosine", description="how the learning rate falls after the warm-up"
     )
@@ -40,15 +40,15 @@ class ChatConfig(CommonConfig):
 
 
 def data_folders(config: ChatConfig) -> tuple[Path, ...]:
-    """Folders that `whet data chat` made; none for the embedded conversations."""
+    """Return the folders that `whet data chat` wrote; empty for the embedded conversations."""
     named = (*([config.data] if config.data is not None else []), *config.data_paths)
     for path in named:
         if not Path(path).is_dir():
             is_file = Path(path).is_file()
             raise UsageError(
-                "conversations have to be prepared first" if is_file else "the data is not there",
+                "conversations have to be prepared first" if is_file else "the data does not exist",
                 got=f"data={path}",
-                try_=f"whet data chat {path} --output-dir DIR, then data=DIR" if is_file else "a folder that exists",
+                try_=f"whet data chat {path} --output-dir DIR, then data=DIR" if is_file else "an existing folder",
             )
     if len({Path(path).resolve() for path in named}) < len(named):
         raise UsageError("the same folder twice", got=", ".join(map(str, named)), try_="each once, in data_paths=[...]")
@@ -56,7 +56,7 @@ def data_folders(config: ChatConfig) -> tuple[Path, ...]:
 
 
 def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
-    """What the folders say of themselves; they must speak the same tokens."""
+    """Read the manifests of the folders, and check that all folders have the same tokenizer."""
     from whet.recipes.chat.manifest import TOKENIZER, read_manifest
 
     manifests = tuple(read_manifest(folder) for folder in folders)
@@ -70,37 +70,36 @@ def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
 
 
 def data_facts(config: ChatConfig) -> dict[str, int]:
-    """What a plan needs to know of the data before it is read: vocab_size, longest, num_rows."""
+    """Return what a plan needs to know about the data (vocab_size, longest, num_rows) without reading it."""
     folders = data_folders(config)
     if not folders:
         vocab_size, longest, num_tokens = EMBEDDED_SIZES
     else:
         manifests = read_manifests(folders)
         vocab_size = manifests[0].vocab_size
-        longest = max(facts.longest for manifest in manifests for facts in manifest.parts.values())
-        num_tokens = sum(manifest.parts["train"].tokens for manifest in manifests)
+        longest = max(facts.longest for manifest in manifests for facts in manifest.splits.values())
+        num_tokens = sum(manifest.splits["train"].tokens for manifest in manifests)
     length = resolve_seq_len(config.arch, longest=longest).seq_len
     assert isinstance(length, int)
     return {"vocab_size": vocab_size, "longest": longest, "num_rows": max(1, math.ceil(num_tokens / length))}
 
 
 def resolve_seq_len(arch: ChatArch, *, longest: int) -> ChatArch:
-    """The arch with a number for arch.seq_len: where it is left open, room for the longest conversation."""
+    """Replace seq_len=auto by the length of the longest conversation, rounded up."""
     if arch.seq_len != "auto":
         return arch
-    return arch.model_copy(
-        update={"seq_len": max(_MIN_SEQ_LEN, _SEQ_LEN_MULTIPLE * math.ceil(longest / _SEQ_LEN_MULTIPLE))}
-    )
+    length = _SEQ_LEN_MULTIPLE * math.ceil(longest / _SEQ_LEN_MULTIPLE)
+    return arch.model_copy(update={"seq_len": max(_MIN_SEQ_LEN, length)})
 
 
 def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int | None) -> Workload:
-    """The workload of a config, as far as the data is known."""
+    """Describe the workload of a config."""
     arch = resolve_seq_len(config.arch, longest=longest)
     assert isinstance(arch.seq_len, int)
     steps = config.max_steps
     if num_rows is not None:
-        whole = config.epochs * math.ceil(num_rows / config.global_batch_size)
-        steps = min(whole, config.max_steps or whole)
+        all_steps = config.epochs * math.ceil(num_rows / config.global_batch_size)
+        steps = min(all_steps, config.max_steps or all_steps)
     return Workload(
         recipe="chat",
         num_parameters=arch.num_parameters(vocab_size),
@@ -118,16 +117,19 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
 
 
 def _layers(arch: ChatArch) -> tuple[str, ...]:
-    more = {
+    kernels = {
         SPAN_ATTENTION: supports_span_attention(arch.hidden_size // arch.num_heads),
         ADD_NORM: supports_add_norm(arch.hidden_size),
     }
-    return ("attention", "linear", *(name for name, is_there in more.items() if is_there))
+    return ("attention", "linear", *(name for name, is_supported in kernels.items() if is_supported))
 
 
 def activation_bytes(arch: ChatArch, length: int, vocab_size: int) -> int:
-    """What one row keeps for the backward pass in float32: sums, norms and turned queries are 16 widths of a block,
-    the feed-forward layer 5 inner ones; the scores of all tokens are kept three times over."""
+    """Estimate the float32 activations that one row keeps for the backward pass.
+
+    A block keeps 16 times its width (residual sums, norms, rotated queries and keys) and 5 times its inner width;
+    the logits are kept three times.
+    """
     block = 16 * arch.hidden_size + 5 * arch.inner_size
     passes = arch.supervision if arch.kind == "trm" else 1
     return 4 * length * (arch.applications_with_gradient * block + passes * 3 * vocab_size) + 16 * length**2

@@ -1,9 +1,10 @@
-"""From a config to the rows that a training reads."""
+"""The training data of the chat recipe: rows of equal length, from prepared folders or the embedded conversations."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,76 +17,54 @@ from whet.recipes.chat.config import ChatConfig, data_folders, read_manifests, r
 from whet.recipes.chat.dataset import ChatDataset, ChatSplit, TokenRow, open_dataset
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
-NUM_QUESTIONS = 4
+_NUM_QUESTIONS = 4
 _MAX_MEMORY_BYTES = 1 << 30
-"""Larger parts stay in their files, and rows are read when they are needed."""
+"""Larger splits stay on disk, and rows are read when they are needed."""
 
 
 class PackedRows:
-    """The rows of a part, of several folders one after the other. Where a row is not full, padding is at its end."""
+    """A map-style dataset of the rows of one split, over several folders; padded at the end."""
 
-    def __init__(self, parts: Sequence[ChatSplit], *, row_length: int, pad_id: int) -> None:
-        self._parts = [part.repacked(row_length) for part in parts]
-        # One more: the last token is a target only, so that the model sees a round number of places.
+    def __init__(self, splits: Sequence[ChatSplit], *, row_length: int, pad_id: int) -> None:
+        self._splits = [split.repack(row_length) for split in splits]
+        # The last token is only a target, so one more gives the model a round number of positions.
         self._length = row_length + 1
         self._pad_id = pad_id
 
     def __len__(self) -> int:
-        return sum(part.num_rows for part in self._parts)
+        return sum(split.num_rows for split in self._splits)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """tokens int32, is_start (a document begins), is_loss (to be predicted), each (S); loss_bytes: of that text."""
-        for part in self._parts:
-            if index < part.num_rows:
-                return self._padded(part, index)
-            index -= part.num_rows
+        """Return tokens (int32), is_start (a document begins) and is_loss, each (S), and loss_bytes of the row."""
+        for split in self._splits:
+            if index < split.num_rows:
+                return self._pad(split.row(index))
+            index -= split.num_rows
         raise IndexError(index)
 
-    def _padded(self, part: ChatSplit, index: int) -> dict[str, Tensor]:
-        sample = part.row(index)
-        size = len(sample.tokens)
+    def _pad(self, row: TokenRow) -> dict[str, Tensor]:
+        size = len(row.tokens)
         tokens = torch.full((self._length,), self._pad_id, dtype=torch.int32)
-        tokens[:size] = torch.from_numpy(sample.tokens)
+        tokens[:size] = torch.from_numpy(row.tokens)
         is_start = torch.zeros(self._length, dtype=torch.bool)
-        is_start[:size] = torch.from_numpy(sample.positions == 0)
-        is_start[size:][:1] = True  # Padding is a document of its own, which no other looks at.
+        is_start[:size] = torch.from_numpy(row.positions == 0)
+        is_start[size:][:1] = True  # Padding is a document of its own, which no other token attends to.
         is_loss = torch.zeros(self._length, dtype=torch.bool)
-        is_loss[:size] = torch.from_numpy(sample.is_loss != 0)
-        is_loss &= ~is_start  # Nothing of its own document stands before a first token.
+        is_loss[:size] = torch.from_numpy(row.is_loss != 0)
+        is_loss &= ~is_start  # The first token of a document has no context to be predicted from.
         return {
             "tokens": tokens,
             "is_start": is_start,
             "is_loss": is_loss,
-            "loss_bytes": torch.tensor(sample.loss_bytes, dtype=torch.int32),
+            "loss_bytes": torch.tensor(row.loss_bytes, dtype=torch.int32),
         }
 
     def in_memory(self) -> "PackedRows | dict[str, Tensor]":
-        """As columns where they are small enough to be held."""
+        """Return the rows as columns if they are small enough for that."""
         if not len(self) or 6 * self._length * len(self) > _MAX_MEMORY_BYTES:
             return self
-        samples = [self[index] for index in range(len(self))]
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatData:
-    """Three parts of rows, and what is needed to speak with the model."""
-
-    train: Any
-    val: Any
-    test: Any
-    arch: ChatArch
-    """With a number for seq_len."""
-    num_places: int
-    """That number: tokens of a row."""
-    tokenizer: ChatTokenizer
-    num_rows: int
-    longest: int
-    """Tokens of the longest document."""
-    fingerprint: str
-    questions: tuple["Question", ...]
-    """From the dev part: answered while training, to be looked at."""
-    notes: tuple[str, ...] = ()
+        rows = [self[index] for index in range(len(self))]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,55 +75,48 @@ class Question:
     answer: tuple[int, ...]
 
 
-def sample_questions(
-    part: ChatSplit, tokenizer: ChatTokenizer, *, count: int, most_tokens: int
-) -> tuple[Question, ...]:
-    """The first answers of a few documents spread over a part."""
-    spread = range(0, part.num_documents, max(1, part.num_documents // max(1, count)))
-    found = (_first_question(part.document(index).tokens.tolist(), tokenizer) for index in spread)
-    fitting = [question for question in found if question is not None and len(question.prompt) < most_tokens]
-    return tuple(fitting[:count])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatData:
+    """The three splits, and what is needed to use the model."""
 
-
-def _first_question(ids: Sequence[int], tokenizer: ChatTokenizer) -> Question | None:
-    mark = tokenizer.role_ids["assistant"]
-    if mark not in ids:
-        return None
-    begin = list(ids).index(mark) + 1
-    answer = tuple(_take_until(ids[begin:], tokenizer.end_id))
-    return Question(prompt=tuple(ids[:begin]), answer=answer)
-
-
-def _take_until(ids: Sequence[int], end_id: int) -> Iterator[int]:
-    for number in ids:
-        if number == end_id:
-            return
-        yield number
+    train: Any
+    val: Any
+    test: Any
+    arch: ChatArch
+    """With a number for seq_len."""
+    context_length: int
+    """That number: tokens in a row."""
+    tokenizer: ChatTokenizer
+    num_rows: int
+    longest: int
+    """Tokens of the longest document."""
+    fingerprint: str
+    questions: tuple[Question, ...]
+    """From the val split; evaluations show the model's answers to them."""
+    notes: tuple[str, ...] = ()
 
 
 def read_chat(config: ChatConfig) -> ChatData:
-    """All three parts."""
+    """Read the data that a config names."""
     datasets = _open_datasets(config)
     tokenizer = datasets[0].tokenizer
-    longest = max(part.facts.longest for each in datasets for part in (each.train, each.val, each.test))
+    longest = max(split.facts.longest for data in datasets for split in (data.train, data.val, data.test))
     arch = resolve_seq_len(config.arch, longest=longest)
     assert isinstance(arch.seq_len, int)
     train, val, test = (
-        PackedRows(parts, row_length=arch.seq_len, pad_id=tokenizer.pad_id)
-        for parts in (
-            [each.train for each in datasets],
-            [each.val for each in datasets],
-            [each.test for each in datasets],
-        )
+        PackedRows(splits, row_length=arch.seq_len, pad_id=tokenizer.pad_id)
+        for splits in zip(*((data.train, data.val, data.test) for data in datasets), strict=True)
     )
-    for name, part in (("train", train), ("val", val)):
-        if not len(part):
-            raise UsageError(f"the {name} part is empty", got="0 rows", try_="more conversations, or --train-split 0.9")
-    num_tokens = sum(each.train.facts.tokens for each in datasets)
+    for name, rows in (("train", train), ("val", val)):
+        if not len(rows):
+            raise UsageError(
+                f"the {name} split is empty", got="0 rows", try_="more conversations, or --train-split 0.9"
+            )
+    num_tokens = sum(data.train.facts.tokens for data in datasets)
     notes = (
-        f"{format_plural(sum(each.train.facts.conversations for each in datasets), 'conversation')} to train on, "
+        f"{format_plural(sum(data.train.facts.conversations for data in datasets), 'conversation')} to train on, "
         f"{format_count(num_tokens)} tokens in {format_plural(len(train), 'row')} of {arch.seq_len}",
-        arch.words(tokenizer.vocab_size),
+        arch.summary(tokenizer.vocab_size),
         *_overlap_note(datasets),
     )
     return ChatData(
@@ -152,12 +124,12 @@ def read_chat(config: ChatConfig) -> ChatData:
         val=val.in_memory(),
         test=test.in_memory() if len(test) else None,
         arch=arch,
-        num_places=arch.seq_len,
+        context_length=arch.seq_len,
         tokenizer=tokenizer,
         num_rows=len(train),
         longest=longest,
-        fingerprint="+".join(each.fingerprint for each in datasets),
-        questions=sample_questions(datasets[0].val, tokenizer, count=NUM_QUESTIONS, most_tokens=arch.seq_len),
+        fingerprint="+".join(data.fingerprint for data in datasets),
+        questions=_sample_questions(datasets[0].val, tokenizer, max_tokens=arch.seq_len),
         notes=notes,
     )
 
@@ -173,16 +145,37 @@ def _open_datasets(config: ChatConfig) -> list[ChatDataset]:
 
 
 def _overlap_note(datasets: Sequence[ChatDataset]) -> tuple[str, ...]:
-    """What is held out in one folder and trained on in another: then a score says less than it seems to."""
+    """Warn if conversations held out in one folder are trained on in another: scores are then too good."""
     if len(datasets) < 2:
         return ()
-    held = Counter(_document_hash(document) for each in datasets for part in (each.val, each.test) for document in part)
-    trained = {mark for each in datasets for document in each.train if (mark := _document_hash(document)) in held}
-    num_shared = sum(held[mark] for mark in trained)
+    held_out = Counter(
+        _document_hash(document) for data in datasets for split in (data.val, data.test) for document in split
+    )
+    trained = {key for data in datasets for document in data.train if (key := _document_hash(document)) in held_out}
+    num_shared = sum(held_out[key] for key in trained)
     if not num_shared:
         return ()
-    return (f"{num_shared:,} of {held.total():,} conversations for dev and test are trained on too, in another folder",)
+    return (
+        f"{num_shared:,} of {held_out.total():,} conversations of val and test are in another folder's train split",
+    )
 
 
 def _document_hash(document: TokenRow) -> bytes:
     return blake2b(document.tokens.tobytes(), digest_size=8).digest()
+
+
+def _sample_questions(split: ChatSplit, tokenizer: ChatTokenizer, *, max_tokens: int) -> tuple[Question, ...]:
+    """Return the first answers of a few documents, spread evenly over a split."""
+    indices = range(0, split.num_documents, max(1, split.num_documents // _NUM_QUESTIONS))
+    questions = (_first_question(split.document(index).tokens.tolist(), tokenizer) for index in indices)
+    fitting = [question for question in questions if question is not None and len(question.prompt) < max_tokens]
+    return tuple(fitting[:_NUM_QUESTIONS])
+
+
+def _first_question(ids: list[int], tokenizer: ChatTokenizer) -> Question | None:
+    mark = tokenizer.role_ids["assistant"]
+    if mark not in ids:
+        return None
+    begin = ids.index(mark) + 1
+    answer = tuple(takewhile(lambda token: token != tokenizer.end_id, ids[begin:]))
+    return Question(prompt=tuple(ids[:begin]), answer=answer)

@@ -17,42 +17,42 @@ from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.run import durable
 
 PYTHON_FACTS = 1_200
-_MOST_CHARACTERS = 600
-"""Of a talk of several questions: one that came out longer by chance would set the length of every row."""
+_MAX_CHARACTERS = 600
+"""Limit for conversations of several questions: the longest conversation determines the length of all rows."""
 _SYSTEM = "You answer questions about whet and Python, briefly."
 _BRIDGES = ("{}", "Thanks. {}", "And another question: {}", "I see. {}", "{}", "Good. {}")
 
 
 def embedded_conversations() -> list[tuple[Turn, ...]]:
-    """All of them, in a fixed order: the same whet and Python give the same ones."""
-    known = list(whet_facts())
+    """Generate all conversations, deterministically for a version of whet and Python."""
+    whet = list(whet_facts())
     python = sorted(python_facts(), key=lambda fact: _hash_number(fact.questions[0]))[:PYTHON_FACTS]
-    made: list[tuple[Turn, ...]] = []
-    # whet's own facts twice, alone and in company: they are few, and what is asked first.
-    for round_number, (facts, longest) in enumerate(((known, 1), (known, 3), (python, 3))):
-        asked = [(question, fact.answer) for fact in facts for question in fact.questions]
-        asked.sort(key=lambda pair: _hash_number(f"{round_number} {pair[0]}"))
+    conversations: list[tuple[Turn, ...]] = []
+    # Facts about whet are few but asked about most, so they occur twice: alone and in longer conversations.
+    for round_number, (facts, longest) in enumerate(((whet, 1), (whet, 3), (python, 3))):
+        pairs = [(question, fact.answer) for fact in facts for question in fact.questions]
+        pairs.sort(key=lambda pair: _hash_number(f"{round_number} {pair[0]}"))
         start = 0
-        while start < len(asked):
-            size = 1 + _hash_number(f"{round_number} {asked[start][0]} size") % longest
-            while size > 1 and sum(map(len, chain(*asked[start : start + size]))) > _MOST_CHARACTERS:
+        while start < len(pairs):
+            size = 1 + _hash_number(f"{round_number} {pairs[start][0]} size") % longest
+            while size > 1 and sum(map(len, chain(*pairs[start : start + size]))) > _MAX_CHARACTERS:
                 size -= 1
-            made.append(_conversation(asked[start : start + size]))
+            conversations.append(_conversation(pairs[start : start + size]))
             start += size
-    return made
+    return conversations
 
 
-def _conversation(asked: Sequence[tuple[str, str]]) -> tuple[Turn, ...]:
-    draw = _hash_number(asked[0][0])
+def _conversation(pairs: Sequence[tuple[str, str]]) -> tuple[Turn, ...]:
+    draw = _hash_number(pairs[0][0])
     turns = [Turn("system", _SYSTEM)] if draw % 4 == 0 else []
-    for number, (question, answer) in enumerate(asked):
+    for number, (question, answer) in enumerate(pairs):
         bridge = _BRIDGES[_hash_number(question) % len(_BRIDGES)] if number else "{}"
         turns += [Turn("user", bridge.format(question)), Turn("assistant", answer)]
     return tuple(turns)
 
 
 def _hash_number(text: str) -> int:
-    """A number that looks random and is the same everywhere."""
+    """A pseudorandom number that is the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -60,29 +60,29 @@ OPTIONS = PrepareOptions(format="openai", vocab_size=4096, max_length=512, train
 
 
 _PACKAGE = Path(__file__).parents[2]
-_MADE_FROM = ("cli", "config", "plan/rules", "recipes/chat")
-"""Where the conversations come from, besides Python's library."""
+_SOURCES = ("cli", "config", "plan/rules", "recipes/chat")
+"""The folders of whet that the conversations are generated from or with."""
 
 
 def open_embedded() -> ChatDataset:
-    """The prepared conversations; made again for another whet or Python, or where they are damaged."""
+    """Open the cached conversations; generate them if they are missing, damaged or of another version."""
     folder = env.home() / "chat" / f"embedded-{_key()}"
     try:
         return open_dataset(folder, verify=True)
     except (WhetError, OSError):
-        return _make(folder)
+        return _generate(folder)
 
 
 def _key() -> str:
-    """Changes whenever another Python or another source of ours could give other bytes."""
+    """A hash of everything that the conversations depend on."""
     digest = hashlib.sha256(platform.python_version().encode())
-    for part in _MADE_FROM:
-        for path in sorted((_PACKAGE / part).rglob("*.py")):
+    for name in _SOURCES:
+        for path in sorted((_PACKAGE / name).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _make(folder: Path) -> ChatDataset:
+def _generate(folder: Path) -> ChatDataset:
     lines = "".join(
         json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n"
         for turns in embedded_conversations()
@@ -93,11 +93,15 @@ def _make(folder: Path) -> ChatDataset:
         try:
             if folder.exists():
                 durable.remove(folder)
-            # One by one: a training may fork later, and threads do not survive that.
-            prepare_data(file, folder, OPTIONS, told=lambda _what, _done, _total: None, in_threads=False)
+            # No threads: training may fork later, and threads do not survive that.
+            prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)
         except WhetError:
-            # Another process may have made it meanwhile; a home that cannot be written costs a folder elsewhere.
+            # Another process may have written it meanwhile. If the home folder is read-only, use a temporary one.
             if not folder.exists():
                 folder = Path(tempfile.mkdtemp(prefix="whet-chat-")) / folder.name
-                prepare_data(file, folder, OPTIONS, told=lambda _what, _done, _total: None, in_threads=False)
+                prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)
     return open_dataset(folder)
+
+
+def _ignore_progress(activity: str, done: int, total: int | None) -> None:
+    pass

@@ -13,28 +13,30 @@ from whet.config.resolve import known_keys
 from whet.plan.rules import ALL_RULES
 
 MAX_CHARACTERS = 320
-"""Characters of an answer."""
+"""The maximum length of an answer."""
 
 
 class Fact(NamedTuple):
-    """One answer with the questions that it answers."""
+    """An answer, and several ways to ask for it."""
 
     answer: str
     questions: tuple[str, ...]
 
 
-def first_sentences(text: str, *, most: int = MAX_CHARACTERS) -> str:
-    """The whole sentences that fit, on one line; nothing where not even one does.
+def first_sentences(text: str, *, limit: int = MAX_CHARACTERS) -> str:
+    """Return the first sentences, on one line, that fit into `limit` characters; empty if not even one does.
 
-    >>> first_sentences("Return it.  Then\\nstop. And a third.", most=24)
+    >>> first_sentences("Return it.  Then\\nstop. And a third.", limit=24)
     'Return it. Then stop.'
     """
     flat = " ".join(text.split())
-    if len(flat) <= most:
+    if len(flat) <= limit:
         return flat
-    ends = [found.end() for found in re.finditer(r"[.!?](?= [A-Z`])", flat) if found.end() <= most]
+    ends = [match.end() for match in re.finditer(r"[.!?](?= [A-Z`])", flat) if match.end() <= limit]
     return flat[: ends[-1]] if ends else ""
 
+
+# --- Python ---------------------------------------------------------------------------------------------------------
 
 MODULES = (
     *("argparse", "ast", "base64", "bisect", "calendar", "collections", "concurrent.futures.thread", "configparser"),
@@ -50,57 +52,59 @@ _MIN_CHARACTERS = 15
 
 
 def python_facts() -> Iterator[Fact]:
-    """In a fixed order; a module that this Python lacks is passed over."""
+    """Yield facts from the docstrings of common modules, in a fixed order; missing modules are skipped."""
     root = Path(sysconfig.get_path("stdlib"))
     for module in MODULES:
-        place = root.joinpath(*module.split("."))
-        path = next((one for one in (place.with_suffix(".py"), place / "__init__.py") if one.is_file()), None)
+        base = root.joinpath(*module.split("."))
+        path = next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
         if path is None:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
-        # The C half of a module has its docstrings in Python too, under another file's name.
+        # Some public names are implemented in another module.
         public = "os.path" if module == "posixpath" else module
-        for suffix in ("concurrent.futures.", "json.", "asyncio."):
-            public = suffix.removesuffix(".") if public.startswith(suffix) else public
-        if module == public and (told := _summary(tree)):
+        for prefix in ("concurrent.futures.", "json.", "asyncio."):
+            public = prefix.removesuffix(".") if public.startswith(prefix) else public
+        if module == public and (text := _summary(tree)):
             yield Fact(
-                told, (f"What is the module {module}?", f"What is {module} in Python for?", f"What does {module} do?")
+                text, (f"What is the module {module}?", f"What is {module} in Python for?", f"What does {module} do?")
             )
         yield from _members(tree.body, public)
 
 
 def _members(body: list[ast.stmt], prefix: str) -> Iterator[Fact]:
-    for made in body:
-        if not isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or made.name.startswith("_"):
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
-        name = f"{prefix}.{made.name}"
-        if told := _summary(made):
-            is_class = isinstance(made, ast.ClassDef)
+        name = f"{prefix}.{node.name}"
+        if text := _summary(node):
+            is_class = isinstance(node, ast.ClassDef)
             yield Fact(
-                told,
+                text,
                 (f"What is {name}?", f"What is the class {name} for?", f"Explain {name}.")
                 if is_class
                 else (f"What does {name} do?", f"What is {name} for?", f"Explain {name}."),
             )
-        if isinstance(made, ast.ClassDef):
-            yield from _members(made.body, name)
+        if isinstance(node, ast.ClassDef):
+            yield from _members(node.body, name)
 
 
 def _summary(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
     paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
-    told = first_sentences(paragraph).removesuffix("For example:").rstrip()
-    if told.endswith(":"):
-        return ""  # What it announces is left out.
-    return told if len(told) >= _MIN_CHARACTERS and told.isascii() else ""
+    text = first_sentences(paragraph).removesuffix("For example:").rstrip()
+    if text.endswith(":"):
+        return ""  # It announces an example that is not included.
+    return text if len(text) >= _MIN_CHARACTERS and text.isascii() else ""
 
+
+# --- whet -----------------------------------------------------------------------------------------------------------
 
 _COMMANDS = Path(__file__).parents[2] / "cli"
 
 
 def whet_facts() -> Iterator[Fact]:
-    """Everything, in a fixed order."""
+    """Yield facts from commands, options and rules, in a fixed order."""
     yield from _basic_facts()
     yield from _command_facts()
     yield from _option_facts()
@@ -113,38 +117,34 @@ def _basic_facts() -> Iterator[Fact]:
 
 
 def _command_facts() -> Iterator[Fact]:
-    """Read as text: the commands lie above this room."""
+    """Yield facts from the help of commands. They are parsed, not imported: cli is a higher layer."""
     for path in sorted(_COMMANDS.glob("*.py")):
-        tree = ast.parse(path.read_bytes())
-        head = ast.get_docstring(tree) or ""
-        verb = head.partition(":")[0].removeprefix("whet ")
-        if not head.startswith("whet "):
-            continue
-        for made in tree.body:
-            if isinstance(made, ast.FunctionDef) and not made.name.startswith("_") and "\b" in (_doc(made)):
-                yield from _command(verb, made)
+        for node in ast.parse(path.read_bytes()).body:
+            # Only the help of a command has examples, after a \\b that keeps their line breaks.
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and "\b" in _doc(node):
+                yield from _command(node)
 
 
-def _command(verb: str, made: ast.FunctionDef) -> Iterator[Fact]:
-    first, *paragraphs = _doc(made).split("\n\n")
-    shown = next((part for part in paragraphs if part.startswith("\b")), "")
-    examples = [line.strip() for line in shown.splitlines()[1:] if line.strip()]
+def _command(node: ast.FunctionDef) -> Iterator[Fact]:
+    first, *paragraphs = _doc(node).split("\n\n")
+    examples = next(part for part in paragraphs if part.startswith("\b")).split("\n")[1:]
+    # data_chat is `whet data chat`, import_weights is `whet import`: the example shows which words belong to it.
+    words = zip(node.name.split("_"), examples[0].split()[1:], strict=False)
+    verb = " ".join(part for part, word in words if part == word)
     name = f"whet {verb}"
-    what = first_sentences(first)
     yield Fact(
-        f"{what} For example: {examples[0]}" if examples else what,
+        f"{first_sentences(first)} For example: {examples[0]}",
         (f"What does {name} do?", f"What is {name} for?", f"Explain {name}.", f"What does the command {verb} do?"),
     )
-    if examples:
-        yield Fact(
-            "\n".join(examples[:4]),
-            (f"How do I use {name}?", f"Show me examples of {name}.", f"Give me an example of {name}."),
-        )
+    yield Fact(
+        "\n".join(examples[:4]),
+        (f"How do I use {name}?", f"Show me examples of {name}.", f"Give me an example of {name}."),
+    )
     for number, part in enumerate(part for part in paragraphs if not part.startswith("\b")):
-        if told := first_sentences(part):
+        if text := first_sentences(part):
             asked = (f"Tell me more about {name}.", f"What else does {name} do?", f"What should I know about {name}?")
-            yield Fact(told, asked if number == 0 else (f"What more is there to know about {name}?",))
-    for option, help_text in _options(made):
+            yield Fact(text, asked if number == 0 else (f"What more is there to know about {name}?",))
+    for option, help_text in _options(node):
         yield Fact(
             help_text,
             (
@@ -155,20 +155,20 @@ def _command(verb: str, made: ast.FunctionDef) -> Iterator[Fact]:
         )
 
 
-def _doc(made: ast.FunctionDef) -> str:
-    return ast.get_docstring(made) or ""
+def _doc(node: ast.FunctionDef) -> str:
+    return ast.get_docstring(node) or ""
 
 
-def _options(made: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """The options of a command with their help."""
-    for argument in made.args.args:
+def _options(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """Yield the options of a command with their help."""
+    for argument in node.args.args:
         for call in ast.walk(argument.annotation) if argument.annotation else ():
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Option"):
                 continue
-            told = next((word.value for word in call.keywords if word.arg == "help"), None)
-            names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            if isinstance(told, ast.Constant) and isinstance(told.value, str):
-                yield (names or [f"--{argument.arg.replace('_', '-')}"])[0], told.value
+            help_text = next((keyword.value for keyword in call.keywords if keyword.arg == "help"), None)
+            names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            if isinstance(help_text, ast.Constant) and isinstance(help_text.value, str):
+                yield (names or [f"--{argument.arg.replace('_', '-')}"])[0], help_text.value
 
 
 def _option_facts() -> Iterator[Fact]:
@@ -197,8 +197,9 @@ def _rule_facts() -> Iterator[Fact]:
         for section, questions in _SECTIONS.items():
             text = first_sentences(rule.sections.get(section, ""))
             if text:
-                told = text[0].upper() + text[1:] if text[0].isalpha() and "=" not in text.split()[0] else text
-                yield Fact(told, tuple(question.format(name) for question in questions))
+                is_sentence = text[0].isalpha() and "=" not in text.split()[0]
+                answer = text[0].upper() + text[1:] if is_sentence else text
+                yield Fact(answer, tuple(question.format(name) for question in questions))
 
 
 _SECTIONS = {
@@ -224,17 +225,17 @@ BASICS = {
         "I answer short questions about whet and about Python's library. I am small, so check what I say."
     ),
     "How do I train a model? / How do I start a training? / How do I train with whet? / How can I begin?": (
-        "Say whet train text, whet train chat, or whet train my_recipe.py for a model of yours."
+        "Run whet train text, whet train chat, or whet train my_recipe.py for your own model."
     ),
-    "How do I resume a run? / How do I continue a training? / My training stopped. What now? / How do I go on?": (
-        "Say the same command with the same --run, and it goes on where it stopped."
+    "How do I resume a run? / How do I continue a training? / My training stopped. What now? / How do I continue?": (
+        "Run the same command with the same --run, and it resumes where it stopped."
     ),
     "How do I stop a training? / What does Ctrl-C do? / How do I stop whet safely? / Can I interrupt a run?": (
-        "Press Ctrl-C: the step is finished, everything is saved, and the same command goes on later."
+        "Press Ctrl-C: the step is finished, everything is saved, and the same command resumes later."
     ),
     "Where do I see my runs? / How do I list runs? / Which runs are there?": "whet runs lists the runs in a folder.",
     "How do I see what a run did? / How do I get a report? / Where is the report of a run?": (
-        "whet report RUN tells what a run did; with --html it becomes one file with curves."
+        "whet report RUN summarizes a run; with --html it writes one file with curves."
     ),
     "How do I watch a training? / Can I see curves while it trains? / How do I follow a run live?": (
         "whet watch shows runs in your browser while they train; whet watch --terminal does so in the terminal."
@@ -252,28 +253,28 @@ BASICS = {
         "whet init my_recipe.py writes a commented recipe that trains as it is."
     ),
     "Will it run on a Mac? / Does whet support Apple silicon? / Can I check a model for MPS?": (
-        "whet check traces a training step and names what Apple's GPUs lack, refuse or get wrong."
+        "whet check traces a training step and lists what is missing, unsupported or wrong on Apple's GPUs."
     ),
     "What is a plan? / What does whet decide for me? / What is in a plan?": (
-        "A plan says how a training runs on a machine: device, precision, micro-batch and more, each with its reason."
+        "A plan describes how training runs on a machine: device, precision, micro-batch and more, each with its reason."
     ),
     "What is a global batch? / What is global_batch_size? / What is a batch in whet?": (
-        "The global batch is the samples of one optimizer step. It belongs to you, and whet never changes it."
+        "The global batch is the samples of one optimizer step. You choose it, and whet never changes it."
     ),
-    "What is a micro-batch? / What is micro_batch? / Why is my batch cut?": (
-        "The micro-batch is how many samples go through the model at once. It belongs to the plan."
+    "What is a micro-batch? / What is micro_batch? / Why is my batch split?": (
+        "The micro-batch is the number of samples that go through the model at once. The plan chooses it."
     ),
     "What happens when memory runs out? / What does whet do on out of memory? / My GPU is out of memory.": (
-        "The step is undone and made again, with half the micro-batch if need be: the same samples count the same."
+        "The step is undone and repeated, with half the micro-batch if necessary; the result is the same."
     ),
     "Is a resumed run exact? / Does resuming change the result? / Is training reproducible?": (
-        "Yes: a run that was stopped or killed ends with the same bits; whet prove shows it for your training."
+        "Yes: a run that was stopped or killed ends with the same bits; whet prove verifies it for your training."
     ),
     "Which devices are there? / What hardware does whet use? / Which device is used?": (
-        "CUDA, MPS and the CPU. whet finds the best one by itself; --device names another."
+        "CUDA, MPS and the CPU. whet selects the best one; --device selects another."
     ),
     "Does whet need the internet? / Does whet work offline? / Is anything downloaded?": (
-        "No. Everything works offline; only names of models on the hub are looked up there."
+        "No. Everything works offline; only models named on the hub are downloaded from there."
     ),
     "What license does whet have? / Is whet free? / May I use whet at work?": "whet is under Apache-2.0.",
 }

@@ -20,124 +20,122 @@ ROLE_NAMES: dict[str, Role] = {
 
 
 def read_turns(listed: Any, *, role_keys: tuple[str, ...], text_keys: tuple[str, ...]) -> tuple[Turn, ...]:
-    """The turns of a list of objects."""
+    """Convert a list of messages; role and text are under the first of the keys that a message has."""
     if not isinstance(listed, list):
-        raise MalformedError("its turns are no list")
+        raise MalformedError("its turns are not a list")
     turns = []
-    for number, said in enumerate(listed, 1):
-        if type(said) is not dict:
-            raise MalformedError(f"turn {number} is no object")
-        turns.append(
-            Turn(
-                _role(_first_value(said, role_keys), number, role_keys),
-                text_of(_first_value(said, text_keys), f"turn {number}"),
-            )
-        )
+    for number, message in enumerate(listed, 1):
+        if type(message) is not dict:
+            raise MalformedError(f"turn {number} is not an object")
+        role = parse_role(_first_value(message, role_keys), number, role_keys)
+        turns.append(Turn(role, parse_text(_first_value(message, text_keys), f"turn {number}")))
     return tuple(turns)
 
 
-def text_of(value: Any, where: str) -> str:
-    """The text of a turn: a string, or the parts of one."""
+def parse_text(value: Any, where: str) -> str:
+    """Return the text of a message: a string, or a list of text parts."""
     if type(value) is str:
         return value
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         other = [str(part.get("type")) for part in value if part.get("type") not in ("text", "input_text", None)]
         if other:
-            raise MalformedError(f"{where} holds more than text: {other[0][:40]}")
-        return "".join(text_of(part.get("text"), where) for part in value)
+            raise MalformedError(f"{where} contains more than text: {other[0][:40]}")
+        return "".join(parse_text(part.get("text"), where) for part in value)
     raise MalformedError(f"{where} has no text")
 
 
-def _first_value(said: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     for key in keys:
-        if key in said:
-            return said[key]
+        if key in message:
+            return message[key]
     return None
 
 
-def _role(value: Any, number: int, keys: tuple[str, ...]) -> Role:
+def parse_role(value: Any, number: int, keys: tuple[str, ...]) -> Role:
     if type(value) is str:
         role = ROLE_NAMES.get(value) or ROLE_NAMES.get(value.strip().lower())
         if role is not None:
             return role
-        raise MalformedError(f"turn {number} is of an unknown role: {value[:40]!r}")
+        raise MalformedError(f"turn {number} has an unknown role: {value[:40]!r}")
     raise MalformedError(f"turn {number} has no role ({' or '.join(keys)})")
 
 
+# --- Alpaca: instruction, input, output -------------------------------------------------------------------------
+
+
 def fits_alpaca(record: Mapping[str, Any]) -> bool:
-    """Whether the record has this shape."""
     return "instruction" in record and "output" in record
 
 
 def read_alpaca(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Its turns: a system's text, earlier questions and answers where there are any, then this one."""
     turns = []
     system = record.get("system")
     if isinstance(system, str) and system.strip():
         turns.append(Turn("system", system))
     for pair in record.get("history") or ():
         if not isinstance(pair, list) or len(pair) != 2:
-            raise MalformedError("its history is no list of pairs")
-        turns += [Turn("user", text_of(pair[0], "history")), Turn("assistant", text_of(pair[1], "history"))]
-    question = text_of(record.get("instruction"), "instruction")
+            raise MalformedError("its history is not a list of pairs")
+        turns += [Turn("user", parse_text(pair[0], "history")), Turn("assistant", parse_text(pair[1], "history"))]
+    question = parse_text(record.get("instruction"), "instruction")
     more = record.get("input")
     if isinstance(more, str) and more.strip():
         question = f"{question}\n\n{more}"
     elif more is not None and not isinstance(more, str):
-        raise MalformedError("input is no text")
-    return (*turns, Turn("user", question), Turn("assistant", text_of(record.get("output"), "output")))
+        raise MalformedError("input is not text")
+    return (*turns, Turn("user", question), Turn("assistant", parse_text(record.get("output"), "output")))
+
+
+# --- OpenAI: messages -------------------------------------------------------------------------------------------
 
 
 def fits_openai(record: Mapping[str, Any]) -> bool:
-    """Whether the record has this shape."""
     return "messages" in record
 
 
 def read_openai(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Its turns."""
     return read_turns(record.get("messages"), role_keys=("role",), text_keys=("content",))
 
+
+# --- OpenAssistant: trees of messages, flat rows of such trees, or lists ------------------------------------------
 
 _MESSAGE_KEYS = {"role_keys": ("role",), "text_keys": ("text", "content")}
 
 
 def fits_openassistant(record: Mapping[str, Any]) -> bool:
-    """Whether the record has this shape."""
     return is_tree(record) or is_message(record) or _is_list(record)
 
 
 def is_message(record: Any) -> bool:
-    """Whether this is a row of the flat dump."""
+    """Whether a record is a row of the flat dump, one message."""
     return isinstance(record, dict) and "message_id" in record and "parent_id" in record and "text" in record
 
 
 def is_tree(record: Mapping[str, Any]) -> bool:
-    """Whether this is a tree of the dump."""
+    """Whether a record is a tree of messages."""
     prompt = record.get("prompt")
     return isinstance(prompt, dict) and "replies" in prompt
 
 
 def read_openassistant(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Its turns."""
     if is_tree(record):
         return read_turns(list(_best_path(record["prompt"])), **_MESSAGE_KEYS)
     return read_turns(record.get("messages"), **_MESSAGE_KEYS)
 
 
 def merge_openassistant(records: Iterable[Record]) -> Iterator[Record]:
-    """Rows of one tree, which lie together in the dump, as one record; others as they are."""
+    """Merge the rows of a tree, which are adjacent in the dump, into one record; pass on other records."""
     rows: list[Record] = []
     for record in records:
         is_row = is_message(record.value)
-        if rows and (not is_row or _tree_of(record.value) != _tree_of(rows[0].value)):
-            yield _grown(rows)
+        if rows and (not is_row or _tree_id(record.value) != _tree_id(rows[0].value)):
+            yield _build_tree(rows)
             rows = []
         if is_row:
             rows.append(record)
         else:
             yield record
     if rows:
-        yield _grown(rows)
+        yield _build_tree(rows)
 
 
 def _is_list(record: Mapping[str, Any]) -> bool:
@@ -146,37 +144,37 @@ def _is_list(record: Mapping[str, Any]) -> bool:
     return isinstance(first, dict) and (first.get("role") == "prompter" or ("text" in first and "content" not in first))
 
 
-def _tree_of(row: Mapping[str, Any]) -> Any:
+def _tree_id(row: Mapping[str, Any]) -> Any:
     return row.get("message_tree_id") or row.get("message_id")
 
 
-def _grown(rows: list[Record]) -> Record:
-    """A tree from its rows; a row without its parent belongs to nothing."""
-    below: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
+def _build_tree(rows: list[Record]) -> Record:
+    """Build a tree from its rows; a row whose parent is missing makes it invalid."""
+    replies: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     nodes = [{**row.value, "replies": []} for row in rows]
     for node in nodes:
-        below[node["parent_id"]].append(node)
+        replies[node["parent_id"]].append(node)
     for node in nodes:
-        node["replies"] = below.get(node["message_id"], [])
-    name = str(_tree_of(rows[0].value))
+        node["replies"] = replies.get(node["message_id"], [])
+    name = str(_tree_id(rows[0].value))
     known = {node["message_id"] for node in nodes}
     roots = [node for node in nodes if node["parent_id"] not in known]
     if len(roots) != 1 or roots[0]["parent_id"]:
-        return Record(rows[0].number, {"id": name}, "its messages do not lead to one first message")
+        return Record(rows[0].number, {"id": name}, "its messages do not form a tree with one root")
     return Record(rows[0].number, {"id": name, "prompt": roots[0]})
 
 
 def _best_path(node: Any) -> Iterator[Any]:
-    """From the first message down, without what was deleted."""
+    """Yield messages from the root down, following the best-ranked reply that was not deleted."""
     while True:
         if not isinstance(node, dict):
-            raise MalformedError("a message is no object")
+            raise MalformedError("a message is not an object")
         yield node
         replies = [reply for reply in node.get("replies") or () if isinstance(reply, dict) and not reply.get("deleted")]
         if not replies:
             return
-        # sorted() is stable: where ranks are missing or equal, the first reply is taken.
-        node = sorted(replies, key=_rank)[0]
+        # min() returns the first reply if ranks are missing or equal.
+        node = min(replies, key=_rank)
 
 
 def _rank(reply: Mapping[str, Any]) -> float:
@@ -184,14 +182,15 @@ def _rank(reply: Mapping[str, Any]) -> float:
     return float(rank) if isinstance(rank, int | float) else float("inf")
 
 
+# --- ShareGPT: conversations of from and value ------------------------------------------------------------------
+
+
 def fits_sharegpt(record: Mapping[str, Any]) -> bool:
-    """Whether the record has this shape."""
-    return _LIST in record or _OTHER_LIST in record
+    return "conversations" in record or "conversation" in record
 
 
 def read_sharegpt(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Its turns; a system's text may stand beside them."""
-    listed = record.get(_LIST, record.get(_OTHER_LIST))
+    listed = record.get("conversations", record.get("conversation"))
     turns = read_turns(listed, role_keys=("from", "role"), text_keys=("value", "content", "text"))
     system = record.get("system")
     if isinstance(system, str) and system.strip() and turns and turns[0].role != "system":
@@ -199,33 +198,26 @@ def read_sharegpt(record: Mapping[str, Any]) -> tuple[Turn, ...]:
     return turns
 
 
-_LIST, _OTHER_LIST = "conversations", "conversation"
-
+# --- Folders prepared by the chat fork of TinyRecursiveModels ------------------------------------------------------
+#
+# train/ and test/ contain `all__inputs.npy`, padded rows of token ids with one conversation each; tokenizer/ decodes
+# them. A turn lies between <|user|> and <|enduser|>, or <|assistant|> and <|endassistant|>. A last turn without its
+# end mark was truncated and is dropped.
 
 TRM_ROWS = "all__inputs.npy"
 _TRM_ROLES = ("user", "assistant")
-_TRM_HINT = "the JSON file that it was made from"
+_TRM_HINT = "the JSON file that it was prepared from"
 
 
 def is_trm_folder(path: Path) -> bool:
-    """Whether a folder was prepared so."""
+    """Whether a folder has the files of that fork."""
     return all(
         (path / name).is_file() for name in ("train/dataset.json", f"train/{TRM_ROWS}", "tokenizer/tokenizer.json")
     )
 
 
-def fits_trm_folder(record: Mapping[str, Any]) -> bool:
-    """Whether the record was read here."""
-    return fits_openai(record)
-
-
-def read_trm_folder(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Its turns."""
-    return read_openai(record)
-
-
 def read_trm_rows(path: Path) -> Iterator[Record]:
-    """The conversations of a file of rows."""
+    """Read the conversations of a file of rows as OpenAI messages."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -238,49 +230,54 @@ def read_trm_rows(path: Path) -> Iterator[Record]:
         raise
     except Exception as error:  # The library raises bare Exception.
         got = f"tokenizer/tokenizer.json: {str(error)[:160]}"
-        raise UsageError(f"{folder} is no folder of conversations", got=got, try_=_TRM_HINT) from None
+        raise UsageError(f"{folder} is not a folder of conversations", got=got, try_=_TRM_HINT) from None
     starts = {engine.token_to_id(f"<|{role}|>"): role for role in _TRM_ROLES}
     ends = {engine.token_to_id(f"<|end{role}|>") for role in _TRM_ROLES}
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise UsageError(f"{path} holds not numbers", got=str(error)[:200], try_="the file as it was written") from None
+        raise UsageError(
+            f"{path} is not an array of numbers", got=str(error)[:200], try_="the unchanged file"
+        ) from None
     if None in starts or None in ends or rows.ndim != 2 or rows.dtype.kind not in "iu":
         got = f"{rows.ndim} dimensions of {rows.dtype}" if None not in ends else "a tokenizer without <|enduser|>"
-        raise UsageError(f"{folder} is no folder of conversations", got=got, try_=_TRM_HINT)
+        raise UsageError(f"{folder} is not a folder of conversations", got=got, try_=_TRM_HINT)
     for number, row in enumerate(rows, 1):
         messages: list[dict[str, str]] = []
-        role, inside = "", list[int]()
+        role, text_ids = "", list[int]()
         for token in row.tolist():
             if token in starts:
-                role, inside = starts[token], []
+                role, text_ids = starts[token], []
             elif token in ends and role:
-                messages.append({"role": role, "content": engine.decode(inside, skip_special_tokens=False)})
+                messages.append({"role": role, "content": engine.decode(text_ids, skip_special_tokens=False)})
                 role = ""
             else:
-                inside.append(token)
+                text_ids.append(token)
         yield Record(number, {"messages": messages})
 
+
+# --- All formats ------------------------------------------------------------------------------------------------------
 
 _NUM_DETECTED = 64
 
 
 class Format(NamedTuple):
-    """How records become turns."""
+    """How the records of a file become conversations."""
 
     name: str
     fits: Callable[[Mapping[str, Any]], bool]
+    """Whether a record has this format."""
     read: Callable[[Mapping[str, Any]], tuple[Turn, ...]]
-    gather: Callable[[Iterable[Record]], Iterator[Record]] = iter
-    """Puts records together that are one conversation only together."""
+    merge: Callable[[Iterable[Record]], Iterator[Record]] = iter
+    """Merges records that belong to one conversation."""
     records: Callable[[Path], Iterator[Record]] = read_records
-    """Reads a file."""
+    """Reads the records of a file."""
 
 
-# The order decides where two fit: lists of messages are OpenAssistant's only where they say so.
+# If two formats fit, the first one is used: a list of messages is OpenAssistant's only with its own keys.
 FORMATS = {
-    shape.name: shape
-    for shape in (
+    item.name: item
+    for item in (
         Format("sharegpt", fits_sharegpt, read_sharegpt),
         Format("alpaca", fits_alpaca, read_alpaca),
         Format("openassistant", fits_openassistant, read_openassistant, merge_openassistant),
@@ -288,29 +285,29 @@ FORMATS = {
     )
 }
 
-TRM_FOLDER = Format("trm-folder", fits_trm_folder, read_trm_folder, records=read_trm_rows)
-"""Found by its files, not by records."""
+TRM_FOLDER = Format("trm-folder", fits_openai, read_openai, records=read_trm_rows)
+"""Detected by its files, not by its records."""
 
 
 def detect_format(path: Path) -> Format:
-    """The shape that most of the first records have."""
-    looked = list(islice(read_records(path), _NUM_DETECTED))
-    seen = [record.value for record in looked if isinstance(record.value, dict)]
-    fitting = Counter(name for value in seen for name, shape in FORMATS.items() if shape.fits(value))
+    """Return the format that most of the first records have."""
+    first = list(islice(read_records(path), _NUM_DETECTED))
+    objects = [record.value for record in first if isinstance(record.value, dict)]
+    fitting = Counter(name for value in objects for name, item in FORMATS.items() if item.fits(value))
     if not fitting:
         raise UsageError(
-            f"the records of {path} have no known shape",
-            got=_describe_first(looked),
+            f"the records of {path} have no known format",
+            got=_describe_first(first),
             try_="conversations (sharegpt), instruction and output (alpaca), messages (openai, openassistant)",
         )
-    return max((FORMATS[name] for name in FORMATS), key=lambda shape: fitting[shape.name])
+    return max(FORMATS.values(), key=lambda item: fitting[item.name])
 
 
-def _describe_first(looked: Sequence[Record]) -> str:
-    """The first record as far as it says why nothing fits."""
-    record = next((record for record in looked if isinstance(record.value, dict)), next(iter(looked), None))
+def _describe_first(records: Sequence[Record]) -> str:
+    """Describe the first record, to show why no format fits."""
+    record = next((record for record in records if isinstance(record.value, dict)), next(iter(records), None))
     if record is None:
         return "no records"
     if isinstance(record.value, dict):
         return ascii(f"the first has the keys {', '.join(map(str, list(record.value)[:8]))}"[:200])[1:-1]
-    return f"record {record.number}: {record.fault or 'no object'}"
+    return f"record {record.number}: {record.error or 'not an object'}"

@@ -1,4 +1,4 @@
-"""Generate tokens for a batch of prompts: sampling, key-value cache and the decoding loop."""
+"""Generate tokens for a batch of prompts: sampling, the key-value cache and the decoding loop."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,119 +12,129 @@ from whet.recipes.chat.model import CausalModel
 
 
 class PreallocatedCache:
-    """Room for `num_places` places of rows of one batch. Rows may stand at different places."""
+    """Keys and values of earlier positions, for each attention that a token passes through.
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._kept: list[tuple[Tensor, Tensor]] = []
+    A recursive model applies the same weights many times, each time to other states, so every application has its own
+    keys and values. Nothing else has to be cached: the states of a position always start from the same vectors. The
+    rows of a batch may be at different positions.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self._context_length = context_length
+        self._layers: list[tuple[Tensor, Tensor]] = []
         self._next = 0
         self._positions: Tensor | None = None
         self._num_keys = 0
 
     def expect(self, positions: Tensor, *, num_keys: int) -> None:
-        """Before a forward pass: the places of its tokens, (B, S), and how many places are looked at."""
+        """Prepare for a forward pass: the positions of its tokens, (B, S), and how many positions are attended to."""
         self._positions, self._num_keys = positions, num_keys
         self._next = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the next attention: new places are written, and all that may be looked at are given."""
+        """Store the keys and values of the next attention; return those of all positions."""
         assert self._positions is not None
-        if self._next == len(self._kept):
-            self._kept.append((self._room(keys), self._room(values)))
-        kept = self._kept[self._next]
+        if self._next == len(self._layers):
+            self._layers.append((self._allocate(keys), self._allocate(values)))
+        layer = self._layers[self._next]
         self._next += 1
-        where = self._positions[:, None, :, None].expand_as(keys)
-        for room, new in zip(kept, (keys, values), strict=True):
-            room.scatter_(2, where, new)
-        return kept[0][:, :, : self._num_keys], kept[1][:, :, : self._num_keys]
+        index = self._positions[:, None, :, None].expand_as(keys)
+        for cached, new in zip(layer, (keys, values), strict=True):
+            cached.scatter_(2, index, new)
+        return layer[0][:, :, : self._num_keys], layer[1][:, :, : self._num_keys]
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows alone."""
-        self._kept = [(keys[rows], values[rows]) for keys, values in self._kept]
+        """Drop all other rows of the batch."""
+        self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
 
     @property
     def num_attentions(self) -> int:
-        """How many keys and values there are for each place."""
-        return len(self._kept)
+        """How many pairs of keys and values each position has."""
+        return len(self._layers)
 
     @property
     def num_bytes(self) -> int:
-        """What all of it takes."""
-        return sum(t.numel() * t.element_size() for pair in self._kept for t in pair)
+        return sum(t.numel() * t.element_size() for pair in self._layers for t in pair)
 
-    def _room(self, like: Tensor) -> Tensor:
+    def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        # Zero, not empty: a place that is masked counts nothing, unless it happens to hold a NaN.
-        return torch.zeros(rows, heads, self._num_places, size, dtype=like.dtype, device=like.device)
+        # Zeros: in empty memory, a masked position could be NaN, and 0 * NaN is NaN.
+        return torch.zeros(rows, heads, self._context_length, size, dtype=like.dtype, device=like.device)
+
+
+# --- Sampling ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to choose."""
+    """How the next token is chosen."""
 
     temperature: float = 0.7
-    """What scores are divided by before they become probabilities; 0 takes the likeliest."""
+    """Divides the logits; 0 selects the most likely token."""
     top_k: int = 50
-    """Only so many of the likeliest; 0 for all."""
+    """Sample from this many most likely tokens; 0 for all."""
     top_p: float = 0.9
-    """Only the smallest set of the likeliest that has this much of the probability; 1 for all."""
+    """Sample from the smallest set of most likely tokens with this total probability; 1 for all."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, is_right, law in (
+        for name, value, is_valid, rule in (
             ("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100"),
             ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
         ):
-            if not is_right:
-                raise UsageError(f"{name} must be {law}", got=value, try_=f"{name} {getattr(_DEFAULT_SAMPLING, name)}")
+            if not is_valid:
+                default = getattr(_DEFAULT_SAMPLING, name)
+                raise UsageError(f"{name} must be {rule}", got=value, try_=f"{name} {default}")
 
-    def draws(self) -> Random:
-        """Where the numbers for one row come from: from its seed alone, whoever else is in the batch."""
+    def generator(self) -> Random:
+        """Return the generator of one row; it does not depend on the rest of the batch."""
         return Random(self.seed)
-
-
-def sample_token(logits: Tensor, how: Sampling, draws: Random) -> int:
-    """The next token from its scores, (V) on the CPU; minus infinity for what must not be said."""
-    if how.temperature == 0:
-        return int(logits.argmax())
-    ids, shares = distribution(logits, how)
-    # The first place where the sum of shares passes the draw; rounding must not lead beyond the last.
-    place = int(torch.searchsorted(shares.cumsum(0), draws.random(), right=True))
-    return int(ids[min(place, len(ids) - 1)])
-
-
-def distribution(logits: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may be taken, likeliest first, and their probabilities, float64.
-
-    Top-k comes first, and top-p is of what that leaves: as few tokens as have at least that much, the one that passes
-    the threshold among them.
-    """
-    scores, ids = logits.double().sort(descending=True, stable=True)
-    num_said = int((scores > -torch.inf).sum())
-    count = min(how.top_k, num_said) if how.top_k else num_said
-    # From the likeliest on: scores themselves, divided by almost nothing, would be infinite, and shares no numbers.
-    shares = ((scores[:count] - scores[0]) / how.temperature).softmax(0)
-    if how.top_p < 1:
-        before = shares.cumsum(0) - shares
-        count = max(1, int((before < how.top_p).sum()))
-    shares = shares[:count]
-    return ids[:count], shares / shares.sum()
-
-
-def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """The scores with these tokens made impossible."""
-    logits = logits.clone()
-    logits[..., list(ids)] = -torch.inf
-    return logits
 
 
 _DEFAULT_SAMPLING = Sampling()
 
 
+def sample_token(logits: Tensor, sampling: Sampling, generator: Random) -> int:
+    """Choose the next token from its logits, (V) on the CPU."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    ids, probabilities = distribution(logits, sampling)
+    # Inverse transform sampling; rounding must not lead beyond the last token.
+    index = int(torch.searchsorted(probabilities.cumsum(0), generator.random(), right=True))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the candidate tokens, most likely first, and their probabilities in float64.
+
+    Top-k is applied first, then top-p to what remains; the token that crosses the top-p threshold is included.
+    """
+    scores, ids = logits.double().sort(descending=True, stable=True)
+    num_allowed = int((scores > -torch.inf).sum())
+    count = min(sampling.top_k, num_allowed) if sampling.top_k else num_allowed
+    # Relative to the largest: with a tiny temperature, absolute scores would overflow to infinity.
+    probabilities = ((scores[:count] - scores[0]) / sampling.temperature).softmax(0)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities
+        count = max(1, int((before < sampling.top_p).sum()))
+    probabilities = probabilities[:count]
+    return ids[:count], probabilities / probabilities.sum()
+
+
+def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return the logits with these tokens set to minus infinity."""
+    logits = logits.clone()
+    logits[..., list(ids)] = -torch.inf
+    return logits
+
+
+# --- Decoding ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One row: what is read, and how it goes on."""
+    """One row of a batch: its prompt and how it is continued."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -133,100 +143,95 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingRules:
-    """What holds for every answer."""
+    """What applies to all rows."""
 
     stops: frozenset[int]
     """Tokens that end an answer; they are not part of it."""
     forbidden: tuple[int, ...]
-    """Tokens that are never said: padding and the starts of turns."""
-    num_places: int
-    """Tokens of prompt and answer together that the model can look back on."""
+    """Tokens that are never generated: padding and the starts of turns."""
+    context_length: int
+    """Maximum number of tokens of prompt and answer together."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """What a row said in one step: a token, or why it ends."""
+    """The next token of a row, or the end of its answer."""
 
     row: int
     token: int | None
-    end: str | None = None
-    """"stop": the answer is complete; "length": there is no room, or no more was asked for."""
+    finish_reason: str | None = None
+    """"stop": the answer is complete; "length": it reached max_new_tokens or the context length."""
 
 
-def generate(model: CausalModel, asks: Sequence[GenerationRequest], rules: DecodingRules) -> Iterator[GeneratedToken]:
-    """Tokens as they are chosen, row by row; each row ends with a reason. Stop iterating, and it stops."""
-    _check_prompts(asks, rules)
-    rows = list(range(len(asks)))
-    lengths = [len(ask.prompt) for ask in asks]
-    draws = [ask.sampling.draws() for ask in asks]
-    for row in rows:
-        if asks[row].max_new_tokens == 0:
+def generate(
+    model: CausalModel, requests: Sequence[GenerationRequest], rules: DecodingRules
+) -> Iterator[GeneratedToken]:
+    """Yield tokens as they are generated. Every row ends with a finish reason; stop iterating to cancel."""
+    _check_prompts(requests, rules)
+    lengths = [len(request.prompt) for request in requests]
+    generators = [request.sampling.generator() for request in requests]
+    for row, request in enumerate(requests):
+        if request.max_new_tokens == 0:
             yield GeneratedToken(row, None, "length")
-    rows = [row for row in rows if asks[row].max_new_tokens]
+    rows = [row for row, request in enumerate(requests) if request.max_new_tokens]
     if not rows:
         return
-    room = max(min(rules.num_places, lengths[row] + asks[row].max_new_tokens) for row in rows)
-    memory = PreallocatedCache(room)
-    tokens, positions = _pad_prompts([asks[row].prompt for row in rows], model_device(model))
-    last = torch.tensor([lengths[row] - 1 for row in rows], device=positions.device)
-    num_said = 0
+    cache = PreallocatedCache(
+        max(min(rules.context_length, lengths[row] + requests[row].max_new_tokens) for row in rows)
+    )
+    device = next(model.parameters()).device
+    # The first pass reads the prompts; each further pass reads the one token that was generated last.
+    tokens, positions = _pad_prompts([requests[row].prompt for row in rows], device)
+    last = torch.tensor([lengths[row] - 1 for row in rows], device=device)
+    num_generated = 0
     while rows:
-        logits = _next_logits(model, memory, tokens, positions, last)
-        num_said += 1
-        going: list[tuple[int, int]] = []
-        for place, row in enumerate(rows):
-            token, end = _sample_next(logits[place], asks[row], draws[row], rules)
-            if end is not None:
-                yield GeneratedToken(row, None, end)
+        logits = _next_logits(model, cache, tokens, positions, last)
+        num_generated += 1
+        unfinished: list[tuple[int, int]] = []
+        for index, row in enumerate(rows):
+            allowed = mask_tokens(logits[index], rules.forbidden)
+            token = sample_token(allowed, requests[row].sampling, generators[row])
+            if token in rules.stops:
+                yield GeneratedToken(row, None, "stop")
                 continue
             yield GeneratedToken(row, token)
-            if num_said == asks[row].max_new_tokens or lengths[row] + num_said == rules.num_places:
+            if num_generated == requests[row].max_new_tokens or lengths[row] + num_generated == rules.context_length:
                 yield GeneratedToken(row, None, "length")
             else:
-                going.append((place, token))
-        if len(going) < len(rows):
-            memory.keep(torch.tensor([place for place, _ in going], dtype=torch.long, device=positions.device))
-        rows = [rows[place] for place, _ in going]
-        tokens = torch.tensor([[token] for _, token in going], dtype=torch.long, device=positions.device)
-        positions = torch.tensor([[lengths[row] + num_said - 1] for row in rows], device=positions.device)
-        last = torch.zeros(len(rows), dtype=torch.long, device=positions.device)
-
-
-def _sample_next(logits: Tensor, ask: GenerationRequest, draws: Random, rules: DecodingRules) -> tuple[int, str | None]:
-    token = sample_token(mask_tokens(logits, rules.forbidden), ask.sampling, draws)
-    return token, "stop" if token in rules.stops else None
+                unfinished.append((index, token))
+        if len(unfinished) < len(rows):
+            cache.keep(torch.tensor([index for index, _ in unfinished], dtype=torch.long, device=device))
+        rows = [rows[index] for index, _ in unfinished]
+        tokens = torch.tensor([[token] for _, token in unfinished], dtype=torch.long, device=device)
+        positions = torch.tensor([[lengths[row] + num_generated - 1] for row in rows], device=device)
+        last = torch.zeros(len(rows), dtype=torch.long, device=device)
 
 
 @torch.no_grad()
 def _next_logits(
-    model: CausalModel, memory: PreallocatedCache, tokens: Tensor, positions: Tensor, last: Tensor
+    model: CausalModel, cache: PreallocatedCache, tokens: Tensor, positions: Tensor, last: Tensor
 ) -> Tensor:
-    """The scores of what comes behind place `last` of each row, (B, V), on the CPU."""
+    """Return the logits after index `last` of each row, (B, V), on the CPU."""
     num_keys = int(positions.max()) + 1
-    memory.expect(positions, num_keys=num_keys)
-    states = model.go_on(tokens, positions, memory=memory, num_keys=num_keys)
+    cache.expect(positions, num_keys=num_keys)
+    states = model.forward_cached(tokens, positions, cache=cache, num_keys=num_keys)
     return model.logits(states[torch.arange(len(last), device=last.device), last]).float().cpu()
 
 
 def _pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens filled up on the right, and the place of each: what fills up comes after all that is real."""
+    """Return prompts padded on the right, where no real token attends to the padding, and their positions."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     return tokens, torch.arange(longest, device=device).expand(len(prompts), -1)
 
 
-def model_device(model: torch.nn.Module) -> torch.device:
-    """Where its weights lie."""
-    return next(model.parameters()).device
-
-
-def _check_prompts(asks: Sequence[GenerationRequest], rules: DecodingRules) -> None:
-    for ask in asks:
-        if not ask.prompt:
-            raise UsageError("there is nothing to go on from", got="an empty prompt", try_="at least one token")
-        if len(ask.prompt) >= rules.num_places:
+def _check_prompts(requests: Sequence[GenerationRequest], rules: DecodingRules) -> None:
+    for request in requests:
+        if not request.prompt:
+            raise UsageError("the prompt is empty", got="no tokens", try_="at least one token")
+        if len(request.prompt) >= rules.context_length:
             raise UsageError(
-                "the prompt is longer than the model can look back",
-                got=f"{len(ask.prompt):,} tokens; it has room for {rules.num_places:,} with the answer",
-                try_="a shorter one",
+                "the prompt is longer than the model's context",
+                got=f"{len(request.prompt):,} tokens; prompt and answer may have {rules.context_length:,}",
+                try_="a shorter prompt",
             )

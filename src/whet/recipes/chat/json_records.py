@@ -25,23 +25,23 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked; a broken stream is told in three lines."""
+    """Open a file for reading and decompress it according to its first bytes."""
     try:
         with open_regular_file(path, follows_links=True) as file:
             start = file.read(6)
             file.seek(0)
-            with _unpacked(file, start, path) as stream:
+            with _decompress(file, start, path) as stream:
                 yield stream
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise UsageError(f"cannot read {path}", got=error.strerror, try_="a file that may be read") from None
+            raise UsageError(f"cannot read {path}", got=error.strerror, try_="a readable file") from None
         got = f"{type(error).__name__}: {error}"[:200]
         raise WhetError(
-            f"{path} is damaged", got=got, try_="get the file again: its end is missing or its bytes changed"
+            f"{path} is damaged", got=got, try_="download the file again: it is truncated or corrupt"
         ) from None
 
 
-def _unpacked(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
+def _decompress(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
     if start.startswith(b"\x1f\x8b"):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
     if start.startswith(b"BZh"):
@@ -51,15 +51,15 @@ def _unpacked(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
     if start.startswith(_ZSTD):
         return _zstd(file, path)
     if start.startswith(b"PK\x03\x04"):
-        raise UsageError(f"{path} is an archive of files", got="zip", try_=f"unzip {path.name}, then one of its files")
+        raise UsageError(f"{path} is an archive", got="zip", try_=f"unzip {path.name}, then use one of its files")
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        again = f"iconv -f utf-16 -t utf-8 {path.name} > utf8-{path.name}"
-        raise UsageError(f"{path} is not UTF-8", got="UTF-16, by its first bytes", try_=again)
+        convert = f"iconv -f utf-16 -t utf-8 {path.name} > utf8-{path.name}"
+        raise UsageError(f"{path} is not UTF-8", got="UTF-16, by its first bytes", try_=convert)
     return file
 
 
 def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
-    """Python has it from 3.14 on; before that, pyarrow can, where it is installed for Parquet."""
+    # Python reads Zstandard since 3.14. pyarrow, an optional dependency for Parquet, does so in all versions.
     library: Any
     try:
         library = importlib.import_module("compression.zstd")
@@ -78,27 +78,27 @@ def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""Of one record: memory is bounded, and a conversation is shorter."""
+"""Longer records are rejected, to bound memory; conversations are shorter."""
 
 _CHUNK = 1024**2
 _BOM = codecs.BOM_UTF8
 _SPACE = re.compile(r"\s*")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
-"""What decides where an element ends: whole strings, brackets and commas; and a quote whose string is not whole."""
+"""Matches complete strings, brackets and commas, and the quote that opens an incomplete string."""
 
 
 class Record(NamedTuple):
     """One entry of a file."""
 
     number: int
-    """Of its line, or its place in the array; from 1."""
+    """Line number or index in the array, from 1."""
     value: Any = None
-    fault: str = ""
-    """Why it could not be read."""
+    error: str = ""
+    """Why the record could not be parsed."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records in order; what cannot be read comes with its fault."""
+    """Yield the records in order; those that cannot be parsed have an `error`."""
     with open_stream(path) as stream:
         head = stream.read(_CHUNK)
         while head and not head.removeprefix(_BOM).strip():
@@ -121,22 +121,22 @@ def read_records(path: Path) -> Iterator[Record]:
             )
 
 
-# --- lines -----------------------------------------------------------------------------------------------------------
+# --- JSON Lines -----------------------------------------------------------------------------------------------------------
 
 
 def _read_lines(head: bytes, stream: IO[bytes]) -> Iterator[Record]:
     for number, (line, is_whole) in enumerate(_lines(head, stream), 1):
         if not is_whole:
-            yield Record(number, fault=f"longer than {MAX_RECORD_BYTES:,} bytes")
+            yield Record(number, error=f"longer than {MAX_RECORD_BYTES:,} bytes")
         elif line.strip():
             try:
                 yield Record(number, from_json(line))
             except ValueError as error:
-                yield Record(number, fault=f"not JSON: {str(error)[:80]}")
+                yield Record(number, error=f"not JSON: {str(error)[:80]}")
 
 
 def _lines(head: bytes, stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether each is whole: what is too long is passed over."""
+    """Yield lines, and whether each is complete; lines that are too long are skipped."""
     rest, is_whole = b"", True
     for chunk in _chunks(head, stream):
         *lines, tail = chunk.split(b"\n")
@@ -162,77 +162,77 @@ def _chunks(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Window:
-    """The part of a long text that is looked at now."""
+    """A sliding window over a long text."""
 
     def __init__(self, head: bytes, stream: IO[bytes]) -> None:
-        # Bytes that are no UTF-8 become lone surrogates: the text they are in is refused later, not the whole file.
+        # Invalid UTF-8 becomes lone surrogates, so that only the affected record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self._stream = stream
         self.text = self._decoder.decode(head)
         self.at = 0
         self.is_last = False
 
-    def more(self) -> bool:
-        """Reads on, as much again as is kept; whether there was something."""
+    def read_more(self) -> bool:
+        """Drop the text before `at`, and read at least as much again; return False at the end of the file."""
         kept = self.text[self.at :]
         read = self._stream.read(max(_CHUNK, len(kept)))
         self.is_last = not read
         self.text, self.at = kept + self._decoder.decode(read, final=self.is_last), 0
         return not self.is_last
 
-    def next_sign(self) -> str:
-        """The next sign that is no space, which stays where it is; empty at the end."""
+    def peek(self) -> str:
+        """Skip whitespace and return the next character without consuming it; empty at the end."""
         while True:
-            found = _SPACE.match(self.text, self.at)
-            self.at = found.end() if found else self.at
+            space = _SPACE.match(self.text, self.at)
+            self.at = space.end() if space else self.at
             if self.at < len(self.text):
                 return self.text[self.at]
-            if self.is_last or not self.more():
+            if self.is_last or not self.read_more():
                 return ""
 
 
 def _read_array(head: bytes, stream: IO[bytes], path: Path) -> Iterator[Record]:
     window = _Window(head, stream)
     window.at += 1
-    if window.next_sign() == "]":
+    if window.peek() == "]":
         window.at += 1
     else:
         for number in count(1):
             yield _element(window, number, path)
-            sign = window.next_sign()
+            char = window.peek()
             window.at += 1
-            if sign == "]":
+            if char == "]":
                 break
-            if sign != ",":
-                raise _damaged(path, number, got=f"{sign!r} behind it" if sign else "the file ends there")
-    if window.next_sign():
+            if char != ",":
+                raise _damaged(path, number, got=f"{char!r} after it" if char else "the file ends")
+    if window.peek():
         raise UsageError(
-            f"{path} goes on behind its array",
+            f"{path} continues after its array",
             got=ascii(window.text[window.at : window.at + 40]),
             try_="one array, or JSON lines",
         )
 
 
 def _element(window: _Window, number: int, path: Path) -> Record:
-    """The element that starts here; the window stands behind it afterwards."""
-    window.next_sign()
+    """Parse the element at the window's position and move behind it."""
+    window.peek()
     while True:
-        fault = ""
+        error_text = ""
         try:
             value, end = _decode(window.text, window.at)
             if end < len(window.text) or window.is_last:
                 window.at = end
                 return Record(number, value)
         except (ValueError, RecursionError) as error:
-            fault = f"not JSON: {str(error)[:80]}"
+            error_text = f"not JSON: {str(error)[:80]}"
             end_of_bad = _end_of_element(window.text, window.at)
             if end_of_bad is not None:
                 window.at = end_of_bad
-                return Record(number, fault=fault)
+                return Record(number, error=error_text)
         if len(window.text) - window.at > MAX_RECORD_BYTES:
             raise _damaged(path, number, got=f"no end within {MAX_RECORD_BYTES:,} bytes")
-        if (window.is_last or not window.more()) and fault:
-            raise _damaged(path, number, got="the file ends inside")
+        if (window.is_last or not window.read_more()) and error_text:
+            raise _damaged(path, number, got="the file ends inside it")
 
 
 _CLOSING = {"{": "}", "[": "]"}
@@ -240,28 +240,28 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _end_of_element(text: str, start: int) -> int | None:
-    """Where an element that cannot be parsed ends, by its brackets alone; None where that lies further on."""
-    inside: list[str] = []
-    for found in _JSON_TOKEN.finditer(text, start):
-        sign = found[0]
-        if sign == '"':
+    """Find the end of an element that cannot be parsed, by its brackets; None if it lies outside the text."""
+    open_brackets: list[str] = []
+    for match in _JSON_TOKEN.finditer(text, start):
+        char = match[0]
+        if char == '"':
             return None
-        if sign in _CLOSING:
-            inside.append(_CLOSING[sign])
-        elif sign in "}]":
-            if sign not in inside:
-                return found.start()
-            # What was opened inside and not closed was forgotten.
-            while inside.pop() != sign:
+        if char in _CLOSING:
+            open_brackets.append(_CLOSING[char])
+        elif char in "}]":
+            if char not in open_brackets:
+                return match.start()
+            # Brackets opened since then were never closed.
+            while open_brackets.pop() != char:
                 pass
-        elif sign == "," and not inside:
-            return found.start()
+        elif char == "," and not open_brackets:
+            return match.start()
     return None
 
 
 def _damaged(path: Path, number: int, *, got: str) -> WhetError:
     return WhetError(
-        f"{path} is damaged: record {number} has no end, so what follows it cannot be read",
+        f"{path} is damaged: record {number} has no end, so the records after it cannot be read",
         got=got,
-        try_="get the file again, or write JSON lines, where one bad line harms no other",
+        try_="download the file again, or use JSON Lines, where a bad line does not affect others",
     )

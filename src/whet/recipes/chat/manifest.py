@@ -19,123 +19,117 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class SplitFacts(FrozenModel):
-    """How much is in a part."""
+    """The size of a split."""
 
     conversations: int = 0
     documents: int = 0
-    """Conversations, or pieces of long ones: what attends to itself only."""
+    """Conversations, or segments of long ones. Attention does not cross documents."""
     rows: int = 0
-    """Documents packed behind each other, up to `max_length` tokens."""
+    """Rows of up to `max_length` tokens, packed with documents."""
     tokens: int = 0
     loss_tokens: int = 0
-    """Tokens that are to be predicted."""
+    """Tokens that the loss is computed on."""
     loss_bytes: int = 0
-    """Bytes of text behind them: bits per byte = nats of a part / ln 2 / loss_bytes."""
+    """Bytes of the text of those tokens: bits per byte = nats of a split / ln 2 / loss_bytes."""
     longest: int = 0
     """Tokens of the longest document."""
 
 
 class ChatFile(FrozenModel):
-    """What a file must hold."""
+    """Size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 class ChatManifest(FrozenModel):
-    """All of it."""
+    """The contents of manifest.json; the same input, options and seed give the same manifest."""
 
     format: str = FORMAT
-    made_from: tuple[dict[str, Any], ...]
-    """The files that were read: name, bytes, sha256, shape."""
+    sources: tuple[dict[str, Any], ...]
+    """The input files: name, bytes, sha256, format."""
     options: dict[str, Any]
-    """What was asked for: seed, train_split, subsample_size and so on."""
+    """The options of `whet data chat`."""
     template: str
     loss: Loss
     max_length: int
     tokenizer: str
-    """Where the vocabulary comes from, in a word; it lies in tokenizer.json."""
+    """The --tokenizer option; the tokenizer itself is in tokenizer.json."""
     vocab_size: int
     marks: dict[str, int]
     """The ids of padding, the end of a turn, and the start of a turn of each role."""
     token_type: Literal["<u2", "<u4"]
-    parts: dict[Split, SplitFacts]
-    told: dict[str, Any]
-    """What was left out, cut or trimmed, as numbers, with a few names."""
+    splits: dict[Split, SplitFacts]
+    counts: dict[str, Any]
+    """Numbers of conversations read, excluded, split and truncated, with examples of rejected records."""
     files: dict[str, ChatFile]
 
 
 def hash_file(path: Path) -> ChatFile:
-    """What a file holds."""
+    """Return the size and hash of a file."""
     digest, size = hashlib.sha256(), 0
     with open_regular_file(path, follows_links=True) as file:
-        while piece := file.read(1024**2):
-            digest.update(piece)
-            size += len(piece)
+        while chunk := file.read(1024**2):
+            digest.update(chunk)
+            size += len(chunk)
     return ChatFile(bytes=size, sha256=digest.hexdigest())
 
 
 def read_manifest(folder: Path) -> ChatManifest:
-    """The manifest of a folder that `whet data chat` wrote."""
+    """Read the manifest of a folder that `whet data chat` wrote."""
     path = folder / MANIFEST
     try:
         read = json.loads(read_regular_file(path, follows_links=True))
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} is no folder of prepared conversations",
+            f"{folder} is not a folder of prepared conversations",
             got=f"no {MANIFEST}",
             try_=f"whet data chat FILE --output-dir {folder}",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise WhetError(f"cannot read {path}", got=str(error)[:200], try_="prepare it again") from None
+        raise WhetError(f"cannot read {path}", got=str(error)[:200], try_="prepare the data again") from None
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         got = read.get("format") if isinstance(read, dict) else type(read).__name__
-        raise UsageError(f"{path} has another format", got=str(got)[:100], try_=f"{FORMAT!r}: prepare it again")
+        raise UsageError(f"{path} has another format", got=str(got)[:100], try_=f"{FORMAT!r}: prepare the data again")
     return ChatManifest.from_json(read, where=path)
 
 
 _MAX_SHOWN = 5
+_LOSS_TEXT = {"assistant": "the assistant's text and the end of its turns", "all": "every token"}
+_NOTES = {
+    "excluded_by_subsample": "conversations not used (--subsample-size)",
+    "excluded_as_held_out": "conversations not used: a held-out file contains them too",
+    "conversations_split": "conversations longer than --max-length were split into segments that end with an answer",
+    "documents_truncated": "segments had a question or an answer longer than --max-length, which was truncated",
+    "texts_changed_by_tokenizer": "texts of a sample are not reproduced by this tokenizer: answers are trained on as it "
+    "decodes them, and bits per byte cannot be compared with other tokenizers",
+}
 
 
 def summary_lines(manifest: ChatManifest, folder: Path) -> tuple[str, ...]:
-    """What was read, what became of it, and what to do next."""
-    told = manifest.told
-    read = ", ".join(f"{source['name']} ({source['shape']})" for source in manifest.made_from)
-    rows = [("read", f"{format_plural(told['conversations_found'], 'conversation')}: {read}")]
-    for number, (where, why) in enumerate(told["bad_records_shown"][:_MAX_SHOWN]):
+    """Return the report of `whet data chat`: what was read and written, and what to do next."""
+    counts = manifest.counts
+    read = ", ".join(f"{source['name']} ({source['format']})" for source in manifest.sources)
+    rows = [("read", f"{format_plural(counts['conversations'], 'conversation')}: {read}")]
+    for number, (where, why) in enumerate(counts["rejected_examples"][:_MAX_SHOWN]):
         rows.append(("" if number else "skipped", f"{where}: {why}"))
-    if told["bad_records"] > _MAX_SHOWN:
-        rows.append(("", f"... {told['bad_records']:,} bad records in all"))
-    for key, words in _LEFT_OUT.items():
-        if told[key]:
-            rows.append(("note", f"{told[key]:,} {words}"))
-    if not manifest.parts["val"].conversations:
-        rows.append(
-            ("note", "nothing is held out for dev, which a training needs: more conversations, or --train-split")
-        )
-    for part in SPLITS:
-        facts = manifest.parts[part]
+    if counts["rejected_records"] > _MAX_SHOWN:
+        rows.append(("", f"... {counts['rejected_records']:,} bad records in total"))
+    rows += [("note", f"{counts[key]:,} {text}") for key, text in _NOTES.items() if counts[key]]
+    if not manifest.splits["val"].conversations:
+        rows.append(("note", "the val split is empty, but training needs it: more conversations, or --train-split"))
+    for split in SPLITS:
+        facts = manifest.splits[split]
         fill = facts.tokens / (facts.rows * manifest.max_length) if facts.rows else 0
         rows.append(
             (
-                part,
+                split,
                 f"{format_plural(facts.conversations, 'conversation')}, {format_plural(facts.tokens, 'token')}, "
-                f"{facts.loss_tokens:,} of them learned; {format_plural(facts.rows, 'row')} of {manifest.max_length:,}, "
-                f"{format_percent(fill, 1)} full",
+                f"{facts.loss_tokens:,} of them trained on; {format_plural(facts.rows, 'row')} of "
+                f"{manifest.max_length:,}, {format_percent(fill, 1)} full",
             )
         )
-    rows.append(("tokens", f"{manifest.tokenizer}, {manifest.vocab_size:,} ids; loss on {_LOSS[manifest.loss]}"))
+    rows.append(("tokens", f"{manifest.tokenizer}, {manifest.vocab_size:,} ids; loss on {_LOSS_TEXT[manifest.loss]}"))
     size = sum(file.bytes for file in manifest.files.values())
     rows.append(("wrote", f"{folder} ({format_bytes(size)}); whet train chat data_paths=[{folder}]"))
-    return tuple(f"{name:9} {words}" for name, words in rows)
-
-
-_LOSS = {"assistant": "the assistant's text and the end of its turns", "all": "every token"}
-_LEFT_OUT = {
-    "conversations_left_out_by_subsample": "conversations left out (--subsample-size)",
-    "conversations_left_out_as_held_out_elsewhere": "conversations left out: a held-out file has them too",
-    "conversations_cut_apart": "conversations longer than --max-length became pieces that end with an answer",
-    "documents_shortened": "pieces had a question or an answer longer than --max-length, whose end was cut off",
-    "texts_that_the_tokenizer_changes": "texts of a sample do not come back from this tokenizer as they were: answers "
-    "are learned as it spells them, and bits per byte compare with nothing else",
-}
+    return tuple(f"{name:9} {text}" for name, text in rows)

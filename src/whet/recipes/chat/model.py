@@ -1,4 +1,7 @@
-"""Causal language models, recursive (trm) and plain (gpt), with their loss."""
+"""Causal language models, recursive (trm) and plain (gpt), with their loss.
+
+Shapes: B rows, S positions, W width, V tokens of the vocabulary.
+"""
 
 import math
 from abc import abstractmethod
@@ -26,24 +29,25 @@ from whet.recipes.layers import (
 
 
 def document_attention(is_start: Tensor, *, head_size: int, like: Tensor) -> AttentionArgs:
-    """For rows that hold several documents; `is_start` is (B, S), true where one begins. Positions begin anew there.
+    """Let each position attend to earlier positions of its own document; positions count from its start.
 
-    What fills a row up is a document of its own at the end, so that nobody looks at it. `like`: what is computed with.
+    `is_start` is (B, S), true where a document begins. Padding is a document of its own at the end of a row. `like` has
+    the dtype and device of the computation.
     """
     document = is_start.cumsum(1)
     if has_span_kernel(like, head_size):
-        places = torch.arange(is_start.shape[1], device=is_start.device)
-        return AttentionArgs(rotation=rotary_angles(places, head_size), spans=_spans(document), is_causal=True)
+        indices = torch.arange(is_start.shape[1], device=is_start.device)
+        return AttentionArgs(rotation=rotary_angles(indices, head_size), spans=_spans(document), is_causal=True)
     is_same = document[:, :, None] == document[:, None, :]
-    may_look = is_same & _is_earlier(is_start.shape[1], is_start.device)
-    positions = may_look.sum(2) - 1
+    is_visible = is_same & _is_earlier(is_start.shape[1], is_start.device)
+    positions = is_visible.sum(2) - 1
     return AttentionArgs(
-        rotation=rotary_angles(positions, head_size), mask=_additive_mask(may_look, like.dtype)[:, None]
+        rotation=rotary_angles(positions, head_size), mask=_additive_mask(is_visible, like.dtype)[:, None]
     )
 
 
 def _spans(document: Tensor) -> Spans:
-    """Of all rows, one behind the other; documents are counted in each, (B, S)."""
+    """Return the documents of all rows, concatenated; `document` numbers them within each row, (B, S)."""
     rows, length = document.shape
     before = length * torch.arange(rows, device=document.device)[:, None]
     firsts, lasts = (torch.searchsorted(document, document, right=is_end) + before for is_end in (False, True))
@@ -51,12 +55,12 @@ def _spans(document: Tensor) -> Spans:
 
 
 def cached_attention(
-    positions: Tensor, num_keys: int, *, memory: KeyValueCache | None, head_size: int, dtype: torch.dtype
+    positions: Tensor, num_keys: int, *, cache: KeyValueCache | None, head_size: int, dtype: torch.dtype
 ) -> AttentionArgs:
-    """For rows of one document each: (B, S) places of new tokens, which look at all keys at or before them."""
-    may_look = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
+    """Let new tokens at `positions`, (B, S), attend to all cached keys up to their own; one document per row."""
+    is_visible = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
     return AttentionArgs(
-        rotation=rotary_angles(positions, head_size), mask=_additive_mask(may_look, dtype)[:, None], memory=memory
+        rotation=rotary_angles(positions, head_size), mask=_additive_mask(is_visible, dtype)[:, None], memory=cache
     )
 
 
@@ -64,17 +68,17 @@ def _is_earlier(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-def _additive_mask(may_look: Tensor, dtype: torch.dtype) -> Tensor:
-    """As numbers that are added to the scores; made once, since kernels would make it anew in every layer."""
-    return torch.zeros(may_look.shape, dtype=dtype, device=may_look.device).masked_fill(~may_look, -torch.inf)
+def _additive_mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 or minus infinity, to be added to the scores. Done once: given booleans, kernels convert per layer."""
+    return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill(~is_visible, -torch.inf)
 
 
 IGNORED = -100
-"""The target of a place at which nothing is to be predicted."""
+"""The target of positions that do not contribute to the loss."""
 
 
 class CausalModel(nn.Module):
-    """A language model: what comes out at a place depends on that place and earlier ones of its document."""
+    """A language model whose outputs depend on the same and earlier positions of a document only."""
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
         super().__init__()
@@ -84,80 +88,87 @@ class CausalModel(nn.Module):
         self.head = None if arch.tied else init_linear(arch.hidden_size, vocab_size)
 
     def forward(self, tokens: Tensor, is_start: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py.
+        """Return the states of each supervised pass, (B, S, W); the last one is the result.
 
-        With targets, (B, S), the surprise at them after each pass instead: so it is compiled along with the model.
+        With targets, (B, S), return the summed cross entropy of each pass instead, so that it is compiled with the
+        model. `is_start` is explained in `document_attention`.
         """
-        x = self._read(tokens)
-        found = self.states(x, document_attention(is_start, head_size=self.head_size, like=x))
-        return (
-            found if targets is None else tuple(summed_cross_entropy(self.logits(states), targets) for states in found)
-        )
+        x = self._embed(tokens)
+        states = self.states(x, document_attention(is_start, head_size=self.head_size, like=x))
+        if targets is None:
+            return states
+        return tuple(summed_cross_entropy(self.logits(one), targets) for one in states)
 
-    def go_on(self, tokens: Tensor, positions: Tensor, *, memory: KeyValueCache | None, num_keys: int) -> Tensor:
-        """The last states of new places, (B, S, W), in rows of one document each; `memory` knows earlier places."""
-        x = self._read(tokens)
-        look = cached_attention(positions, num_keys, memory=memory, head_size=self.head_size, dtype=x.dtype)
-        return self.states(x, look)[-1]
+    def forward_cached(
+        self, tokens: Tensor, positions: Tensor, *, cache: KeyValueCache | None, num_keys: int
+    ) -> Tensor:
+        """Return the last states of new positions, (B, S, W), with keys and values of earlier ones from the cache."""
+        x = self._embed(tokens)
+        args = cached_attention(positions, num_keys, cache=cache, head_size=self.head_size, dtype=x.dtype)
+        return self.states(x, args)[-1]
 
     @abstractmethod
-    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
-        """From embedded tokens to the states of each supervised pass."""
+    def states(self, x: Tensor, args: AttentionArgs) -> tuple[Tensor, ...]:
+        """Compute the states of each supervised pass from embedded tokens."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """Scores of all tokens that may come next, (..., V)."""
+        """Return the logits of the next token, (..., V)."""
         return functional.linear(states, self.tokens.weight) if self.head is None else self.head(states)
 
     @property
     def head_size(self) -> int:
         return self.arch.hidden_size // self.arch.num_heads
 
-    def _read(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens; in half precision where products are computed in it, so that sums are not widened again."""
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens, under autocast in its dtype, so that residual sums stay in half precision."""
         x = self.dropout(math.sqrt(self.arch.hidden_size) * self.tokens(tokens))
-        kind = x.device.type
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of -ln p over all targets that count."""
+    """Return the sum of -ln p over all targets that are not IGNORED."""
     return functional.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def next_token_loss(model: CausalModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Nats in all, averaged over supervised passes, and the number of tokens: so micro-batches weigh by tokens."""
+    """Return the summed cross entropy, averaged over supervised passes, and the number of loss tokens."""
     targets = next_tokens(micro)
     nats = model(*model_inputs(micro), targets)
     return torch.stack(nats).mean(0), (targets != IGNORED).sum()
 
 
 def model_inputs(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Tokens and where documents begin, without the last place: nothing comes after it."""
+    """Return tokens and is_start without the last position, which is only a target."""
     return micro.tokens[:, :-1], micro.is_start[:, :-1]
 
 
 def next_tokens(micro: MicroBatch) -> Tensor:
-    """The token that comes next at each place, and a number that is ignored where it does not count."""
+    """Return the next token at each position; IGNORED where it is not a loss token."""
     return micro.tokens[:, 1:].long().masked_fill(~micro.is_loss[:, 1:], IGNORED)
 
 
 class GPT(CausalModel):
-    """Embedding, blocks that add to what comes in, a norm, and the head."""
+    """A plain transformer with the same parts as the recursive model, to compare them.
+
+    With arch.match=parameters it has as many blocks as the recursive model; with arch.match=compute as many as a token
+    passes through there, so that a token costs the same.
+    """
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
         super().__init__(arch, vocab_size=vocab_size, dropout=dropout)
         self.blocks = nn.ModuleList(_PreNormBlock(arch, dropout=dropout) for _ in range(arch.depth))
 
-    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, args: AttentionArgs) -> tuple[Tensor, ...]:
         for block in self.blocks:
-            x = block(x, look)
+            x = block(x, args)
         return (rms_norm(x),)
 
 
 class _PreNormBlock(nn.Module):
-    """Attention, then a feed-forward layer, each added to what came in; what is added begins small."""
+    """Attention and a feed-forward layer with pre-norm residuals, whose outputs are scaled down at initialization."""
 
     def __init__(self, arch: ChatArch, *, dropout: float) -> None:
         super().__init__()
@@ -168,13 +179,18 @@ class _PreNormBlock(nn.Module):
             for layer in (self.attention.out, self.feed_forward.down):
                 layer.weight.div_(math.sqrt(2 * arch.depth))
 
-    def forward(self, x: Tensor, look: AttentionArgs) -> Tensor:
-        x = x + self.dropout(self.attention(rms_norm(x), look))
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        x = x + self.dropout(self.attention(rms_norm(x), args))
         return x + self.dropout(self.feed_forward(rms_norm(x)))
 
 
 class RecursiveModel(CausalModel):
-    """N passes of T outer cycles of n + 1 applications of L blocks; the states go on, gradients do not."""
+    """A tiny recursive model as a language model: two states per position, refined by one small network.
+
+    N passes of T outer cycles of n + 1 applications of L blocks; states are passed on, gradients are not. A composition
+    of causal functions is causal, so this is a language model for any number of cycles. The states of all positions
+    start from the same two vectors.
+    """
 
     answer: Tensor
     latent: Tensor
@@ -188,22 +204,22 @@ class RecursiveModel(CausalModel):
         for name in ("answer", "latent"):
             self.register_buffer(name, truncated_normal_(torch.empty(arch.hidden_size), deviation=1.0))
 
-    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, args: AttentionArgs) -> tuple[Tensor, ...]:
         def net(state: Tensor, added: Tensor) -> Tensor:
             state = state + added
             for block in self.blocks:
-                state = block(state, look)
+                state = block(state, args)
             return state
 
         y, z = (start.to(x.dtype).expand_as(x) for start in (self.answer, self.latent))
-        found = []
+        states = []
         for _ in range(self.arch.supervision):
             y, z = refine(net, y.detach(), z.detach(), x, outer=self.arch.H_cycles, inner=self.arch.L_cycles)
-            found.append(y)
-        return tuple(found)
+            states.append(y)
+        return tuple(states)
 
 
 def build_model(arch: ChatArch, *, vocab_size: int, dropout: float = 0.0) -> CausalModel:
-    """With its first weights, drawn from torch's generator."""
+    """Build the model with initial weights, drawn from torch's default generator."""
     kinds: dict[str, type[CausalModel]] = {"trm": RecursiveModel, "gpt": GPT}
     return kinds[arch.kind](arch, vocab_size=vocab_size, dropout=dropout)

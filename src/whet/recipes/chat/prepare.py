@@ -17,20 +17,19 @@ from whet.base.model import FrozenModel
 from whet.recipes.chat.conversation import Conversation, Loss, Turn
 from whet.recipes.chat.dataset import Document, SplitWriter, token_type
 from whet.recipes.chat.manifest import MANIFEST, SPLITS, TOKENIZER, ChatFile, ChatManifest, SplitFacts, hash_file
-from whet.recipes.chat.selection import LEFT_OUT, Selection, select_conversations
+from whet.recipes.chat.selection import EXCLUDED, Selection, select_conversations
 from whet.recipes.chat.sources import ConversationFile, RejectedRecord, find_files, read_conversations
-from whet.recipes.chat.template import MIN_LENGTH, TEMPLATE, TurnIds, fit_conversation, loss_bytes, write
-from whet.recipes.chat.tokenizer import BYTE_PAIRS, MARKS, ChatTokenizer, find_tokenizer
+from whet.recipes.chat.template import MIN_LENGTH, TEMPLATE, TurnIds, count_loss_bytes, encode_turns, fit_conversation
+from whet.recipes.chat.tokenizer import BYTE_PAIRS, MARKS, ChatTokenizer, load_tokenizer
 from whet.run import durable
 
 
 class Assembled(NamedTuple):
-    """What became of one conversation."""
+    """The documents of one conversation."""
 
     documents: tuple[Document, ...]
-    """One, where it was short enough."""
-    num_cut: int = 0
-    """Documents whose texts had to be shortened."""
+    """Several if it was longer than a row."""
+    num_truncated: int = 0
 
 
 def assemble(
@@ -41,14 +40,17 @@ def assemble(
     max_length: int,
     loss: Loss,
 ) -> Iterator[Assembled]:
-    """The documents of each conversation; `ids` are those of all their turns in order."""
+    """Encode conversations as documents; `ids` are those of all their turns in order.
+
+    Vectorized over the whole batch: this is the inner loop of `whet data chat`.
+    """
     turns = [turn for conversation in conversations for turn in conversation]
     kind = token_type(tokenizer.vocab_size)
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)) + 2
     ends = np.cumsum(lengths)
     starts = ends - lengths
     roles = np.array([tokenizer.role_ids[turn.role] for turn in turns], dtype=kind)
-    is_learned = (roles == tokenizer.role_ids["assistant"]) | (loss == "all")
+    is_trained = (roles == tokenizer.role_ids["assistant"]) | (loss == "all")
     sizes = np.array([len(text) if text.isascii() else len(text.encode()) for _, text in turns], dtype=np.int64)
 
     tokens = np.empty(int(ends[-1]), dtype=kind)
@@ -60,41 +62,41 @@ def assemble(
 
     after = np.cumsum([len(conversation) for conversation in conversations])
     first = np.concatenate([[0], after[:-1]])
-    mask = np.repeat(is_learned.astype(np.uint8), lengths)
+    mask = np.repeat(is_trained.astype(np.uint8), lengths)
     mask[starts] = loss == "all"
     mask[starts[first]] = 0
-    learned_bytes = np.add.reduceat(np.where(is_learned, sizes, 0), first).tolist()
-    places = zip(starts[first].tolist(), ends[after - 1].tolist(), strict=True)
-    for number, (start, end) in enumerate(places):
+    trained_bytes = np.add.reduceat(np.where(is_trained, sizes, 0), first).tolist()
+    spans = zip(starts[first].tolist(), ends[after - 1].tolist(), strict=True)
+    for number, (start, end) in enumerate(spans):
         if end - start <= max_length:
-            whole = Document(tokens[start:end].tobytes(), mask[start:end].tobytes(), learned_bytes[number])
+            whole = Document(tokens[start:end].tobytes(), mask[start:end].tobytes(), trained_bytes[number])
             yield Assembled((whole,))
         else:
-            inside = range(int(first[number]), int(after[number]))
-            as_ids = [TurnIds(turns[place].role, ids[place], True, int(sizes[place])) for place in inside]
-            yield _split_ids(as_ids, tokenizer, max_length=max_length, loss=loss)
+            members = range(int(first[number]), int(after[number]))
+            turn_ids = [TurnIds(turns[index].role, ids[index], True, int(sizes[index])) for index in members]
+            yield _split_long(turn_ids, tokenizer, max_length=max_length, loss=loss)
 
 
-def _split_ids(turns: Sequence[TurnIds], tokenizer: ChatTokenizer, *, max_length: int, loss: Loss) -> Assembled:
+def _split_long(turns: Sequence[TurnIds], tokenizer: ChatTokenizer, *, max_length: int, loss: Loss) -> Assembled:
     kind = token_type(tokenizer.vocab_size)
-    pieces = fit_conversation(turns, max_length=max_length)
+    segments = fit_conversation(turns, max_length=max_length)
     documents = []
-    for piece in pieces:
-        tokens, mask = write(piece.turns, tokenizer, loss=loss)
-        size = loss_bytes(piece.turns, tokenizer, loss=loss)
+    for segment in segments:
+        tokens, mask = encode_turns(segment.turns, tokenizer, loss=loss)
+        size = count_loss_bytes(segment.turns, tokenizer, loss=loss)
         documents.append(Document(np.array(tokens, dtype=kind).tobytes(), mask, size))
-    return Assembled(tuple(documents), sum(piece.is_cut for piece in pieces))
+    return Assembled(tuple(documents), sum(segment.is_truncated for segment in segments))
 
 
 _BATCH_CHARACTERS = 1_000_000
 _BATCHES_AHEAD = 2
 
 Progress = Callable[[str, int, int | None], None]
-"""Is told what is done, how many conversations are through, and of how many, if that is known."""
+"""Called with the current activity, the conversations processed, and their total if known."""
 
 
 class PrepareOptions(FrozenModel):
-    """What `whet data chat` can be asked for."""
+    """The options of `whet data chat`."""
 
     format: Literal["auto", "sharegpt", "alpaca", "openai", "openassistant"] = "auto"
     tokenizer: str = BYTE_PAIRS
@@ -110,25 +112,25 @@ class PrepareOptions(FrozenModel):
 class _Batch(NamedTuple):
     """Conversations that are tokenized together."""
 
-    parts: list[int]
+    splits: list[int]
     turns: list[tuple[Turn, ...]]
 
 
 @dataclass(slots=True)
 class _Counts:
-    """What is told at the end."""
+    """Long conversations, for the manifest."""
 
-    cut_apart: int = 0
-    shortened: int = 0
+    split: int = 0
+    truncated: int = 0
 
 
 def prepare_data(
-    path: Path, folder: Path, options: PrepareOptions, *, told: Progress, in_threads: bool = True
+    path: Path, folder: Path, options: PrepareOptions, *, on_progress: Progress, in_threads: bool = True
 ) -> ChatManifest:
-    """Prepares the conversations of a file, or of a folder with train, dev and test files."""
-    sources = find_files(path, shape=options.format)
-    told(f"{', '.join(sorted({source.shape.name for source in sources}))}: reading", 0, None)
-    return prepare_conversations(sources, folder, options, told=told, in_threads=in_threads)
+    """Prepare the conversations of a file, or of a folder with train, val and test files."""
+    sources = find_files(path, format_name=options.format)
+    on_progress(f"{', '.join(sorted({source.format.name for source in sources}))}: reading", 0, None)
+    return prepare_conversations(sources, folder, options, on_progress=on_progress, in_threads=in_threads)
 
 
 def prepare_conversations(
@@ -136,31 +138,33 @@ def prepare_conversations(
     folder: Path,
     options: PrepareOptions,
     *,
-    told: Progress,
+    on_progress: Progress,
     in_threads: bool = True,
 ) -> ChatManifest:
-    """The same for files that were found already."""
+    """Prepare the conversations of given files."""
     _check_output_dir(folder)
     tokenizer = None
     if options.tokenizer != BYTE_PAIRS:
-        told(f"opening the tokenizer {options.tokenizer}", 0, None)  # The hub may be asked for half a minute.
-        tokenizer = find_tokenizer(options.tokenizer)
-    found = select_conversations(
+        on_progress(f"opening the tokenizer {options.tokenizer}", 0, None)  # A download may take half a minute.
+        tokenizer = load_tokenizer(options.tokenizer)
+    selection = select_conversations(
         sources,
         seed=options.seed,
         train_split=options.train_split,
         subsample_size=options.subsample_size,
         max_bad=options.max_bad,
-        learns_vocabulary=tokenizer is None,
-        told=lambda done: told("reading", done, None),
+        trains_tokenizer=tokenizer is None,
+        on_progress=lambda done: on_progress("reading", done, None),
     )
     if tokenizer is None:
-        told("learning a vocabulary", 0, None)
-        tokenizer = ChatTokenizer.train(found.sample, vocab_size=options.vocab_size)
-    made: list[ChatManifest] = []
+        on_progress("training a tokenizer", 0, None)
+        tokenizer = ChatTokenizer.train(selection.sample, vocab_size=options.vocab_size)
+    manifests: list[ChatManifest] = []
 
     def fill(draft: Path) -> None:
-        made.append(_fill(draft, sources, found, tokenizer, options, told=told, in_threads=in_threads))
+        manifests.append(
+            _write_files(draft, sources, selection, tokenizer, options, on_progress=on_progress, in_threads=in_threads)
+        )
 
     new_parents = durable.make_directory(folder.absolute().parent)
     try:
@@ -168,81 +172,81 @@ def prepare_conversations(
     except BaseException:
         durable.remove_empty(new_parents)
         raise
-    return made[0]
+    return manifests[0]
 
 
-def _fill(
+def _write_files(
     draft: Path,
     sources: Sequence[ConversationFile],
-    found: Selection,
+    selection: Selection,
     tokenizer: ChatTokenizer,
     options: PrepareOptions,
     *,
-    told: Progress,
+    on_progress: Progress,
     in_threads: bool,
 ) -> ChatManifest:
     counts = _Counts()
-    writers = [SplitWriter(draft, part, max_length=options.max_length) for part in SPLITS]
-    conversations = [int((found.parts == number).sum()) for number in range(len(SPLITS))]
+    writers = [SplitWriter(draft, split, max_length=options.max_length) for split in SPLITS]
+    conversations = [int((selection.splits == number).sum()) for number in range(len(SPLITS))]
     done, total = 0, sum(conversations)
     try:
-        for batch, ids in _tokenized(_batches(sources, found), tokenizer, in_threads=in_threads):
-            made = assemble(batch.turns, ids, tokenizer, max_length=options.max_length, loss=options.loss)
-            for part, (documents, num_cut) in zip(batch.parts, made, strict=True):
-                counts.cut_apart += len(documents) > 1
-                counts.shortened += num_cut
+        for batch, ids in _tokenized(_batches(sources, selection), tokenizer, in_threads=in_threads):
+            assembled = assemble(batch.turns, ids, tokenizer, max_length=options.max_length, loss=options.loss)
+            for split, (documents, num_truncated) in zip(batch.splits, assembled, strict=True):
+                counts.split += len(documents) > 1
+                counts.truncated += num_truncated
                 for document in documents:
-                    writers[part].add(document)
-            done += len(batch.parts)
-            told("tokenizing", done, total)
+                    writers[split].add(document)
+            done += len(batch.splits)
+            on_progress("tokenizing", done, total)
         closed = [writer.close(conversations=number) for writer, number in zip(writers, conversations, strict=True)]
     finally:
         for writer in writers:
             writer.abandon()
-    parts = {part: facts for part, (facts, _) in zip(SPLITS, closed, strict=True)}
+    splits = {split: facts for split, (facts, _) in zip(SPLITS, closed, strict=True)}
     files = {name: facts for _, written in closed for name, facts in written.items()}
     written = durable.write_draft(draft / TOKENIZER, data=tokenizer.to_json().encode())
     files[TOKENIZER] = ChatFile(bytes=written.size, sha256=written.sha256)
-    manifest = _manifest(sources, found, tokenizer, options, counts, parts, files)
+    manifest = _manifest(sources, selection, tokenizer, options, counts, splits, files)
     text = json.dumps(manifest.as_json(), indent=2, ensure_ascii=True) + "\n"
     durable.write_draft(draft / MANIFEST, data=text.encode(), is_last=True)
     return manifest
 
 
-def _batches(sources: Sequence[ConversationFile], found: Selection) -> Iterator[_Batch]:
-    """The conversations that were taken, in the order of the files, with their parts."""
+def _batches(sources: Sequence[ConversationFile], selection: Selection) -> Iterator[_Batch]:
+    """Read the files again and yield the selected conversations with their splits."""
     number, size = 0, 0
     batch = _Batch([], [])
     for conversation in _reread(sources):
-        if number >= found.num_found:
+        if number >= selection.num_conversations:
             raise _changed(sources)
-        part = int(found.parts[number])
+        split = int(selection.splits[number])
         number += 1
-        if part == LEFT_OUT:
+        if split == EXCLUDED:
             continue
-        batch.parts.append(part)
+        batch.splits.append(split)
         batch.turns.append(conversation.turns)
         size += sum([len(turn.text) for turn in conversation.turns])
         if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = _Batch([], []), 0
-    if number != found.num_found:
+    if number != selection.num_conversations:
         raise _changed(sources)
-    if batch.parts:
+    if batch.splits:
         yield batch
 
 
 def _reread(sources: Sequence[ConversationFile]) -> Iterator[Conversation]:
     for source in sources:
-        for found in read_conversations(source):
-            if not isinstance(found, RejectedRecord):
-                yield found
+        for item in read_conversations(source):
+            if not isinstance(item, RejectedRecord):
+                yield item
 
 
 def _tokenized(
     batches: Iterator[_Batch], tokenizer: ChatTokenizer, *, in_threads: bool
 ) -> Iterator[tuple[_Batch, list[list[int]]]]:
-    """Batches with the ids of their texts in order; the next ones are tokenized while one is written."""
+    """Yield batches with the ids of their texts; the next batches are tokenized while one is written."""
     if not in_threads:
         for batch in batches:
             yield batch, [tokenizer.encode(turn.text) for turns in batch.turns for turn in turns]
@@ -262,47 +266,47 @@ def _tokenized(
 
 def _manifest(
     sources: Sequence[ConversationFile],
-    found: Selection,
+    selection: Selection,
     tokenizer: ChatTokenizer,
     options: PrepareOptions,
     counts: _Counts,
-    parts: dict[Any, SplitFacts],
+    splits: dict[Any, SplitFacts],
     files: dict[str, ChatFile],
 ) -> ChatManifest:
     return ChatManifest(
-        made_from=tuple(_source_facts(source) for source in sources),
+        sources=tuple(_source_facts(source) for source in sources),
         options=options.as_json(),
         template=TEMPLATE,
         loss=options.loss,
         max_length=options.max_length,
         tokenizer=options.tokenizer,
         vocab_size=tokenizer.vocab_size,
-        marks={mark: tokenizer.pad_id + place for place, mark in enumerate(MARKS)},
+        marks={mark: tokenizer.pad_id + index for index, mark in enumerate(MARKS)},
         token_type=cast("Literal['<u2', '<u4']", token_type(tokenizer.vocab_size)),
-        parts=parts,
-        told={
-            "conversations_found": found.num_found,
-            "conversations_left_out_by_subsample": int((found.parts == LEFT_OUT).sum()) - found.num_repeated,
-            "conversations_left_out_as_held_out_elsewhere": found.num_repeated,
-            "conversations_cut_apart": counts.cut_apart,
-            "documents_shortened": counts.shortened,
-            "texts_that_the_tokenizer_changes": _num_changed(found.sample, tokenizer, options),
-            "bad_records": found.num_bad,
-            "bad_records_shown": [list(bad) for bad in found.bad],
+        splits=splits,
+        counts={
+            "conversations": selection.num_conversations,
+            "excluded_by_subsample": int((selection.splits == EXCLUDED).sum()) - selection.num_repeated,
+            "excluded_as_held_out": selection.num_repeated,
+            "conversations_split": counts.split,
+            "documents_truncated": counts.truncated,
+            "texts_changed_by_tokenizer": _num_changed(selection.sample, tokenizer, options),
+            "rejected_records": selection.num_rejected,
+            "rejected_examples": [list(record) for record in selection.rejected],
         },
         files=files,
     )
 
 
 def _num_changed(texts: Sequence[str], tokenizer: ChatTokenizer, options: PrepareOptions) -> int:
-    """Texts of a sample that do not come back; a byte-level vocabulary of our own loses nothing."""
+    """Count texts that do not survive encoding and decoding."""
     if options.tokenizer == BYTE_PAIRS:
-        return 0
+        return 0  # Our byte-level vocabulary is lossless.
     return sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
 
 
 def _source_facts(source: ConversationFile) -> dict[str, Any]:
-    return {"name": source.path.name, **hash_file(source.path).as_json(), "shape": source.shape.name}
+    return {"name": source.path.name, **hash_file(source.path).as_json(), "format": source.format.name}
 
 
 def _check_output_dir(folder: Path) -> None:
@@ -314,4 +318,6 @@ def _check_output_dir(folder: Path) -> None:
 
 def _changed(sources: Sequence[ConversationFile]) -> WhetError:
     names = ", ".join(source.path.name for source in sources)
-    return WhetError("the file changed while it was read", got=names, try_="the same command once it is complete")
+    return WhetError(
+        "the file changed while it was read", got=names, try_="run the same command again once the file is complete"
+    )

@@ -1,4 +1,7 @@
-"""The chat recipe: a causal model that learns to answer. torch is imported when it is needed, so a plan needs none."""
+"""The chat recipe: train a causal language model on conversations.
+
+Methods import torch lazily, so that a plan can be made without it.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -6,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from whet.base.errors import DataChangedError, UsageError
 from whet.base.version import VERSION
 from whet.plan.workload import Workload
-from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.architecture import PRESETS
-from whet.recipes.chat.config import ChatConfig
+from whet.recipes.chat.config import ChatConfig, data_facts, data_folders, describe_chat
 from whet.recipes.recipe import EmbeddedData, Recipe, explain_data_change
 from whet.run.folder import open_run
 
@@ -22,29 +24,29 @@ if TYPE_CHECKING:
 
 
 _EMBEDDED = EmbeddedData(
-    is_made="the embedded talks are made from whet itself and from Python's library",
+    is_made="the embedded conversations are generated from whet and Python's library",
     sources={"whet": "whet", "python": "Python"},
     otherwise=f"whet has changed since (still {VERSION}, with other files)",
-    instead="talks of your own (whet data chat)",
+    instead="your own conversations (whet data chat)",
 )
 
 
 class ChatRecipe(Recipe):
-    """Learns from conversations; by default from whet's own help and Python's."""
+    """Trains on conversations; by default on questions about whet and Python."""
 
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
     lower_is_better = ("bits_per_byte", "perplexity", "cross_entropy")
     presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
+    # The data read last: an evaluation shows answers to its questions.
     _data: "ChatData | None" = None
-    """What was read last: an evaluation shows answers to its questions."""
 
     def describe(self, config: ChatConfig, data: "ChatData | None" = None) -> Workload:
-        if data is not None:
-            known: dict[str, Any] = {"vocab_size": data.tokenizer.vocab_size, "num_rows": data.num_rows}
-            return chat_config.describe_chat(config, longest=data.longest, **known)
-        return chat_config.describe_chat(config, **chat_config.data_facts(config))
+        if data is None:
+            return describe_chat(config, **data_facts(config))
+        vocab_size = data.tokenizer.vocab_size
+        return describe_chat(config, vocab_size=vocab_size, longest=data.longest, num_rows=data.num_rows)
 
     def data(self, config: ChatConfig) -> "ChatData":
         from whet.recipes.chat.data import read_chat
@@ -65,15 +67,12 @@ class ChatRecipe(Recipe):
         return next_token_loss(model, micro)
 
     def outputs(self, model: "CausalModel", micro: "MicroBatch") -> "Tensor":
-        """What comes out at every place: before the first step it is tried whether that is causal."""
         from whet.recipes.chat.model import model_inputs
 
         return model.logits(model(*model_inputs(micro))[-1])
 
     def evaluate(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        from whet.recipes.chat.evaluation import evaluate
-
-        return evaluate(model, micro_batches, self._data)
+        return self.conclude(model, [self.tally(model, micro_batches)])
 
     def tally(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> list[float]:
         from whet.recipes.chat.evaluation import tally
@@ -93,22 +92,22 @@ class ChatRecipe(Recipe):
     def explain_changed_data(
         self, error: DataChangedError, config: ChatConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
-        """Only the embedded conversations change by themselves."""
-        return error if chat_config.data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
+        # Prepared folders do not change by themselves; the embedded data changes with whet and Python.
+        return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
-    def speak(self, kept: dict[str, Any]) -> "Responder":
-        """Who answers, without weights yet."""
+    def speak(self, metadata: dict[str, Any]) -> "Responder":
+        """Return a responder whose model has no weights yet."""
         from whet.recipes.chat.responder import restore_responder
 
-        return restore_responder(kept)
+        return restore_responder(metadata)
 
 
-def check_vocabulary(data: "ChatData", kept: dict[str, Any], *, where: str) -> None:
-    """Weights that are taken over know the old tokens."""
-    if kept.get("tokenizer") != data.tokenizer.to_json():
+def check_vocabulary(data: "ChatData", metadata: dict[str, Any], *, where: str) -> None:
+    """Check that weights loaded with init_from were trained with the tokenizer of the data."""
+    if metadata.get("tokenizer") != data.tokenizer.to_json():
         raise UsageError(
-            f"{where} has another tokenizer than the data",
-            got=f"{kept.get('vocab_size', 'no')} tokens there, {data.tokenizer.vocab_size} here",
+            f"{where} was trained with another tokenizer than the data has",
+            got=f"{metadata.get('vocab_size', 'no')} tokens there, {data.tokenizer.vocab_size} in the data",
             try_="whet data chat ... with the tokenizer of the first data",
         )
 

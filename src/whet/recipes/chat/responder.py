@@ -9,118 +9,122 @@ from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.generation import DecodingRules, GenerationRequest, Sampling, generate
 from whet.recipes.chat.model import CausalModel, build_model
-from whet.recipes.chat.template import prompt
+from whet.recipes.chat.template import encode_prompt
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
-def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, most_tokens: int) -> tuple[list[int], int]:
-    """The ids that ask for an answer to the last turn, and how many turns were left out; at most `most_tokens`."""
+def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tokens: int) -> tuple[list[int], int]:
+    """Encode a prompt of at most `max_tokens` tokens; return it and the number of turns dropped.
+
+    The system turn and the last question are always kept. Of the turns between them the oldest are dropped, so that
+    the rest starts with a question.
+    """
     kept = list(turns)
     first = 1 if kept and kept[0].role == "system" else 0
     while True:
-        ids = prompt(kept, tokenizer)
-        if len(ids) <= most_tokens:
+        ids = encode_prompt(kept, tokenizer)
+        if len(ids) <= max_tokens:
             return ids, len(turns) - len(kept)
-        end = next((place for place in range(first + 1, len(kept)) if kept[place].role == "user"), None)
+        end = next((index for index in range(first + 1, len(kept)) if kept[index].role == "user"), None)
         if end is None:
             raise UsageError(
-                "the question is longer than the model can look back",
-                got=f"{len(ids):,} tokens with the system turn; there is room for {most_tokens:,}",
-                try_="a shorter one, or a model with a larger arch.seq_len",
+                "the question is longer than the model's context",
+                got=f"{len(ids):,} tokens with the system turn, of at most {max_tokens:,}",
+                try_="a shorter question, or a model with a larger arch.seq_len",
             )
         del kept[first:end]
 
 
 ANSWER_SHARE = 4
-"""One part of so many is kept free for the answer, where a conversation is too long."""
+"""1/4 of the context is reserved for the answer if a conversation is too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A bit of an answer."""
+    """A piece of an answer, as it is generated."""
 
     text: str
     num_tokens: int
-    end: str | None = None
-    """On the last piece why it is the last: "stop" or "length"."""
+    finish_reason: str | None = None
+    """On the last chunk: "stop" or "length"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What is read before an answer."""
+    """The ids that an answer is generated from."""
 
     ids: tuple[int, ...]
-    num_left_out: int = 0
-    """Turns that there was no room for."""
+    num_dropped_turns: int = 0
+    """Old turns that did not fit into the context."""
 
 
 class Responder:
-    """Answers with one model. The model is in eval mode, with its weights, where it should compute."""
+    """Generates answers with a model, which must be in eval mode and on its device."""
 
-    def __init__(self, model: CausalModel, tokenizer: ChatTokenizer, *, num_places: int) -> None:
+    def __init__(self, model: CausalModel, tokenizer: ChatTokenizer, *, context_length: int) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.num_places = num_places
+        self.context_length = context_length
         self._rules = DecodingRules(
             stops=frozenset([tokenizer.end_id]),
             forbidden=(tokenizer.pad_id, *tokenizer.role_ids.values()),
-            num_places=num_places,
+            context_length=context_length,
         )
 
     def prompt(self, turns: Sequence[Turn], *, max_new_tokens: int) -> Prompt:
-        """The turns as the model reads them, without the oldest where there is no room for them and an answer."""
-        room = min(max_new_tokens, max(1, self.num_places // ANSWER_SHARE))
-        ids, left_out = truncate_history(turns, self.tokenizer, most_tokens=self.num_places - room)
-        return Prompt(ids=tuple(ids), num_left_out=left_out)
+        """Encode turns; the oldest are dropped if they and an answer do not fit into the context."""
+        room = min(max_new_tokens, max(1, self.context_length // ANSWER_SHARE))
+        ids, num_dropped = truncate_history(turns, self.tokenizer, max_tokens=self.context_length - room)
+        return Prompt(ids=tuple(ids), num_dropped_turns=num_dropped)
 
-    def plain_prompt(self, text: str) -> Prompt:
-        """A text that is simply gone on with, inside an answer."""
+    def text_prompt(self, text: str) -> Prompt:
+        """Encode a text that is to be continued."""
         return Prompt(ids=(self.tokenizer.role_ids["assistant"], *self.tokenizer.encode(text)))
 
-    def say(self, prompt: Prompt, *, max_new_tokens: int, sampling: Sampling) -> Iterator[TextChunk]:
-        """One answer as it is written. Stop iterating, and it is not written on."""
-        ask = GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
-        stream, ids, told = self.tokenizer.stream(), list[int](), 0
-        for said in generate(self.model, [ask], self._rules):
-            if said.token is None:
-                # A sign whose last token never came is shown as far as it goes.
-                rest = self.tokenizer.decode(ids)[told:]
-                yield TextChunk(rest, len(ids), said.end)
+    def respond(self, prompt: Prompt, *, max_new_tokens: int, sampling: Sampling) -> Iterator[TextChunk]:
+        """Yield an answer chunk by chunk; generation stops when iteration stops."""
+        request = GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        stream, ids, num_characters = self.tokenizer.stream(), list[int](), 0
+        for step in generate(self.model, [request], self._rules):
+            if step.token is None:
+                # A character whose last token is missing is shown as a replacement character.
+                rest = self.tokenizer.decode(ids)[num_characters:]
+                yield TextChunk(rest, len(ids), step.finish_reason)
                 return
-            ids.append(said.token)
-            text = stream.push(said.token)
-            told += len(text)
+            ids.append(step.token)
+            text = stream.push(step.token)
+            num_characters += len(text)
             yield TextChunk(text, len(ids))
 
-    def answer_all(
+    def respond_all(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, samplings: Sequence[Sampling]
     ) -> list[tuple[str, str]]:
-        """Several answers at a time, each as if it were alone: text, and why it ends."""
-        asks = [
+        """Generate several answers in one batch; return texts and finish reasons. Each is the same as alone."""
+        requests = [
             GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
             for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
-        ids: list[list[int]] = [[] for _ in asks]
-        ends = [""] * len(asks)
-        for said in generate(self.model, asks, self._rules):
-            if said.token is not None:
-                ids[said.row].append(said.token)
-            elif said.end is not None:
-                ends[said.row] = said.end
-        return [(self.tokenizer.decode(row), end) for row, end in zip(ids, ends, strict=True)]
+        ids: list[list[int]] = [[] for _ in requests]
+        reasons = [""] * len(requests)
+        for step in generate(self.model, requests, self._rules):
+            if step.token is not None:
+                ids[step.row].append(step.token)
+            elif step.finish_reason is not None:
+                reasons[step.row] = step.finish_reason
+        return [(self.tokenizer.decode(row), reason) for row, reason in zip(ids, reasons, strict=True)]
 
 
 def responder_metadata(tokenizer: ChatTokenizer, arch: ChatArch) -> dict[str, Any]:
-    """What `restore_responder` needs besides weights, as plain JSON."""
+    """Return what `restore_responder` needs besides weights, as plain JSON."""
     return {"arch": arch.model_dump(mode="json"), "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.to_json()}
 
 
-def restore_responder(kept: dict[str, Any]) -> Responder:
-    """A speaker whose model has no weights yet."""
-    arch = ChatArch.model_validate(kept["arch"])
-    tokenizer = ChatTokenizer.from_json(kept["tokenizer"])
-    if tokenizer.vocab_size != kept["vocab_size"] or not isinstance(arch.seq_len, int):
-        raise ValueError("the tokenizer and the model do not belong together")
+def restore_responder(metadata: dict[str, Any]) -> Responder:
+    """Build a responder whose model has no trained weights yet."""
+    arch = ChatArch.model_validate(metadata["arch"])
+    tokenizer = ChatTokenizer.from_json(metadata["tokenizer"])
+    if tokenizer.vocab_size != metadata["vocab_size"] or not isinstance(arch.seq_len, int):
+        raise ValueError("the tokenizer does not belong to the model")
     model = build_model(arch, vocab_size=tokenizer.vocab_size)
     model.eval()
-    return Responder(model, tokenizer, num_places=arch.seq_len)
+    return Responder(model, tokenizer, context_length=arch.seq_len)

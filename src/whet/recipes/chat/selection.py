@@ -1,4 +1,10 @@
-"""Select the conversations to keep and assign each to a split."""
+"""Select the conversations to use and assign each to a split, in a first pass over the files.
+
+A keyed hash of its content is a conversation's position in a random order. The first conversations of that order are
+used (`subsample_size`); of these, the first are for training, the next for validation, the last for test. So a seed
+determines the splits whatever the order of the file, and equal conversations have equal hashes and get into the same
+split. The pass keeps eight bytes per conversation in memory.
+"""
 
 import heapq
 from array import array
@@ -15,28 +21,29 @@ from whet.recipes.chat.manifest import SPLITS, Split
 from whet.recipes.chat.sources import ConversationFile, RejectedRecord, read_conversations
 
 Array = np.ndarray[Any, np.dtype[Any]]
-LEFT_OUT = 255
-"""In `Survey.parts`, where others are numbers of PARTS."""
+EXCLUDED = 255
+"""The value in `Selection.splits` of conversations that are not used; others are indices of SPLITS."""
 
-_SAMPLE_CHARACTERS, _TRIED_CHARACTERS = 8_000_000, 100_000
-"""To learn from, and to try a given vocabulary with. More text makes a vocabulary of some thousand entries no better,
-and takes longer than it is worth."""
-_SHOWN = 20
+_TRAIN_CHARACTERS, _TEST_CHARACTERS = 8_000_000, 100_000
+"""Text to train a tokenizer on, and to test a given one with. More text does not improve a vocabulary of some
+thousand entries noticeably."""
+_MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the first reading found."""
+    """The result of the first pass."""
 
-    parts: Array
-    """uint8, for each conversation in the order of reading: the number of its part, or LEFT_OUT."""
+    splits: Array
+    """uint8, for each conversation in reading order: the index of its split, or EXCLUDED."""
     sample: tuple[str, ...]
-    """Texts of the training part, for a vocabulary to be learned from or tried with."""
-    bad: tuple[RejectedRecord, ...]
-    num_bad: int
-    num_found: int
+    """Texts of the training split, to train or test a tokenizer with."""
+    rejected: tuple[RejectedRecord, ...]
+    """The first few rejected records."""
+    num_rejected: int
+    num_conversations: int
     num_repeated: int
-    """Held-out conversations' equals that a training file had too; they are left out there."""
+    """Conversations excluded because a held-out file contains them too."""
 
 
 def select_conversations(
@@ -46,130 +53,131 @@ def select_conversations(
     train_split: float,
     subsample_size: int | None,
     max_bad: int,
-    learns_vocabulary: bool,
-    told: Callable[[int], None],
+    trains_tokenizer: bool,
+    on_progress: Callable[[int], None],
 ) -> Selection:
-    """Reads everything once; more than `max_bad` bad records are an error."""
-    places, files = array("Q"), array("B")
-    sample = _TextSample(_SAMPLE_CHARACTERS if learns_vocabulary else _TRIED_CHARACTERS)
-    bad: list[RejectedRecord] = []
-    num_bad = 0
+    """Read all files once; more than `max_bad` rejected records are an error."""
+    hashes, file_numbers = array("Q"), array("B")
+    sample = _TextSample(_TRAIN_CHARACTERS if trains_tokenizer else _TEST_CHARACTERS)
+    rejected: list[RejectedRecord] = []
+    num_rejected = 0
     key = seed.to_bytes(16, "little", signed=True)
     for number, source in enumerate(sources):
-        for found in read_conversations(source):
-            if isinstance(found, RejectedRecord):
-                num_bad += 1
-                if len(bad) < _SHOWN:
-                    bad.append(found)
-                if num_bad > max_bad:
-                    raise _too_many(bad, max_bad)
+        for item in read_conversations(source):
+            if isinstance(item, RejectedRecord):
+                num_rejected += 1
+                if len(rejected) < _MAX_SHOWN:
+                    rejected.append(item)
+                if num_rejected > max_bad:
+                    raise _too_many(rejected, max_bad)
                 continue
-            place = _place(found.turns, key)
-            places.append(place)
-            files.append(number)
-            if source.part in (None, "train"):
-                sample.offer(place, found.turns)
-            if len(places) % 1024 == 0:
-                told(len(places))
-    if not places:
-        first = f"; the first: {bad[0].where}: {bad[0].why}" if bad else ""
-        raise WhetError("no conversation could be read", got=f"{num_bad} bad records{first}", try_="another file")
-    ordered = np.frombuffer(places, dtype=np.uint64)
-    given = np.array([SPLITS.index(source.part or "train") for source in sources], dtype=np.uint8)[np.asarray(files)]
-    has = {source.part for source in sources if source.part}
-    parts, num_repeated = _assign_splits(
-        ordered,
-        given,
-        missing=[part for part in ("val", "test") if part not in has],
+            content_hash = _content_hash(item.turns, key)
+            hashes.append(content_hash)
+            file_numbers.append(number)
+            if source.split in (None, "train"):
+                sample.offer(content_hash, item.turns)
+            if len(hashes) % 1024 == 0:
+                on_progress(len(hashes))
+    if not hashes:
+        first = f"; the first: {rejected[0].where}: {rejected[0].why}" if rejected else ""
+        raise WhetError("no conversation could be read", got=f"{num_rejected} bad records{first}", try_="another file")
+    all_hashes = np.frombuffer(hashes, dtype=np.uint64)
+    split_of_file = np.array([SPLITS.index(source.split or "train") for source in sources], dtype=np.uint8)
+    given = {source.split for source in sources if source.split}
+    splits, num_repeated = _assign_splits(
+        all_hashes,
+        split_of_file[np.asarray(file_numbers)],
+        missing=[split for split in ("val", "test") if split not in given],
         train_split=train_split,
         subsample_size=subsample_size,
     )
-    last = ordered[parts == 0].max(initial=0)
+    last = all_hashes[splits == 0].max(initial=0)
     return Selection(
-        parts=parts,
+        splits=splits,
         sample=tuple(sample.texts(int(last))),
-        bad=tuple(bad),
-        num_bad=num_bad,
-        num_found=len(places),
+        rejected=tuple(rejected),
+        num_rejected=num_rejected,
+        num_conversations=len(hashes),
         num_repeated=num_repeated,
     )
 
 
 def _assign_splits(
-    places: Array, given: Array, *, missing: Sequence[Split], train_split: float, subsample_size: int | None
+    hashes: Array, given: Array, *, missing: Sequence[Split], train_split: float, subsample_size: int | None
 ) -> tuple[Array, int]:
-    parts = given.copy()
-    # What a held-out file has is not trained on, and what test has does not choose between models.
+    """Return the split of each conversation and the number of repeated ones; `missing` splits are cut from train."""
+    splits = given.copy()
+    # A conversation of a held-out file must not be trained on, and one of the test file must not select models.
     num_repeated = 0
-    for part in (0, 1):
-        here = np.flatnonzero(given == part) if (given > part).any() else np.empty(0, dtype=np.int64)
-        repeated = here[np.isin(places[here], places[given > part])]
-        parts[repeated] = LEFT_OUT
+    for split in (0, 1):
+        members = np.flatnonzero(given == split) if (given > split).any() else np.empty(0, dtype=np.int64)
+        repeated = members[np.isin(hashes[members], hashes[given > split])]
+        splits[repeated] = EXCLUDED
         num_repeated += len(repeated)
-    train = np.flatnonzero(parts == 0)
-    order = train[np.argsort(places[train], kind="stable")]
+    train = np.flatnonzero(splits == 0)
+    order = train[np.argsort(hashes[train], kind="stable")]
     if subsample_size is not None:
-        end = _whole(places[order], min(subsample_size, len(order)))
-        parts[order[end:]] = LEFT_OUT
+        end = _group_boundary(hashes[order], min(subsample_size, len(order)))
+        splits[order[end:]] = EXCLUDED
         order = order[:end]
-    held = _num_held(len(order), train_split) if missing else 0
-    start = _whole(places[order], len(order) - held)
-    middle = start if missing == ["test"] else _whole(places[order], (start + len(order) + 1) // 2)
+    num_held_out = _num_held_out(len(order), train_split) if missing else 0
+    start = _group_boundary(hashes[order], len(order) - num_held_out)
+    middle = start if missing == ["test"] else _group_boundary(hashes[order], (start + len(order) + 1) // 2)
     middle = len(order) if missing == ["val"] else middle
-    parts[order[start:middle]] = SPLITS.index("val")
-    parts[order[middle:]] = SPLITS.index("test")
-    return parts, num_repeated
+    splits[order[start:middle]] = SPLITS.index("val")
+    splits[order[middle:]] = SPLITS.index("test")
+    return splits, num_repeated
 
 
-def _num_held(total: int, train_split: float) -> int:
-    """How many are held out: one for dev and one for test at least, where there are three."""
+def _num_held_out(total: int, train_split: float) -> int:
+    """Return how many conversations are held out: at least one for val and one for test if there are three."""
     if train_split >= 1 or total < 3:
         return 0
     return max(2, round(total * (1 - train_split)))
 
 
-def _whole(ordered: Array, end: int) -> int:
-    """The nearest end at or before `end` that leaves no equal conversations on two sides; after it, if none is."""
+def _group_boundary(ordered: Array, end: int) -> int:
+    """Move `end` back to where it separates no equal hashes; forward if there is no such place before it."""
     if end in (0, len(ordered)) or ordered[end] != ordered[end - 1]:
         return end
     before = int(np.searchsorted(ordered, ordered[end], side="left"))
     return before or int(np.searchsorted(ordered, ordered[end], side="right"))
 
 
-def _place(turns: tuple[Turn, ...], key: bytes) -> int:
+def _content_hash(turns: tuple[Turn, ...], key: bytes) -> int:
     content = "\0".join([part for turn in turns for part in turn])
     return int.from_bytes(blake2b(content.encode(), digest_size=8, key=key).digest(), "little")
 
 
 class _TextSample:
-    """Texts of the conversations whose places come first, as many as fit."""
+    """The texts of the conversations with the smallest hashes, up to a number of characters."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_characters: int) -> None:
+        self._max = max_characters
         self._size = 0
-        self._kept: list[tuple[int, tuple[str, ...]]] = []
-        """A heap with the last place on top."""
+        # A heap with the largest hash on top.
+        self._texts: list[tuple[int, tuple[str, ...]]] = []
 
-    def offer(self, place: int, turns: tuple[Turn, ...]) -> None:
-        if self._size >= self._most and (not self._kept or place >= -self._kept[0][0]):
+    def offer(self, content_hash: int, turns: tuple[Turn, ...]) -> None:
+        if self._size >= self._max and (not self._texts or content_hash >= -self._texts[0][0]):
             return
         texts = tuple(turn.text for turn in turns)
         self._size += sum(map(len, texts))
-        heapq.heappush(self._kept, (-place, texts))
-        while self._size > self._most and len(self._kept) > 1:
-            self._size -= sum(map(len, heapq.heappop(self._kept)[1]))
+        heapq.heappush(self._texts, (-content_hash, texts))
+        while self._size > self._max and len(self._texts) > 1:
+            self._size -= sum(map(len, heapq.heappop(self._texts)[1]))
 
     def texts(self, last: int) -> Iterator[str]:
-        """In the order of places, up to the last one that is trained on."""
-        for place, texts in sorted(self._kept, reverse=True):
-            if -place <= last:
+        """Yield texts in the order of hashes, up to the last one in the training split."""
+        for negative_hash, texts in sorted(self._texts, reverse=True):
+            if -negative_hash <= last:
                 yield from texts
 
 
-def _too_many(bad: Sequence[RejectedRecord], max_bad: int) -> WhetError:
-    shown = "; ".join(f"{where}: {why}" for where, why in bad[:3])
+def _too_many(rejected: Sequence[RejectedRecord], max_bad: int) -> WhetError:
+    shown = "; ".join(f"{where}: {why}" for where, why in rejected[:3])
     return WhetError(
-        f"more than {max_bad} records are no conversations",
+        f"more than {max_bad} records are not conversations",
         got=shown,
-        try_="another --format, a cleaner file, or a larger --max-bad to leave them out",
+        try_="another --format, a cleaner file, or a larger --max-bad to skip them",
     )

@@ -1,4 +1,4 @@
-"""Which conversations do the files of an input hold, and which records are none?"""
+"""Find the input files of `whet data chat`, and read their conversations."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,76 +11,79 @@ from whet.recipes.chat.json_records import Record
 from whet.recipes.chat.manifest import SPLITS, Split
 from whet.recipes.text.readers.sources import split_name
 
-_ENDINGS = {".json", ".jsonl", ".ndjson", ".gz", ".bz2", ".xz", ".zst"}
+_SUFFIXES = {".json", ".jsonl", ".ndjson", ".gz", ".bz2", ".xz", ".zst"}
 _ID_KEYS = ("id", "conversation_id", "message_tree_id", "uuid", "hash")
 
 
 class ConversationFile(NamedTuple):
-    """A file of conversations."""
+    """An input file and its format."""
 
     path: Path
-    shape: Format
-    part: Split | None = None
-    """The part that the file's name stands for."""
+    format: Format
+    split: Split | None = None
+    """The split that the file name stands for; None if the file is to be split."""
 
 
 class RejectedRecord(NamedTuple):
-    """A record that is no conversation."""
+    """A record that is not a conversation."""
 
     where: str
     why: str
 
 
-def find_files(path: Path, *, shape: str = "auto") -> tuple[ConversationFile, ...]:
-    """The file, or the files train, dev and test of a folder."""
-    files: list[tuple[Split | None, Path]] = [(None, path)]
+def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFile, ...]:
+    """Return the file, or the train, val and test files of a folder; `dev`, `valid` and the like stand for val."""
     if is_trm_folder(path):
-        found = [(part, path / part / TRM_ROWS) for part in SPLITS if (path / part / TRM_ROWS).is_file()]
-        return tuple(ConversationFile(file, TRM_FOLDER, part) for part, file in found)
+        rows = [(split, path / split / TRM_ROWS) for split in SPLITS if (path / split / TRM_ROWS).is_file()]
+        return tuple(ConversationFile(file, TRM_FOLDER, split) for split, file in rows)
+    files: list[tuple[Split | None, Path]] = [(None, path)]
     if path.is_dir():
         files = [
-            (part, file)
+            (split, file)
             for wanted in SPLITS
             for file in sorted(path.iterdir())
-            if file.suffix.lower() in _ENDINGS
+            if file.suffix.lower() in _SUFFIXES
             and file.is_file()
-            and (part := split_name(file.name.split(".")[0])) == wanted
+            and (split := split_name(file.name.split(".")[0])) == wanted
         ]
-        if not any(part == "train" for part, _ in files):
+        if not any(split == "train" for split, _ in files):
             raise UsageError(f"no training file in {path}", got="no train.json or train.jsonl", try_="a file")
     elif not path.exists():
-        raise UsageError("the conversations are not there", got=path, try_="a file or folder that exists")
+        raise UsageError("the conversations do not exist", got=path, try_="an existing file or folder")
     elif not path.is_file():
-        raise UsageError("conversations are read twice, which needs a file", got=path, try_="a copy of it in a file")
+        raise UsageError(
+            "conversations are read twice, which needs a regular file", got=path, try_="copy the data to a file"
+        )
     return tuple(
-        ConversationFile(file, detect_format(file) if shape == "auto" else FORMATS[shape], part) for part, file in files
+        ConversationFile(file, detect_format(file) if format_name == "auto" else FORMATS[format_name], split)
+        for split, file in files
     )
 
 
 def read_conversations(source: ConversationFile) -> Iterator[Conversation | RejectedRecord]:
-    """The conversations of a file in order, and what is none."""
-    for record in source.shape.gather(source.shape.records(source.path)):
-        yield _read(record, source)
+    """Yield the conversations of a file in order, and the records that are none."""
+    for record in source.format.merge(source.format.records(source.path)):
+        yield _parse(record, source)
 
 
-def _read(record: Record, source: ConversationFile) -> Conversation | RejectedRecord:
-    name = _record_id(record.value)
-    where = f"{source.path.name}:{record.number}" + (f" ({name})" if name else "")
+def _parse(record: Record, source: ConversationFile) -> Conversation | RejectedRecord:
+    record_id = _record_id(record.value)
+    where = f"{source.path.name}:{record.number}" + (f" ({record_id})" if record_id else "")
     try:
-        if record.fault:
-            raise MalformedError(record.fault)
+        if record.error:
+            raise MalformedError(record.error)
         if not isinstance(record.value, dict):
-            raise MalformedError("no object")
-        if not source.shape.fits(record.value):
-            raise MalformedError(f"not of the shape {source.shape.name}")
-        return Conversation(validate_turns(source.shape.read(record.value)), where)
+            raise MalformedError("not an object")
+        if not source.format.fits(record.value):
+            raise MalformedError(f"not in the format {source.format.name}")
+        return Conversation(validate_turns(source.format.read(record.value)), where)
     except MalformedError as error:
         return RejectedRecord(where, str(error))
 
 
 def _record_id(value: object) -> str:
-    found = next((value[key] for key in _ID_KEYS if value.get(key)), "") if isinstance(value, dict) else ""
-    # It is shown to a person, and a name of many lines or with colours would not be one.
-    return (
-        "".join(sign if sign.isprintable() else " " for sign in str(found)[:80]) if isinstance(found, str | int) else ""
-    )
+    record_id = next((value[key] for key in _ID_KEYS if value.get(key)), "") if isinstance(value, dict) else ""
+    if not isinstance(record_id, str | int):
+        return ""
+    # It is printed, so line breaks and escape sequences are removed.
+    return "".join(char if char.isprintable() else " " for char in str(record_id)[:80])

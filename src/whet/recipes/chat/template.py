@@ -1,4 +1,4 @@
-"""Turn a conversation into token ids and a loss mask, and fit long ones into rows."""
+"""Encode conversations as token ids with a loss mask, and split those that are longer than a row."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +7,9 @@ from whet.recipes.chat.conversation import Loss, Role, Turn
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 TEMPLATE = "<|role|> text <|end|>"
-"""Its name in a manifest; another layout gets another one."""
+"""The name of this layout in manifests."""
+MIN_LENGTH = 16
+"""The shortest possible row: marks and a few tokens of each side."""
 
 
 class TurnIds(NamedTuple):
@@ -16,50 +18,48 @@ class TurnIds(NamedTuple):
     role: Role
     ids: Sequence[int]
     is_whole: bool = True
-    """An answer that was cut has no end mark: it did not end there."""
+    """False for a truncated answer: it has no end mark, so that the model does not learn to stop there."""
     num_bytes: int | None = None
-    """Of its text; None where that was cut and has to be looked up."""
+    """Bytes of the text; None if it was truncated, so that they have to be counted."""
 
     @property
     def length(self) -> int:
-        """Tokens with the marks."""
+        """Tokens including the marks."""
         return len(self.ids) + 1 + self.is_whole
 
 
-def write(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant") -> tuple[list[int], bytes]:
-    """The ids of a conversation, and a byte for each: whether it is learned."""
+def encode_turns(
+    turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant"
+) -> tuple[list[int], bytes]:
+    """Return the ids of a conversation and the loss mask, one byte per id."""
     ids: list[int] = []
     mask = bytearray()
     for role, text, is_whole, _ in turns:
-        is_learned = loss == "all" or role == "assistant"
+        is_trained = loss == "all" or role == "assistant"
         ids.append(tokenizer.role_ids[role])
         ids += text
         if is_whole:
             ids.append(tokenizer.end_id)
-        # Who speaks is decided by the one who asks, so a role's mark is learned only where all is.
+        # The caller decides whose turn it is, so a role mark is trained on only with loss=all.
         mask.append(loss == "all")
-        mask += (b"\1" if is_learned else b"\0") * (len(text) + is_whole)
+        mask += (b"\1" if is_trained else b"\0") * (len(text) + is_whole)
     if mask:
-        mask[0] = 0  # Nothing stands before it that could foretell it.
+        mask[0] = 0  # The first token has no context to be predicted from.
     return ids, bytes(mask)
 
 
-def loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant") -> int:
-    """Bytes of the text that is learned."""
-    learned = [turn for turn in turns if loss == "all" or turn.role == "assistant"]
+def count_loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant") -> int:
+    """Return the bytes of the text that is trained on."""
+    trained = [turn for turn in turns if loss == "all" or turn.role == "assistant"]
     return sum(
-        len(tokenizer.decode(turn.ids).encode()) if turn.num_bytes is None else turn.num_bytes for turn in learned
+        len(tokenizer.decode(turn.ids).encode()) if turn.num_bytes is None else turn.num_bytes for turn in trained
     )
 
 
-def prompt(turns: Iterable[Turn], tokenizer: ChatTokenizer) -> list[int]:
-    """The ids that an answer is asked for with: the turns so far, then the assistant's mark."""
-    ids, _ = write((TurnIds(role, tokenizer.encode(text)) for role, text in turns), tokenizer)
+def encode_prompt(turns: Iterable[Turn], tokenizer: ChatTokenizer) -> list[int]:
+    """Return the ids to generate an answer from: the turns so far, then the assistant's mark."""
+    ids, _ = encode_turns((TurnIds(role, tokenizer.encode(text)) for role, text in turns), tokenizer)
     return [*ids, tokenizer.role_ids["assistant"]]
-
-
-MIN_LENGTH = 16
-"""Marks and a few tokens of each side."""
 
 
 class Segment(NamedTuple):
@@ -67,26 +67,27 @@ class Segment(NamedTuple):
 
     turns: tuple[TurnIds, ...]
     length: int
-    is_cut: bool = False
-    """Whether texts had to be shortened."""
+    is_truncated: bool = False
 
 
 def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segment]:
-    """A conversation of whole turns as pieces of at most `max_length` tokens; one where it fits."""
+    """Split a conversation into segments of at most `max_length` tokens; each ends with an answer.
+
+    A system turn is repeated at the start of every segment.
+    """
     length = sum([len(turn.ids) for turn in turns]) + 2 * len(turns)
     if length <= max_length:
         return [Segment(tuple(turns), length)]
-    is_led = turns[0].role == "system"
-    head = tuple(turns[:1]) if is_led else ()
+    head = tuple(turns[:1]) if turns[0].role == "system" else ()
     taken = head_length = sum(turn.length for turn in head)
-    pieces: list[Segment] = []
-    inside: list[TurnIds] = []
+    segments: list[Segment] = []
+    pending: list[TurnIds] = []
 
     def close() -> None:
         nonlocal taken
-        if inside:
-            pieces.append(Segment((*head, *inside), taken))
-            inside.clear()
+        if pending:
+            segments.append(Segment((*head, *pending), taken))
+            pending.clear()
             taken = head_length
 
     for exchange in _exchanges(turns[len(head) :]):
@@ -94,45 +95,45 @@ def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segme
         if taken + size > max_length:
             close()
         if head_length + size > max_length:
-            pieces.append(_shortened(head, exchange, max_length=max_length))
+            segments.append(_shorten(head, exchange, max_length=max_length))
         else:
-            inside += exchange
+            pending += exchange
             taken += size
     close()
-    return pieces
+    return segments
 
 
 def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
-    """An answer with what led to it; what follows the last answer is left out."""
+    """Yield each answer with the turns that led to it; turns after the last answer are dropped."""
     start = 0
-    for place, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if turn.role == "assistant":
-            yield tuple(turns[start : place + 1])
-            start = place + 1
+            yield tuple(turns[start : index + 1])
+            start = index + 1
 
 
-def _shortened(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_length: int) -> Segment:
-    """The answer keeps half of the row if it needs it; the rest is for the question, whose longest turn gives way."""
-    *asked, answer = (*head, *exchange)
-    needed = sum(turn.length for turn in asked)
-    room = max(max_length - needed, max_length // 2)
-    answer = _truncate(answer, room)
+def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_length: int) -> Segment:
+    """Truncate one exchange. The answer may take half of the row; of the other turns the longest is shortened first."""
+    *question, answer = (*head, *exchange)
+    needed = sum(turn.length for turn in question)
+    answer = _truncate(answer, max(max_length - needed, max_length // 2))
     excess = needed + answer.length - max_length
     while excess > 0:
-        longest = max(range(len(asked)), key=lambda place: len(asked[place].ids))
-        if not asked[longest].ids:
-            asked.pop(0)  # Marks alone fill the row: many turns of tools.
+        longest = max(range(len(question)), key=lambda index: len(question[index].ids))
+        if not question[longest].ids:
+            question.pop(0)  # The marks alone fill the row: many turns of tools.
         else:
-            asked[longest] = _truncate(asked[longest], max(1, asked[longest].length - excess), ends=True)
-        excess = sum(turn.length for turn in asked) + answer.length - max_length
-    turns = (*asked, answer)
-    return Segment(turns, sum(turn.length for turn in turns), is_cut=True)
+            length = max(1, question[longest].length - excess)
+            question[longest] = _truncate(question[longest], length, keep_end=True)
+        excess = sum(turn.length for turn in question) + answer.length - max_length
+    turns = (*question, answer)
+    return Segment(turns, sum(turn.length for turn in turns), is_truncated=True)
 
 
-def _truncate(turn: TurnIds, length: int, *, ends: bool = False) -> TurnIds:
-    """The turn with at most `length` tokens; one that is asked ends all the same, an answer is left open."""
+def _truncate(turn: TurnIds, length: int, *, keep_end: bool = False) -> TurnIds:
+    """Shorten a turn to `length` tokens. A question keeps its end mark, an answer does not."""
     if turn.length <= length:
         return turn
-    if ends:
+    if keep_end:
         return TurnIds(turn.role, turn.ids[: max(0, length - 2)])
     return TurnIds(turn.role, turn.ids[: max(1, length - 1)], is_whole=False)

@@ -45,10 +45,10 @@ def play_match(
         # Drawn for all games, over or not, so that a game is the same whatever the others do.
         luck = draw.random((2 * num, openings[0].size))[games]
         moves = np.zeros(len(games), dtype=np.int64)
-        for player, is_its in ((one, is_one), (two, ~is_one)):
-            if is_its.any():
-                shares = player.analyze(as_positions(boards[is_its])).policy
-                moves[is_its] = (luck[is_its] * (shares == shares.max(1, keepdims=True))).argmax(1)
+        for player, mask in ((one, is_one), (two, ~is_one)):
+            if mask.any():
+                shares = player.analyze(as_positions(boards[mask])).policy
+                moves[mask] = (luck[mask] * (shares == shares.max(1, keepdims=True))).argmax(1)
         after = place_stones(boards, moves)
         is_over = mover_has_won(after)
         np.add.at(wins, games[is_over & is_one] % num, 1)
@@ -132,7 +132,7 @@ class Rating(FrozenModel):
 
 
 def rate(pairs: Sequence[int]) -> Rating:
-    """From the wins (0, 1 or 2) of each pair of games, which share an opening and change colours.
+    """From the wins (0, 1 or 2) of each pair of games, which share an opening and change colors.
 
     The interval is Wilson's, for as many games as the pairs are worth: when the same player tends to win both games of
     an opening, two games say hardly more than one. It is never narrower than for games that are independent.
@@ -196,10 +196,10 @@ class Contest(FrozenModel):
         shared = num_pairs - rating.num_pairs_won - rating.num_pairs_lost
         games = f"{rating.num_games} games, {num_pairs} {self.openings} openings of {self.num_stones} stones"
         return (
-            f"{self.one} against {self.two} on {self.size}x{self.size}: {games}, both colours",
+            f"{self.one} against {self.two} on {self.size}x{self.size}: {games}, both colors",
             f"won       {rating.num_wins} of {rating.num_games}: {format_percent(rating.win_rate, 1)}, 95 % interval "
             f"{format_percent(rating.low, 1)} to {format_percent(rating.high, 1)}",
-            f"openings  {rating.num_pairs_won} won with both colours, {rating.num_pairs_lost} lost, {shared} shared",
+            f"openings  {rating.num_pairs_won} won with both colors, {rating.num_pairs_lost} lost, {shared} shared",
             f"Elo       {_signed(rating.elo, rating.win_rate)}, {_signed(rating.elo_low, 0)} to "
             f"{_signed(rating.elo_high, 1)}",
         )

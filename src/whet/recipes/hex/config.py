@@ -108,7 +108,7 @@ def check_splits(num_train: int, num_dev: int, num_test: int) -> None:
         raise UsageError(
             f"there are no positions {'to judge a training by' if num_train else 'to learn from'}",
             got=f"positions of train {num_train:,}, dev {num_dev:,}, test {num_test:,}",
-            try_="more games, or whet data hex FILE --output-dir DIR with another --seed or --dev-share",
+            try_="more games, or whet data hex FILE --output-dir DIR with another --seed or --val-share",
         )
 
 

@@ -36,7 +36,7 @@ class NetPlayer:
     net: HexNet
     device: AbstractDevice
     name: str = "net"
-    has_two_looks: bool = False
+    averages_symmetry: bool = False
     """Whether each board is judged as it is and turned by 180 degrees, and both answers are averaged."""
 
     def analyze(self, positions: Positions) -> Analysis:
@@ -53,13 +53,13 @@ class NetPlayer:
         return np.concatenate([shares for shares, _ in parts]), np.concatenate([win for _, win in parts])
 
     def _judge(self, boards: Boards) -> tuple[Floats, Floats]:
-        given = np.concatenate([boards, boards[:, ::-1, ::-1]]) if self.has_two_looks else boards
+        given = np.concatenate([boards, boards[:, ::-1, ::-1]]) if self.averages_symmetry else boards
         with torch.inference_mode():
             said = self.net(self.device.put(torch.from_numpy(np.ascontiguousarray(given))))
             shares, win = said.policy.softmax(1).cpu().numpy(), said.win.cpu().numpy()
         if not (np.isfinite(shares).all() and np.isfinite(win).all()):
             raise WhetError("the net says NaN", got=self.name, try_="another checkpoint, or another run")
-        if self.has_two_looks:
+        if self.averages_symmetry:
             count = len(boards)
             shares, win = (shares[:count] + shares[count:, ::-1]) / 2, (win[:count] + win[count:]) / 2
         return shares, win
@@ -86,7 +86,7 @@ class SearchPlayer:
 
     def search(self, boards: Boards, *, draw: np.random.Generator | None = None) -> TreeSearchResult:
         """The same for boards as their movers see them, with all that was found; noise is added only with `draw`."""
-        how = self.how if draw is not None else replace(self.how, noise_share=0.0)
+        how = self.how if draw is not None else replace(self.how, noise_fraction=0.0)
         # A game's search is the same in any company, and noise is drawn game by game.
         step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=how.simulations + 1))
         parts = [

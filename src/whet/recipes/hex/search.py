@@ -60,7 +60,7 @@ class SearchOptions:
     """PUCT's constant: how much an unlikely or little visited move is worth a look; wins count 0 to 1."""
     caution: float = 0.1
     """How much worse than its position a move is thought to be before it was looked at."""
-    noise_share: float = 0.0
+    noise_fraction: float = 0.0
     """Of the root's priors; for self-play."""
     noise_concentration: float = 10.0
     """Of the Dirichlet noise, over all legal moves together."""
@@ -93,7 +93,7 @@ def search_moves(
     trees = Trees(boards, num_nodes=how.simulations + 1)
     games = np.arange(len(boards))
     _evaluate_nodes(trees, games, np.zeros(len(boards), dtype=np.int64), judge)
-    if how.noise_share > 0:
+    if how.noise_fraction > 0:
         assert draw is not None
         add_noise(trees, how, draw)
     for _ in range(how.simulations):
@@ -179,4 +179,4 @@ def add_noise(trees: Trees, how: SearchOptions, draw: np.random.Generator) -> No
     concentration = how.noise_concentration / is_legal.sum(1, keepdims=True)
     noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
     noise /= np.maximum(noise.sum(1, keepdims=True), 1e-30)
-    trees.priors[:, 0] = (1 - how.noise_share) * trees.priors[:, 0] + how.noise_share * noise
+    trees.priors[:, 0] = (1 - how.noise_fraction) * trees.priors[:, 0] + how.noise_fraction * noise

@@ -119,19 +119,19 @@ class GenerationRecipe(HexRecipe):
         parts = {name: [] for name in ("train", "val", "test")}  # type: dict[str, list[Columns]]
         for played in self._played:
             part = played.games % _HELD_OUT_EVERY
-            for name, is_its in (("train", part > 1), ("val", part == 0), ("test", part == 1)):
-                parts[name].append(_columns(played, is_its))
+            for name, mask in (("train", part > 1), ("val", part == 0), ("test", part == 1)):
+                parts[name].append(_columns(played, mask))
         train, val, test = (_concatenate(columns) for columns in parts.values())
         train = with_half_turns(train) if config.augment else train
         return HexData(size=self._size, train=train, val=val, test=test, fingerprint=self._fingerprint)
 
 
-def _columns(played: SelfPlayGames, is_its: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Columns:
+def _columns(played: SelfPlayGames, mask: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Columns:
     return {
-        "board": torch.from_numpy(played.boards[is_its]),
-        "move": torch.from_numpy(played.moves[is_its]),
-        "win": torch.from_numpy(played.wins[is_its]),
-        "shares": torch.from_numpy(played.shares[is_its]),
+        "board": torch.from_numpy(played.boards[mask]),
+        "move": torch.from_numpy(played.moves[mask]),
+        "win": torch.from_numpy(played.wins[mask]),
+        "shares": torch.from_numpy(played.shares[mask]),
     }
 
 
@@ -227,7 +227,8 @@ class SelfPlay:
             self.say(f"generation {number}: {loop.games} games with {loop.simulations} simulations a move")
             found = play_self_games(
                 SearchPlayer(
-                    self._net(champion, device), SearchOptions(simulations=loop.simulations, noise_share=_NOISE_SHARE)
+                    self._net(champion, device),
+                    SearchOptions(simulations=loop.simulations, noise_fraction=_NOISE_SHARE),
                 ),
                 size=self.config.default_size,
                 num_games=loop.games,

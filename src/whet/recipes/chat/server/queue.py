@@ -15,98 +15,98 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_WAITING = 8
-"""Behind the one that is being answered."""
+"""Requests that may wait while one is answered."""
 
 
 class AnswerQueue:
-    """The queue before one model."""
+    """Runs generators of text chunks one after the other in a worker thread."""
 
-    def __init__(self, *, most_waiting: int = MAX_WAITING) -> None:
-        self._most = most_waiting + 1
-        self._num_asked = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speaker")
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        self._capacity = max_waiting + 1
+        self._num_pending = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responder")
 
-    def pieces(self, say: Callable[[], Iterator[TextChunk]]) -> AsyncGenerator[TextChunk]:
-        """The answer as it is written; close this iterator or let it go, and it is written no further.
+    def stream(self, generate: Callable[[], Iterator[TextChunk]]) -> AsyncGenerator[TextChunk]:
+        """Return the chunks of an answer as they are generated. Closing or dropping the iterator cancels it.
 
-        The place is taken at once: between a look at the queue and the first piece others would come.
+        The request is queued immediately, not at the first iteration: other requests could arrive in between.
         """
-        self._refuse_too_many()
+        self._check_capacity()
         loop = asyncio.get_running_loop()
-        told: asyncio.Queue[TextChunk | BaseException | None] = asyncio.Queue()
-        is_over = threading.Event()
+        received: asyncio.Queue[TextChunk | BaseException | None] = asyncio.Queue()
+        is_cancelled = threading.Event()
 
-        def tell(one: TextChunk | BaseException | None) -> None:
-            if not is_over.is_set():
-                loop.call_soon_threadsafe(told.put_nowait, one)
+        def send(item: TextChunk | BaseException | None) -> None:
+            if not is_cancelled.is_set():
+                loop.call_soon_threadsafe(received.put_nowait, item)
 
-        def speak() -> None:
+        def work() -> None:
             try:
-                if is_over.is_set():
+                if is_cancelled.is_set():
                     return
-                for piece in say():
-                    tell(piece)
-                    if is_over.is_set():
+                for chunk in generate():
+                    send(chunk)
+                    if is_cancelled.is_set():
                         return
-                tell(None)
+                send(None)
             except BaseException as error:
-                tell(error)
+                send(error)
 
-        self._num_asked += 1
-        work = self._thread.submit(speak)
-        # Counted until the thread is free again, not until the client has gone.
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done) if not loop.is_closed() else None)
+        self._num_pending += 1
+        future = self._thread.submit(work)
+        # A request counts until the thread is free again, not until the client disconnects.
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done) if not loop.is_closed() else None)
 
-        def end() -> None:
-            is_over.set()
-            work.cancel()
+        def cancel() -> None:
+            is_cancelled.set()
+            future.cancel()
 
-        async def listen() -> AsyncGenerator[TextChunk]:
+        async def receive() -> AsyncGenerator[TextChunk]:
             try:
-                while (one := await told.get()) is not None:
-                    if isinstance(one, BaseException):
-                        raise one
-                    yield one
+                while (item := await received.get()) is not None:
+                    if isinstance(item, BaseException):
+                        raise item
+                    yield item
             finally:
-                end()
+                cancel()
 
-        pieces = listen()
-        # A generator that is never begun has no end either: a client may go before the first piece.
-        weakref.finalize(pieces, end).atexit = False
-        return pieces
+        chunks = receive()
+        # The `finally` of a generator that was never started does not run: a client may disconnect before that.
+        weakref.finalize(chunks, cancel).atexit = False
+        return chunks
 
-    async def whole(self, say: Callable[[], Iterator[TextChunk]], request: "Request") -> list[TextChunk] | None:
-        """All pieces; None where the client went away meanwhile."""
+    async def collect(self, generate: Callable[[], Iterator[TextChunk]], request: "Request") -> list[TextChunk] | None:
+        """Return all chunks; None if the client disconnected before the end."""
 
-        async def collect() -> list[TextChunk]:
-            async with aclosing(self.pieces(say)) as pieces:
-                return [piece async for piece in pieces]
+        async def read_all() -> list[TextChunk]:
+            async with aclosing(self.stream(generate)) as chunks:
+                return [chunk async for chunk in chunks]
 
-        answer, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(_until_gone(request))
+        answer, disconnect = asyncio.ensure_future(read_all()), asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 return None
             return answer.result()
         finally:
-            for task in (answer, gone):
+            for task in (answer, disconnect):
                 task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
-
-    def _refuse_too_many(self) -> None:
-        if self._num_asked >= self._most:
-            raise BadRequestError(
-                "too many requests are waiting; ask again later", code="rate_limit_exceeded", status=429
-            )
+            await asyncio.gather(answer, disconnect, return_exceptions=True)
 
     def close(self) -> None:
-        """No more answers are begun."""
+        """Cancel waiting requests."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _check_capacity(self) -> None:
+        if self._num_pending >= self._capacity:
+            raise BadRequestError(
+                "too many requests are waiting; try again later", code="rate_limit_exceeded", status=429
+            )
+
     def _done(self) -> None:
-        self._num_asked -= 1
+        self._num_pending -= 1
 
 
-async def _until_gone(request: "Request") -> None:
+async def _wait_for_disconnect(request: "Request") -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -28,7 +28,7 @@ _IGNORED_KEYS = {
     "prompt_cache_retention",
     "parallel_tool_calls",
 }
-"""What a client may say without a change to the answer."""
+"""Parameters that are accepted without effect on the answer."""
 _DEFAULT_VALUES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -39,11 +39,11 @@ _DEFAULT_VALUES = {
     "function_call": "none",
     "modalities": ["text"],
 }
-"""What we cannot do, and how a client says that it does not want it; else by null, false or nothing in brackets."""
+"""Unsupported parameters that are accepted with these values, which request nothing; also null, false and empty."""
 
 
 class BadRequestError(Exception):
-    """A request that cannot be answered as it is."""
+    """A request that is answered with an error status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class _Format(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """What both kinds of requests say."""
+    """The parameters that both kinds of requests have."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -94,15 +94,15 @@ class CompletionRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(found) > _MAX_STOPS or not all(found):
-            raise BadRequestError(f"stop takes up to {_MAX_STOPS} texts, none of them empty", param="stop")
-        return found
+        """The stop sequences."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > _MAX_STOPS or not all(stops):
+            raise BadRequestError(f"stop takes up to {_MAX_STOPS} non-empty texts", param="stop")
+        return stops
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen; OpenAI's defaults, which leave all tokens possible."""
+        """The sampling parameters, with OpenAI's defaults."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -111,37 +111,37 @@ class CompletionRequest(BaseModel):
         )
 
     @property
-    def most_tokens(self) -> int | None:
-        """How long the answer may be, if that was said."""
+    def token_limit(self) -> int | None:
+        """The requested maximum length of the answer."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatCompletionRequest(CompletionRequest):
-    """A conversation to be answered."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The conversation; the last turn is what is answered."""
+        """The conversation; the last turn is to be answered."""
         if self.messages[-1].role not in ("user", "tool"):
-            raise BadRequestError("the last message must be the user's", param="messages")
+            raise BadRequestError("the last message must have the role user or tool", param="messages")
         return [Turn(_ROLES[message.role], message.text) for message in self.messages]
 
 
 class TextCompletionRequest(CompletionRequest):
-    """A text to be gone on with."""
+    """The body of /v1/completions."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     @property
     def text(self) -> str:
-        """The text."""
+        """The text to continue."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
 def parse_request(kind: type[CompletionRequest], body: Any) -> Any:
-    """A request from its JSON; the first thing that is wrong is told by name."""
+    """Validate a request; the error names the first invalid parameter."""
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name, value in body.items():
@@ -152,14 +152,14 @@ def parse_request(kind: type[CompletionRequest], body: Any) -> Any:
         ):
             continue
         shown = name[:100].encode(errors="replace").decode()
-        raise BadRequestError(f"{shown} is not supported here", param=shown, code="unsupported_parameter")
+        raise BadRequestError(f"{shown} is not supported", param=shown, code="unsupported_parameter")
     try:
-        asked = kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][:3])
         raise BadRequestError(f"{param}: {first['msg'][:200]}", param=param) from None
-    texts = [message.text for message in getattr(asked, "messages", ())] or [getattr(asked, "text", "")]
-    if any("\ud800" <= sign <= "\udfff" for text in texts for sign in text):
-        raise BadRequestError("a text holds half a character (a lone surrogate)", param="messages")
-    return asked
+    texts = [message.text for message in getattr(request, "messages", ())] or [getattr(request, "text", "")]
+    if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+        raise BadRequestError("a text contains a lone surrogate", param="messages")
+    return request

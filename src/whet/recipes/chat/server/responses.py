@@ -11,35 +11,35 @@ from whet.recipes.chat.server.requests import BadRequestError
 from whet.web.access import HttpError
 
 _CODES = {401: "invalid_api_key"}
-"""What OpenAI's server calls it where a client might look."""
+"""Error codes of OpenAI's server that clients check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionResponse:
-    """One answer of one kind, by its name."""
+    """Builds the bodies of one completion."""
 
     model: str
     is_chat: bool
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, end: str, usage: dict[str, int]) -> dict[str, Any]:
-        """All at once."""
+    def body(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the complete response."""
         kind = "chat.completion" if self.is_chat else "text_completion"
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        return {**self._head(kind), "choices": [self._choice(said, end)], "usage": usage}
+        content = {"message": {"role": "assistant", "content": text, "error": None}} if self.is_chat else {"text": text}
+        return {**self._head(kind), "choices": [self._choice(content, finish_reason)], "usage": usage}
 
-    def piece(self, text: str, *, is_first: bool = False, end: str | None = None) -> bytes:
-        """A bit of it, as a server-sent event."""
+    def chunk(self, text: str, *, is_first: bool = False, finish_reason: str | None = None) -> bytes:
+        """Return a chunk of a streamed response as a server-sent event."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if text or is_first:
             delta["content"] = text
-        said = {"delta": delta} if self.is_chat else {"text": text}
-        return server_sent_event({**self._head(kind), "choices": [self._choice(said, end)]})
+        content = {"delta": delta} if self.is_chat else {"text": text}
+        return server_sent_event({**self._head(kind), "choices": [self._choice(content, finish_reason)]})
 
     def usage(self, usage: dict[str, int]) -> bytes:
-        """What a client asks for with stream_options, behind the last piece."""
+        """Return the token usage after the last chunk, which clients request with stream_options."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return server_sent_event({**self._head(kind), "choices": [], "usage": usage})
 
@@ -47,36 +47,36 @@ class CompletionResponse:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, said: dict[str, Any], end: str | None) -> dict[str, Any]:
-        return {"index": 0, **said, "logprobs": None, "finish_reason": end}
+    def _choice(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
 
 
 def server_sent_event(value: object) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
 
 
-def token_usage(num_read: int, num_said: int) -> dict[str, int]:
-    """Tokens of a request."""
-    return {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said}
+def token_usage(num_prompt: int, num_generated: int) -> dict[str, int]:
+    """Return the token counts of a request."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}
 
 
 def error_body(error: BadRequestError) -> dict[str, Any]:
-    """What is wrong with a request."""
+    """Return the body for a bad request."""
     return _error(str(error), status=error.status, param=error.param, code=error.code)
 
 
-def error_format(path: str, refusal: HttpError) -> dict[str, Any] | None:
-    """What the guard refuses; plain text where no client of OpenAI's asks."""
+def error_format(path: str, error: HttpError) -> dict[str, Any] | None:
+    """Return the body for an error of the web server; None outside of /v1, for plain text."""
     if not f"{path}/".startswith("/v1/"):
         return None
-    got = "" if refusal.got is None else f"; got: {refusal.got}"
-    try_ = "" if refusal.try_ is None else f"; try: {refusal.try_}"
-    message = printable(refusal.what + got + try_).replace("\n", " ")
-    return _error(message, status=refusal.status, code=_CODES.get(refusal.status))
+    got = "" if error.got is None else f"; got: {error.got}"
+    try_ = "" if error.try_ is None else f"; try: {error.try_}"
+    message = printable(error.what + got + try_).replace("\n", " ")
+    return _error(message, status=error.status, code=_CODES.get(error.status))
 
 
 def _error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:

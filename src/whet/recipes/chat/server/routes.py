@@ -1,12 +1,17 @@
-"""The routes of the OpenAI-compatible server."""
+"""The routes of the OpenAI-compatible server.
 
+GET  /v1/models, /v1/models/NAME     the model
+POST /v1/chat/completions            answer a conversation; stream: true sends it in chunks
+POST /v1/completions                 continue a text
+"""
+
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import WhetError
-from whet.recipes.chat.generation import Sampling
 from whet.recipes.chat.responder import Prompt, Responder, TextChunk
 from whet.recipes.chat.server import responses
 from whet.recipes.chat.server.queue import AnswerQueue
@@ -25,99 +30,99 @@ if TYPE_CHECKING:
 
 
 class StopSequences:
-    """Takes pieces of an answer, gives what may be shown."""
+    """Ends a streamed answer at given texts; text that may be the start of one is held back."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
         self._held = ""
-        self.has_come = False
-        """Whether one of them was met: the answer is over."""
+        self.is_stopped = False
+        """Whether a stop sequence occurred: the answer is complete."""
 
-    def push(self, piece: str) -> str:
-        """What is sure to belong to the answer.
+    def push(self, new_text: str) -> str:
+        """Add text; return what certainly belongs to the answer.
 
-        >>> stops = Stops(["END"])
-        >>> stops.push("the E"), stops.push("NDLESS"), stops.has_come
+        >>> stops = StopSequences(["END"])
+        >>> stops.push("the E"), stops.push("NDLESS"), stops.is_stopped
         ('the ', '', True)
         """
-        text, self._held = self._held + piece, ""
-        places = [place for stop in self._texts if (place := text.find(stop)) >= 0]
-        if places:
-            self.has_come = True
-            return text[: min(places)]
+        text, self._held = self._held + new_text, ""
+        positions = [index for stop in self._texts if (index := text.find(stop)) >= 0]
+        if positions:
+            self.is_stopped = True
+            return text[: min(positions)]
         keep = max((_overlap(text, stop) for stop in self._texts), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def rest(self) -> str:
-        """What was held back, and no stop came of it."""
+        """Return the text that is still held back at the end of the answer."""
         held, self._held = self._held, ""
-        return "" if self.has_come else held
+        return "" if self.is_stopped else held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many signs at the end of the text are a beginning of the stop."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    limit = min(len(text), len(stop) - 1)
+    return next((size for size in range(limit, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 Handler = Callable[["Request"], Awaitable["Response"]]
 
 
 class ChatRoutes:
-    """The answers of one model."""
+    """The request handlers for one model."""
 
-    def __init__(self, speaker: Responder, *, name: str, most_tokens: int) -> None:
-        self._speaker = speaker
+    def __init__(self, responder: Responder, *, name: str, max_tokens: int) -> None:
+        self._responder = responder
         self._name = name
-        self._most_tokens = most_tokens
-        self._answering = AnswerQueue()
+        self._max_tokens = max_tokens
+        self._queue = AnswerQueue()
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "whet"}
 
     def routes(self) -> list["BaseRoute"]:
-        """For `web.serving.serve`."""
+        """Return the routes for the web server."""
         from starlette.routing import Route
 
         return [
-            Route("/v1/models", _with_error_body(self._models)),
-            Route("/v1/models/{name:path}", _with_error_body(self._one_model)),
-            Route("/v1/chat/completions", _with_error_body(self._chat), methods=["POST"]),
-            Route("/v1/completions", _with_error_body(self._text), methods=["POST"]),
-            Route("/{path:path}", _with_error_body(self._nothing), methods=["GET", "POST"]),
+            Route("/v1/models", _with_error_body(self._list_models)),
+            Route("/v1/models/{name:path}", _with_error_body(self._get_model)),
+            Route("/v1/chat/completions", _with_error_body(self._complete_chat), methods=["POST"]),
+            Route("/v1/completions", _with_error_body(self._complete_text), methods=["POST"]),
+            Route("/{path:path}", _with_error_body(self._not_found), methods=["GET", "POST"]),
         ]
 
     def close(self) -> None:
-        """No more answers are begun."""
-        self._answering.close()
+        """Cancel waiting requests."""
+        self._queue.close()
 
-    async def _models(self, request: "Request") -> "Response":  # noqa: ARG002
+    async def _list_models(self, request: "Request") -> "Response":  # noqa: ARG002
         return _json({"object": "list", "data": [self._model]})
 
-    async def _one_model(self, request: "Request") -> "Response":
-        self._refuse_other(request.path_params["name"])
+    async def _get_model(self, request: "Request") -> "Response":
+        self._check_model(request.path_params["name"])
         return _json(self._model)
 
-    async def _nothing(self, request: "Request") -> "Response":
+    async def _not_found(self, request: "Request") -> "Response":
         raise BadRequestError(f"there is nothing at {request.url.path[:100]}", code="not_found", status=404)
 
-    async def _chat(self, request: "Request") -> "Response":
+    async def _complete_chat(self, request: "Request") -> "Response":
         asked: ChatCompletionRequest = parse_request(ChatCompletionRequest, await _body(request))
-        self._refuse_other(asked.model)
-        room = self._room(asked)
+        self._check_model(asked.model)
         try:
-            prompt = self._speaker.prompt(asked.turns, max_new_tokens=room)
+            prompt = self._responder.prompt(asked.turns, max_new_tokens=self._max_new_tokens(asked))
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
-        if prompt.num_left_out:
-            raise _too_long(f"the model can look back on {self._speaker.num_places} tokens")
+        # OpenAI's server rejects long conversations, too, instead of dropping turns silently.
+        if prompt.num_dropped_turns:
+            raise self._exceeds_context()
         return await self._answer(asked, prompt, request, is_chat=True)
 
-    async def _text(self, request: "Request") -> "Response":
+    async def _complete_text(self, request: "Request") -> "Response":
         asked: TextCompletionRequest = parse_request(TextCompletionRequest, await _body(request))
-        self._refuse_other(asked.model)
-        prompt = self._speaker.plain_prompt(asked.text)
-        if len(prompt.ids) >= self._speaker.num_places:
-            raise _too_long(f"the model can look back on {self._speaker.num_places} tokens")
+        self._check_model(asked.model)
+        prompt = self._responder.text_prompt(asked.text)
+        if len(prompt.ids) >= self._responder.context_length:
+            raise self._exceeds_context()
         return await self._answer(asked, prompt, request, is_chat=False)
 
     async def _answer(
@@ -125,37 +130,41 @@ class ChatRoutes:
     ) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
-        sampling, stops, room = asked.sampling, asked.stops, self._room(asked)
+        # Read before the generator starts, so that an invalid parameter is reported with its status.
+        sampling, stops, max_new_tokens = asked.sampling, asked.stops, self._max_new_tokens(asked)
 
-        def say() -> Iterator[TextChunk]:
-            return _until_stop(self._speaker, prompt, sampling, stops, max_new_tokens=room)
+        def generate() -> Iterator[TextChunk]:
+            chunks = self._responder.respond(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+            return _until_stop(chunks, StopSequences(stops))
 
-        answer = responses.CompletionResponse(model=self._name, is_chat=is_chat)
-        num_read = len(prompt.ids)
+        response = responses.CompletionResponse(model=self._name, is_chat=is_chat)
+        num_prompt = len(prompt.ids)
         if asked.stream:
-            pieces = self._answering.pieces(say)
             wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
             return StreamingResponse(
-                _streamed(pieces, answer, num_read=num_read, wants_usage=wants_usage),
+                _stream(self._queue.stream(generate), response, num_prompt=num_prompt, wants_usage=wants_usage),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-store"},
             )
-        said = await self._answering.whole(say, request)
-        if said is None:
-            return Response(status_code=499)  # Nobody reads it.
-        text, last = "".join(piece.text for piece in said), said[-1]
-        return _json(answer.whole(text, last.end or "stop", responses.token_usage(num_read, last.num_tokens)))
+        chunks = await self._queue.collect(generate, request)
+        if chunks is None:
+            return Response(status_code=499)  # The client has disconnected.
+        text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
+        usage = responses.token_usage(num_prompt, last.num_tokens)
+        return _json(response.body(text, last.finish_reason or "stop", usage))
 
-    def _room(self, asked: CompletionRequest) -> int:
-        """Tokens that the answer may have."""
-        if asked.most_tokens is not None and asked.most_tokens > self._speaker.num_places:
+    def _max_new_tokens(self, asked: CompletionRequest) -> int:
+        if asked.token_limit is not None and asked.token_limit > self._responder.context_length:
             raise BadRequestError(
-                f"max_tokens is {asked.most_tokens}; the model has room for {self._speaker.num_places} in all",
+                f"max_tokens is {asked.token_limit}; the model's context has {self._responder.context_length} tokens",
                 param="max_tokens",
             )
-        return min(self._most_tokens, asked.most_tokens or self._most_tokens)
+        return min(self._max_tokens, asked.token_limit or self._max_tokens)
 
-    def _refuse_other(self, name: str) -> None:
+    def _exceeds_context(self) -> BadRequestError:
+        return _too_long(f"the model's context has {self._responder.context_length} tokens")
+
+    def _check_model(self, name: str) -> None:
         if name != self._name:
             raise BadRequestError(
                 f"no such model: {name[:100]!r}; there is {self._name!r}",
@@ -165,37 +174,33 @@ class ChatRoutes:
             )
 
 
-def _until_stop(
-    speaker: Responder, prompt: Prompt, sampling: Sampling, texts: tuple[str, ...], *, max_new_tokens: int
-) -> Iterator[TextChunk]:
-    """An answer, up to a text that ends it."""
-    stops = StopSequences(texts)
-    for piece in speaker.say(prompt, max_new_tokens=max_new_tokens, sampling=sampling):
-        text = stops.push(piece.text)
-        if stops.has_come:
-            yield TextChunk(text, piece.num_tokens, "stop")
+def _until_stop(chunks: Iterator[TextChunk], stops: StopSequences) -> Iterator[TextChunk]:
+    """Yield the chunks of an answer up to a stop sequence."""
+    for chunk in chunks:
+        text = stops.push(chunk.text)
+        if stops.is_stopped:
+            yield TextChunk(text, chunk.num_tokens, "stop")
             return
-        yield TextChunk(text + stops.rest() if piece.end else text, piece.num_tokens, piece.end)
+        text = text + stops.rest() if chunk.finish_reason else text
+        yield TextChunk(text, chunk.num_tokens, chunk.finish_reason)
 
 
-async def _streamed(
-    pieces: AsyncGenerator[TextChunk], answer: responses.CompletionResponse, *, num_read: int, wants_usage: bool
+async def _stream(
+    chunks: AsyncGenerator[TextChunk], response: responses.CompletionResponse, *, num_prompt: int, wants_usage: bool
 ) -> AsyncIterator[bytes]:
-    num_said, is_first = 0, True
-    async with aclosing(pieces):
-        async for piece in pieces:
-            num_said = piece.num_tokens
-            if piece.text or is_first or piece.end:
-                yield answer.piece(piece.text, is_first=is_first, end=piece.end)
+    num_generated, is_first = 0, True
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            num_generated = chunk.num_tokens
+            if chunk.text or is_first or chunk.finish_reason:
+                yield response.chunk(chunk.text, is_first=is_first, finish_reason=chunk.finish_reason)
                 is_first = False
     if wants_usage:
-        yield answer.usage(responses.token_usage(num_read, num_said))
+        yield response.usage(responses.token_usage(num_prompt, num_generated))
     yield responses.DONE
 
 
 async def _body(request: "Request") -> Any:
-    import json
-
     try:
         return json.loads(await request.body(), parse_constant=_reject_constant)
     except (ValueError, RecursionError):
@@ -211,7 +216,7 @@ def _too_long(why: str) -> BadRequestError:
 
 
 def _with_error_body(handler: Handler) -> Handler:
-    """The same, with what is wrong told in OpenAI's shape."""
+    """Return bad requests as errors in OpenAI's format."""
 
     async def handle(request: "Request") -> "Response":
         try:

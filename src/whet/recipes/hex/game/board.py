@@ -26,9 +26,9 @@ def check_size(size: int) -> int:
     return size
 
 
-def other(colour: int) -> int:
+def other(color: int) -> int:
     """The other player."""
-    return BLUE + RED - colour
+    return BLUE + RED - color
 
 
 def cell_name(cell: int, *, size: int) -> str:

@@ -10,7 +10,7 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, RED, Boards
 
 
 def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[Any]:
-    """(..., row, column, board): all six neighbours of each cell joined; where nothing lies beside it, nothing is."""
+    """(..., row, column, board): all six neighbors of each cell joined; where nothing lies beside it, nothing is."""
     size = values.shape[-2]
     joined = values.copy() if join is np.minimum else np.zeros_like(values)
     for down, right in NEIGHBORS:

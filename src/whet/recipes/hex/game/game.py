@@ -16,27 +16,27 @@ class ChainTracker:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._colours = [EMPTY] * (size * size)
+        self._colors = [EMPTY] * (size * size)
         self._parents = list(range(size * size + 4))
         self.winner = EMPTY
 
-    def put(self, cell: int, colour: int) -> None:
+    def put(self, cell: int, color: int) -> None:
         """One more stone, on a cell that is empty."""
         size, edge = self._size, self._size**2
-        self._colours[cell] = colour
+        self._colors[cell] = color
         row, column = divmod(cell, size)
-        across = row if colour == BLUE else column
+        across = row if color == BLUE else column
         if across == 0:
-            self._join(cell, edge + _FIRST_EDGE[colour])
+            self._join(cell, edge + _FIRST_EDGE[color])
         if across == size - 1:
-            self._join(cell, edge + _LAST_EDGE[colour])
+            self._join(cell, edge + _LAST_EDGE[color])
         for down, right in NEIGHBORS:
             if 0 <= row + down < size and 0 <= column + right < size:
                 beside = (row + down) * size + column + right
-                if self._colours[beside] == colour:
+                if self._colors[beside] == color:
                     self._join(cell, beside)
-        if self._root(edge + _FIRST_EDGE[colour]) == self._root(edge + _LAST_EDGE[colour]):
-            self.winner = colour
+        if self._root(edge + _FIRST_EDGE[color]) == self._root(edge + _LAST_EDGE[color]):
+            self.winner = color
 
     def _root(self, place: int) -> int:
         parents = self._parents

@@ -138,25 +138,25 @@ class _Stones:
 
     cells: NDArray[np.int16]
     """(games, longest): where the stone of each move lies; NO_MOVE for those that are to come, and for a swap."""
-    colours: NDArray[np.int8]
+    colors: NDArray[np.int8]
 
     @classmethod
     def of(cls, moves: NDArray[np.int16], counts: NDArray[np.int64], *, size: int) -> "_Stones":
         cells = np.where(np.arange(moves.shape[1]) < counts[:, None], moves, np.int16(NO_MOVE))
-        colours = np.tile(np.array([BLUE, RED], dtype=np.int8), (len(moves), moves.shape[1] // 2 + 1))
-        colours = colours[:, : moves.shape[1]]
+        colors = np.tile(np.array([BLUE, RED], dtype=np.int8), (len(moves), moves.shape[1] // 2 + 1))
+        colors = colors[:, : moves.shape[1]]
         swapped = np.flatnonzero((cells == SWAP).any(axis=1))
         if len(swapped):
             row, column = np.divmod(cells[swapped, 0], np.int16(size))
-            cells[swapped, 0], colours[swapped, 0] = column * size + row, RED
+            cells[swapped, 0], colors[swapped, 0] = column * size + row, RED
             cells[swapped, 1] = NO_MOVE
-        return cls(cells, colours)
+        return cls(cells, colors)
 
     def boards(self, size: int) -> Boards:
         """(games, size, size)"""
         # One cell more, at the end, for what is no stone (NO_MOVE is -1).
         boards = np.zeros((len(self.cells), size * size + 1), dtype=np.int8)
-        np.put_along_axis(boards, self.cells.astype(np.int64), self.colours, axis=1)
+        np.put_along_axis(boards, self.cells.astype(np.int64), self.colors, axis=1)
         return np.ascontiguousarray(boards[:, :-1]).reshape(-1, size, size)
 
 

@@ -51,7 +51,7 @@ def best_moves(policy: NDArray[np.float32]) -> Cells:
 
 
 def draw_moves(policy: NDArray[np.float32], generator: np.random.Generator, *, temperature: float = 1.0) -> Cells:
-    """(batch,): a move of each row, drawn by its share; a temperature below 1 favours the better ones, 0 the best."""
+    """(batch,): a move of each row, drawn by its share; a temperature below 1 favors the better ones, 0 the best."""
     if temperature <= 0:
         return best_moves(policy)
     with np.errstate(divide="ignore"):

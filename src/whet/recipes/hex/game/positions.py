@@ -32,10 +32,10 @@ def game_keys(games: Games, *, seed: int) -> list[bytes]:
     return keys
 
 
-def split_of(keys: list[bytes], *, dev_share: float, test_share: float) -> NDArray[np.uint8]:
+def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArray[np.uint8]:
     """(games,): the place of each game in SPLITS."""
     draws = np.frombuffer(b"".join(keys), dtype="<u8")[::2] / 2.0**64
-    return np.select([draws < dev_share, draws < dev_share + test_share], [1, 2], default=0).astype(np.uint8)
+    return np.select([draws < val_share, draws < val_share + test_share], [1, 2], default=0).astype(np.uint8)
 
 
 FORMAT = "whet hex positions 1"
@@ -63,10 +63,10 @@ class PositionManifest(FrozenModel):
 
     format: str
     size: int
-    size_told: str
+    size_source: str
     """How it is known."""
     seed: int
-    dev_share: float
+    val_share: float
     test_share: float
     source: str
     orientation: Orientation
@@ -75,8 +75,8 @@ class PositionManifest(FrozenModel):
     num_won_by_blue: int
     repeated: int
     """Games that were there before (perhaps turned by 180 degrees), and are left out."""
-    left_out: dict[str, int]
-    left_out_named: dict[str, list[str]]
+    rejected: dict[str, int]
+    rejected_examples: dict[str, list[str]]
     splits: dict[str, PositionCounts]
     files: dict[str, PositionFile]
 

@@ -38,7 +38,7 @@ class ImportOptions(FrozenModel):
 
     size: int | None = Field(default=None, ge=MIN_SIZE, le=MAX_SIZE)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    dev_share: float = Field(default=0.05, ge=0, le=0.5)
+    val_share: float = Field(default=0.05, ge=0, le=0.5)
     test_share: float = Field(default=0.05, ge=0, le=0.5)
     max_bad: int | None = Field(default=None, ge=0)
     """Games that may be left out as bad; unset, a tenth of them."""
@@ -115,7 +115,7 @@ class _Importer:
         rows = np.zeros(len(games), dtype=GAME_ROW)
         rows["length"] = games.lengths + 1
         rows["begin"] = self._num_positions + np.cumsum(games.lengths + 1) - (games.lengths + 1)
-        rows["split"] = split_of(keys, dev_share=self._wishes.dev_share, test_share=self._wishes.test_share)
+        rows["split"] = split_of(keys, val_share=self._wishes.val_share, test_share=self._wishes.test_share)
         rows["winner"] = games.winners
         self._num_positions += int((games.lengths + 1).sum())
         self._games.append(rows)
@@ -140,17 +140,17 @@ class _Importer:
         return PositionManifest(
             format=FORMAT,
             size=self._source.size,
-            size_told=self._source.size_told,
+            size_source=self._source.size_source,
             seed=self._wishes.seed,
-            dev_share=self._wishes.dev_share,
+            val_share=self._wishes.val_share,
             test_share=self._wishes.test_share,
             source=self._name,
             orientation=self._source.orientation,
             num_read=self._num_good + self._ledger.total,
             num_won_by_blue=int((games["winner"] == BLUE).sum()),
             repeated=self._repeated,
-            left_out=self._ledger.counts,
-            left_out_named=self._ledger.named,
+            rejected=self._ledger.counts,
+            rejected_examples=self._ledger.named,
             splits=splits,
             files=files,
         )
@@ -162,10 +162,10 @@ def import_lines(manifest: PositionManifest) -> list[str]:
     blue = manifest.num_won_by_blue
     parts = (f"{name} {split.games:,} ({split.positions:,} positions)" for name, split in manifest.splits.items())
     return [
-        f"games     {num_games:,} of {manifest.num_read:,} on {manifest.size}x{manifest.size} ({manifest.size_told})",
+        f"games     {num_games:,} of {manifest.num_read:,} on {manifest.size}x{manifest.size} ({manifest.size_source})",
         f"edges     {manifest.orientation.told()}",
         f"winners   blue (first) {blue:,}, red {num_games - blue:,}",
         f"repeated  {manifest.repeated:,} games that were there before",
         f"parts     {', '.join(parts)}",
-        *RejectedGames(counts=manifest.left_out, named=manifest.left_out_named).lines(),
+        *RejectedGames(counts=manifest.rejected, named=manifest.rejected_examples).lines(),
     ]

@@ -25,12 +25,12 @@ class Orientation(FrozenModel):
     num_complete: int
     """Games that end by their last stone in this reading."""
     num_complete_otherwise: int
-    num_looked_at: int
+    num_sampled: int
 
     def told(self) -> str:
         """For people."""
         edges = "left and right: rows and columns exchanged" if self.is_mirrored else "top and bottom"
-        counts = f"{self.num_complete:,} of {self.num_looked_at:,} games end so"
+        counts = f"{self.num_complete:,} of {self.num_sampled:,} games end so"
         return f"the first player joins {edges} ({counts}, {self.num_complete_otherwise:,} the other way)"
 
 
@@ -45,7 +45,7 @@ def find_orientation(games: Sequence[Sequence[int]], *, size: int) -> Orientatio
         is_mirrored=is_mirrored,
         num_complete=max(usual, other),
         num_complete_otherwise=min(usual, other),
-        num_looked_at=len(games),
+        num_sampled=len(games),
     )
 
 
@@ -108,7 +108,7 @@ class RecordFiles:
 
     files: tuple[Path, ...]
     size: int
-    size_told: str
+    size_source: str
     orientation: Orientation
 
     def games(self, ledger: RejectedGames) -> Iterator[Games]:

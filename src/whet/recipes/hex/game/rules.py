@@ -169,5 +169,5 @@ def mover_has_won(boards: Boards) -> NDArray[np.bool_]:
 
 
 def as_positions(boards: Boards) -> Positions:
-    """Boards as their movers see them, for a player who asks about colours."""
+    """Boards as their movers see them, for a player who asks about colors."""
     return Positions(boards, np.full(len(boards), BLUE, dtype=np.int8))

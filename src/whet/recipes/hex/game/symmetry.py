@@ -1,6 +1,6 @@
 """Which positions are the same game? Four symmetries: as it is, turned by 180 degrees, and mirrored on each diagonal.
 
-A mirrored board swaps the edges, so it swaps the colours as well, stones and mover. The mover's chances stay.
+A mirrored board swaps the edges, so it swaps the colors as well, stones and mover. The mover's chances stay.
 """
 
 from functools import cache

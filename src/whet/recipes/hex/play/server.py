@@ -32,9 +32,9 @@ _MAX_MOVES = MAX_SIZE**2 + 1
 class PlayRoutes:
     """The answers, for one player."""
 
-    def __init__(self, player: Player, *, sizes: "Sequence[int]", size: int, colour: str) -> None:
+    def __init__(self, player: Player, *, sizes: "Sequence[int]", size: int, color: str) -> None:
         self._player, self._sizes = player, tuple(sizes)
-        self._about = {"player": player.name, "sizes": list(sizes), "size": size, "colour": colour}
+        self._about = {"player": player.name, "sizes": list(sizes), "size": size, "color": color}
         self._files = page_files() | page_files(STATIC)
         # One at a time: a net that thinks takes the whole machine.
         self._thinker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinker")
@@ -115,7 +115,7 @@ def serve_game(
     *,
     sizes: Sequence[int],
     size: int,
-    colour: str = "blue",
+    color: str = "blue",
     port: int = PORT,
     open_browser: bool = False,
     on_ready: Callable[[RunningServer], None] | None = None,
@@ -125,7 +125,7 @@ def serve_game(
     require_libraries()
     if size not in sizes:
         raise UsageError(f"{player.name} does not play on this board", got=f"{size}x{size}", try_=str(list(sizes)))
-    routes = PlayRoutes(player, sizes=sizes, size=size, colour=colour)
+    routes = PlayRoutes(player, sizes=sizes, size=size, color=color)
     try:
         return serve(
             routes.routes(),

@@ -45,7 +45,7 @@ HELP = (
     "swap    as red's first move: take over blue's stone, mirrored",
     "hint    what the player would do in your place",
     "undo    take back your last move and the answer to it",
-    "new     another game; new red and new blue choose your colour",
+    "new     another game; new red and new blue choose your color",
     "resign  give up; quit leaves",
 )
 
@@ -56,7 +56,7 @@ class TerminalGame:
 
     player: Player
     size: int
-    colour: int = BLUE
+    color: int = BLUE
     """The person's."""
     seed: int = 0
     is_over: bool = field(default=False, init=False)
@@ -66,9 +66,9 @@ class TerminalGame:
 
     def begin(self) -> list[str]:
         """The first lines."""
-        edges = "top and bottom" if self.colour == BLUE else "left and right"
+        edges = "top and bottom" if self.color == BLUE else "left and right"
         return [
-            f"you are {COLORS[self.colour]} and join {edges}; blue begins. `help` lists the words.",
+            f"you are {COLORS[self.color]} and join {edges}; blue begins. `help` lists the words.",
             *self._go_on(),
         ]
 
@@ -98,7 +98,7 @@ class TerminalGame:
             return self._hint()
         if word == "resign":
             self._resigned = True
-            return [f"{COLORS[other(self.colour)]} ({self.player.name}) wins: you have resigned"]
+            return [f"{COLORS[other(self.color)]} ({self.player.name}) wins: you have resigned"]
         move = SWAP if word == "swap" else parse_cell(word, size=self.size)
         self._moves = replay((*self._moves, move), size=self.size).moves
         return self._go_on()
@@ -113,7 +113,7 @@ class TerminalGame:
     def _go_on(self) -> list[str]:
         """The board after the player's answer, if it is the player's turn."""
         view, told = self._look(), []
-        if view.winner is None and view.mover != COLORS[self.colour]:
+        if view.winner is None and view.mover != COLORS[self.color]:
             assert view.reply is not None
             move = SWAP if view.reply == "swap" else parse_cell(view.reply, size=self.size)
             self._moves, told = (*self._moves, move), [f"{self.player.name}: {view.reply}"]
@@ -122,10 +122,10 @@ class TerminalGame:
 
     def _standing(self, view: GameView) -> str:
         if view.winner is not None:
-            return "you win" if view.winner == COLORS[self.colour] else f"{view.winner} ({self.player.name}) wins"
-        chance = view.blue_wins if self.colour == BLUE else 1 - view.blue_wins
+            return "you win" if view.winner == COLORS[self.color] else f"{view.winner} ({self.player.name}) wins"
+        chance = view.blue_wins if self.color == BLUE else 1 - view.blue_wins
         choice = "; you may swap" if view.may_swap else ""
-        return f"your move ({COLORS[self.colour]}): {self.player.name} gives you {100 * chance:.0f} %{choice}"
+        return f"your move ({COLORS[self.color]}): {self.player.name} gives you {100 * chance:.0f} %{choice}"
 
     def _hint(self) -> list[str]:
         view = self._look()
@@ -139,15 +139,15 @@ class TerminalGame:
             return self._go_on()
         # Back to the last position in which the person was to move.
         for length in range(len(self._moves) - 1, -1, -1):
-            if replay(self._moves[:length], size=self.size).mover == self.colour:
+            if replay(self._moves[:length], size=self.size).mover == self.color:
                 self._moves = self._moves[:length]
                 return self._go_on()
         raise UsageError("there is nothing of yours to take back", got="undo", try_="a move first")
 
     def _new(self, rest: list[str]) -> list[str]:
-        colours = {"blue": BLUE, "red": RED}
-        if rest and rest[0] not in colours:
-            raise UsageError("no such colour", got=rest[0], try_="new blue or new red")
-        self.colour = colours[rest[0]] if rest else self.colour
+        colors = {"blue": BLUE, "red": RED}
+        if rest and rest[0] not in colors:
+            raise UsageError("no such color", got=rest[0], try_="new blue or new red")
+        self.color = colors[rest[0]] if rest else self.color
         self._moves, self._resigned, self.seed = (), False, self.seed + 1
         return self.begin()

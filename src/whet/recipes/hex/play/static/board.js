@@ -1,7 +1,7 @@
 // The board as a drawing: hexagons that can be clicked, touched and reached by keyboard.
 const SVG = "http://www.w3.org/2000/svg";
 const WIDE = Math.sqrt(3); // A hexagon of side 1, standing on a corner.
-const COLOURS = ["", "blue", "red"];
+const COLORS = ["", "blue", "red"];
 
 function make(tag, attributes, ...children) {
   const made = document.createElementNS(SVG, tag);
@@ -29,16 +29,16 @@ export function drawBoard(view, { mayPlay, hints, onCell }) {
   const board = make("svg", { class: "board", viewBox: box, role: "group", "aria-label": `board, ${size} by ${size}` });
   board.append(...edges(size), ...names(size));
   const chain = new Set(view.chain);
-  view.cells.forEach((colour, cell) => {
-    const isFree = mayPlay && colour === 0;
+  view.cells.forEach((color, cell) => {
+    const isFree = mayPlay && color === 0;
     const hint = hints.find((one) => one.cell === cell);
-    const marks = { colour, isFree, hint, isLast: cell === view.last, won: chain.has(cell) };
+    const marks = { color, isFree, hint, isLast: cell === view.last, won: chain.has(cell) };
     board.append(drawCell(cell, size, marks, onCell));
   });
   return board;
 }
 
-function drawCell(cell, size, { colour, isFree, hint, isLast, won }, onCell) {
+function drawCell(cell, size, { color, isFree, hint, isLast, won }, onCell) {
   const [x, y] = middle(Math.floor(cell / size), cell % size);
   const name = nameOf(cell, size);
   const corners = [[0, -1], [WIDE / 2, -0.5], [WIDE / 2, 0.5], [0, 1], [-WIDE / 2, 0.5], [-WIDE / 2, -0.5]];
@@ -50,15 +50,15 @@ function drawCell(cell, size, { colour, isFree, hint, isLast, won }, onCell) {
       "data-cell": name,
       role: isFree ? "button" : "img",
       tabindex: isFree ? "0" : null,
-      "aria-label": colour ? `${name} ${COLOURS[colour]}` : name,
+      "aria-label": color ? `${name} ${COLORS[color]}` : name,
     },
     make("polygon", { points }),
   );
-  if (colour) group.append(make("circle", { class: `stone ${COLOURS[colour]}`, cx: x, cy: y, r: 0.66 }));
-  if (colour === 2) group.append(make("circle", { class: "ring", cx: x, cy: y, r: 0.45 }));
+  if (color) group.append(make("circle", { class: `stone ${COLORS[color]}`, cx: x, cy: y, r: 0.66 }));
+  if (color === 2) group.append(make("circle", { class: "ring", cx: x, cy: y, r: 0.45 }));
   if (won) group.append(make("circle", { class: "won", cx: x, cy: y, r: 0.7 }));
   if (isLast) group.append(make("circle", { class: "last", cx: x, cy: y, r: 0.17 }));
-  if (hint && !colour) {
+  if (hint && !color) {
     const radius = 0.2 + 0.34 * Math.sqrt(hint.share);
     group.append(make("circle", { class: "good-move", cx: x, cy: y, r: radius.toFixed(3) }));
   }
@@ -91,7 +91,7 @@ function edges(size) {
     ["blue", along(each.map((column) => [0, column]), above)],
     ["blue", along(each.map((column) => [last, column]), below)],
   ];
-  return lines.map(([colour, points]) => make("polyline", { class: `edge ${colour}`, points: points.join(" ") }));
+  return lines.map(([color, points]) => make("polyline", { class: `edge ${color}`, points: points.join(" ") }));
 }
 
 function names(size) {

@@ -8,7 +8,7 @@ const AGAIN_MS = 3000;
 const BAD_GAME = 400;
 const page = document.getElementById("page");
 const about = await answered("/api/about");
-const game = { size: about.size, colour: about.colour, moves: [], seed: 0 };
+const game = { size: about.size, color: about.color, moves: [], seed: 0 };
 Object.assign(game, { view: null, resigned: null, isThinking: false });
 let showsHints = false;
 let asked = 0;
@@ -28,7 +28,7 @@ const suggestions = el("ol", { class: "suggestions", "aria-label": "suggestions"
 const moves = el("p", { class: "moves", "aria-label": "moves" });
 const link = el("a", { rel: "noreferrer", target: "_blank" }, "this game on HexWorld");
 const sizeChoice = choice("size", about.sizes.map((size) => [String(size), `${size} x ${size}`]), String(about.size));
-const colourChoice = choice("you play", [["blue", "blue (first)"], ["red", "red"], ["both", "both"]], about.colour);
+const colorChoice = choice("you play", [["blue", "blue (first)"], ["red", "red"], ["both", "both"]], about.color);
 
 function button(words, onclick) {
   return el("button", { type: "button", onclick }, words);
@@ -40,9 +40,9 @@ function choice(label, options, chosen) {
   return { select, element: el("label", {}, label, select) };
 }
 
-/** Whether the person plays this colour. */
-function plays(colour) {
-  return game.colour === "both" || game.colour === colour;
+/** Whether the person plays this color. */
+function plays(color) {
+  return game.color === "both" || game.color === color;
 }
 
 /** Whether the person may move now. */
@@ -81,8 +81,8 @@ function resign() {
   draw();
 }
 
-function begin(size, colour) {
-  Object.assign(game, { size, colour, moves: [], resigned: null, view: null, seed: Math.floor(Math.random() * 1e8) });
+function begin(size, color) {
+  Object.assign(game, { size, color, moves: [], resigned: null, view: null, seed: Math.floor(Math.random() * 1e8) });
   look();
 }
 
@@ -127,7 +127,7 @@ async function look() {
 }
 
 function remember() {
-  history.replaceState(null, "", `#${game.size}-${game.colour},${game.moves.join(".")}`);
+  history.replaceState(null, "", `#${game.size}-${game.color},${game.moves.join(".")}`);
 }
 
 function draw() {
@@ -156,7 +156,7 @@ function draw() {
 function wordsOf(view) {
   const winner = view.winner ?? (game.resigned ? { blue: "red", red: "blue" }[game.resigned] : null);
   if (winner) {
-    const who = game.colour === "both" ? " wins" : winner === game.colour ? " wins: you" : ` wins: ${view.player}`;
+    const who = game.color === "both" ? " wins" : winner === game.color ? " wins: you" : ` wins: ${view.player}`;
     return [el("span", { class: winner }, winner), who, game.resigned ? " (resigned)" : ""];
   }
   if (!isYours()) return `${view.player} is thinking`;
@@ -171,18 +171,18 @@ function suggestionOf(one) {
 
 /** The game that the address holds, if it does. */
 function recall() {
-  const [, size, colour, played] = location.hash.match(/^#(\d{1,2})-(blue|red|both),([a-z0-9.]*)$/) ?? [];
+  const [, size, color, played] = location.hash.match(/^#(\d{1,2})-(blue|red|both),([a-z0-9.]*)$/) ?? [];
   if (!size || !about.sizes.includes(Number(size))) return false;
-  Object.assign(game, { size: Number(size), colour, moves: played ? played.split(".") : [] });
+  Object.assign(game, { size: Number(size), color, moves: played ? played.split(".") : [] });
   sizeChoice.select.value = size;
-  colourChoice.select.value = game.colour;
+  colorChoice.select.value = game.color;
   return true;
 }
 
 const bar = document.getElementById("bar");
 const lead = `Against ${about.player}. Blue joins top and bottom, red left and right.`;
 const buttons = el("div", { class: "buttons" }, swapButton, undoButton, hintButton, resignButton);
-const newButton = button("new game", () => begin(Number(sizeChoice.select.value), colourChoice.select.value));
+const newButton = button("new game", () => begin(Number(sizeChoice.select.value), colorChoice.select.value));
 fill(bar, el("span", { class: "brand" }, "whet"), el("span", { class: "grow" }), themeButton(() => {}));
 fill(
   page,
@@ -196,10 +196,10 @@ fill(
       { class: "side" },
       el("div", { class: "card" }, standing, note, el("div", {}, meter, winWords)),
       el("div", { class: "card" }, buttons, suggestions),
-      el("div", { class: "card new" }, sizeChoice.element, colourChoice.element, newButton),
+      el("div", { class: "card new" }, sizeChoice.element, colorChoice.element, newButton),
       el("div", { class: "card" }, moves, el("p", { class: "says" }, link)),
     ),
   ),
 );
 if (recall()) look();
-else begin(about.size, about.colour);
+else begin(about.size, about.color);
