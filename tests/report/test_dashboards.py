@@ -1,4 +1,4 @@
-"""A run reaches a dashboard with every step once, whatever stops in between; the training never waits for it."""
+"""A dashboard gets every step once, whatever is interrupted; training never waits for it."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_pauses")
-def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run) -> None:
+def test_a_simulated_dashboard_gets_every_step_once_during_the_run(run: Run) -> None:
     dashboard, said = SimulatedDashboard(refuses=(1, 3, 4)), list[str]()
     with acquire(run.path), EventLog(run) as log:
         log.append("start", step=0, total_steps=60)
@@ -218,7 +218,7 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
     assert found["ended"] in (0, True, "FINISHED")
 
 
-def test_a_library_that_is_missing_or_unknown_is_told(run: Run, tmp_path: Path, whet: Whet) -> None:
+def test_a_missing_or_unknown_library_is_reported(run: Run, tmp_path: Path, whet: Whet) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "trackio.py").write_text("raise ImportError('not here')")
     path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""Exports hold every number that counts, once and unrounded, and appear complete or not at all."""
+"""Exports contain every valid number once and unrounded, and appear completely or not at all."""
 
 import csv
 import json
@@ -147,7 +147,7 @@ def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["csv", "parquet", "tensorboard"])
-def test_half_a_character_and_a_run_without_steps_are_no_trouble(run: Run, tmp_path: Path, to: str) -> None:
+def test_lone_surrogates_and_runs_without_steps_are_exported(run: Run, tmp_path: Path, to: str) -> None:
     if to == "parquet":
         pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     with (run.path / EVENTS_FILE).open("wb") as file:
@@ -158,7 +158,7 @@ def test_half_a_character_and_a_run_without_steps_are_no_trouble(run: Run, tmp_p
     assert all(export_run(run, to=to, out=tmp_path / "none").files.values())
 
 
-def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_path: Path) -> None:
+def test_a_failed_export_keeps_the_old_one(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     with EventLog(run) as log:
         log.append("step", step=2**63, loss=1.0)
@@ -173,7 +173,7 @@ def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_
     assert (out / "steps.csv").read_text() == "old"
 
 
-def test_only_an_export_is_replaced_and_only_when_told(run: Run, tmp_path: Path) -> None:
+def test_only_an_export_is_replaced_and_only_with_force(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_run(run, to="csv", out=out)
     with pytest.raises(UsageError, match="already exists"):
@@ -202,7 +202,7 @@ def test_the_command(run: Run, tmp_path: Path, whet: Whet) -> None:
     assert (wrong.returncode, wrong.stderr) == (2, "error: unknown format\n  got: cvs\n  try: --to csv\n")
 
 
-def test_what_the_page_says_runs(run: Run, tmp_path: Path, whet: Whet) -> None:
+def test_the_examples_of_the_page_run(run: Run, tmp_path: Path, whet: Whet) -> None:
     """With simulated dashboards; the rest is real."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     page = (ROOT / "docs" / "exports.md").read_text()

@@ -1,4 +1,4 @@
-"""A run in a notebook: curves as plain lists, and a picture that is safe whatever the run is called."""
+"""A run in a notebook: curves as lists, and a plot that is safe whatever the run is called."""
 
 import math
 import os
@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
     return run.path
 
 
-def test_it_is_the_run_that_it_was(path: Path) -> None:
+def test_an_opened_run_equals_the_run(path: Path) -> None:
     run = whet.open_run(path)
     assert isinstance(run, Run)
     assert run.header.recipe.startswith(HOSTILE)
@@ -64,7 +64,7 @@ def texts(svg: str) -> list[str]:
     return [element.text or "" for element in ET.fromstring(svg).iter() if element.tag.endswith("}text")]
 
 
-def test_the_picture_shows_the_loss_and_the_goal_and_names_stay_names(path: Path) -> None:
+def test_the_plot_shows_loss_and_goal_and_escapes_names(path: Path) -> None:
     run = whet.open_run(path)
     svg = run.plot()._repr_svg_()
     elements = {element.tag.rpartition("}")[2] for element in ET.fromstring(svg).iter()}
@@ -81,7 +81,7 @@ def test_the_picture_shows_the_loss_and_the_goal_and_names_stay_names(path: Path
     assert "train/loss" not in by_name
 
 
-def test_what_it_has_not_is_told(path: Path, tmp_path: Path) -> None:
+def test_a_missing_curve_is_reported(path: Path, tmp_path: Path) -> None:
     with pytest.raises(whet.WhetError, match="try: accuracy"):
         whet.open_run(path).plot("acuracy")
     with pytest.raises(whet.WhetError, match="no such axis"):
@@ -100,7 +100,7 @@ def test_what_it_has_not_is_told(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values", [(0.0, 0.0), (1e308, -1e308), (5e-324, 1e-323), (1.0, 1.0 + 1e-16), (math.nan, math.inf), (3.0,)]
 )
-def test_odd_numbers_make_a_picture_too(values: tuple[float, ...]) -> None:
+def test_extreme_numbers_can_be_plotted(values: tuple[float, ...]) -> None:
     line = CurveBand("odd", range(len(values)), values, values, values)
     root = ET.fromstring(draw_curve_panels("t", [line], subtitle="", x_title="step").svg)
     for element in root.iter():

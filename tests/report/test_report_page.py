@@ -138,9 +138,7 @@ def test_all_modules_of_a_page_become_one_script() -> None:
     "line",
     ['import x from "./dom.js";', 'import { a as b } from "./dom.js";', "export default 1;", 'import "./dom.js";'],
 )
-def test_a_module_that_cannot_be_put_into_a_page_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_unsupported_module_syntax_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.setattr(html, "STATIC_FOLDER", tmp_path)
     (tmp_path / "dom.js").write_text("export const a = 1;\n")
     (tmp_path / "odd.js").write_text(line + "\n")
@@ -148,7 +146,7 @@ def test_a_module_that_cannot_be_put_into_a_page_is_refused(
         html.bundle_script.__wrapped__("odd.js")
 
 
-def test_the_files_of_others_are_as_they_were_published() -> None:
+def test_third_party_files_are_unmodified() -> None:
     listed = re.findall(r"\| `([\w.]+)` \| ([0-9a-f]{64}) \|", (STATIC / "THIRD_PARTY.md").read_text())
     assert len(listed) == 3
     for name, digest in listed:

@@ -1,4 +1,4 @@
-"""The report on a screen: within its width, without control characters, with every spike and gap of the curve."""
+"""The text report: within its width, without control characters, with every spike and gap of a curve."""
 
 import math
 from pathlib import Path
@@ -243,7 +243,7 @@ def test_nan_leaves_a_gap() -> None:
     assert draw_curve(curve_from_values({1: math.nan, 2: math.inf}, field="x"), width=40, height=3) == ()
 
 
-def test_a_spike_inside_a_thinned_point_is_drawn() -> None:
+def test_a_spike_inside_a_downsampled_point_is_drawn() -> None:
     curve = curve_from_values(dict.fromkeys(range(1, 30), 0.0), field="x")
     spiked = curve.points[10].model_copy(update={"high": 9.0})
     curve = curve.model_copy(update={"points": (*curve.points[:10], spiked, *curve.points[11:])})

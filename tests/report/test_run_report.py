@@ -1,4 +1,4 @@
-"""The report says what the run folder says: no more, no less, and as strict JSON."""
+"""The report of a run folder: progress, results, times, exactness, and strict JSON."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def test_a_run_with_incidents_and_a_resume(tmp_path: Path) -> None:
     assert report.resume == f"whet train text --run {run.path}"
 
 
-def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
+def test_json_is_strict_and_round_trips(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with EventLog(run) as log:
         log.append("start", step=0, goal="loss", mode="min")
@@ -104,7 +104,7 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
     assert math.isnan(back.incidents[0].fields["norm"])
 
 
-def test_the_goal_may_be_low(tmp_path: Path) -> None:
+def test_a_goal_may_be_minimized(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with EventLog(run) as log:
         log.append("start", step=0, goal="perplexity", mode="min")

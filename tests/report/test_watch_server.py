@@ -1,4 +1,4 @@
-"""The server of the live page, as a process beside runs that anybody may have made (G4, G6, G9, G10 and G11)."""
+"""The server of the live page, as a process next to untrusted runs (G4, G6, G9, G10 and G11)."""
 
 import contextlib
 import http.client
@@ -194,7 +194,7 @@ def test_a_run_its_events_and_a_comparison(server: Served) -> None:
     assert [event["kind"] for event in rare] == ["end", "eval", "start"]
 
 
-def test_every_bad_run_is_told_in_three_lines_or_shown_short(server: Served) -> None:
+def test_a_damaged_run_is_an_error_of_three_lines_or_shortened(server: Served) -> None:
     for line in server.ask("/api/runs").json()["runs"]:
         for path in (f"/api/runs/{line['id']}", f"/api/runs/{line['id']}/events"):
             answer = server.ask(path)
@@ -290,9 +290,7 @@ def wrong_hosts(port: int) -> list[str | None]:
     ]
 
 
-def test_another_name_than_ours_is_refused_on_every_route_by_every_method(
-    server: Served, report_count: ReportCount
-) -> None:
+def test_a_foreign_host_name_is_refused_on_every_route(server: Served, report_count: ReportCount) -> None:
     methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
     kinds: list[tuple[str, dict[str, str]]] = [(method, {}) for method in methods]
     kinds.append(
@@ -397,7 +395,7 @@ def test_only_this_machine_can_reach_it(server: Served, report_count: ReportCoun
     report_count(f"G10: listens on {sorted(address.ip for address in listening)} only")
 
 
-def test_an_open_address_is_announced_loudly_and_still_needs_the_key(tmp_path: Path) -> None:
+def test_a_remote_address_warns_and_still_needs_the_key(tmp_path: Path) -> None:
     words = ("-m", "whet", "watch", str(tmp_path), "--port", "0", "--json", "--no-browser", "--address", "0.0.0.0")
     with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served:
         assert any("WARNING" in line for line in served.said)
@@ -457,7 +455,7 @@ def test_names_and_logs_are_inert_in_every_answer(server: Served, report_count: 
 
 
 @pytest.mark.slow
-def test_slow_clients_are_cut_off_at_the_deadlines_that_users_have(server: Served, report_count: ReportCount) -> None:
+def test_slow_clients_are_disconnected_at_the_default_deadlines(server: Served, report_count: ReportCount) -> None:
     process, limits, begun = psutil.Process(server.process.pid), ClientLimits(), time.monotonic()
     assert until(lambda: not process.net_connections("tcp")[2:])
     before = process.num_fds()
@@ -500,7 +498,7 @@ class Stream:
         self._connection.close()
 
 
-def test_a_page_is_told_what_changes_in_a_run(server: Served, runs: Path) -> None:
+def test_a_page_is_notified_of_changes(server: Served, runs: Path) -> None:
     run = make(runs, "live-1")
     ident = run_id("live-1")
     with contextlib.closing(Stream(server, f"?run={ident}")) as stream:
@@ -526,7 +524,7 @@ def test_a_page_is_told_what_changes_in_a_run(server: Served, runs: Path) -> Non
             assert news["changed"]
 
 
-def test_a_torn_last_line_waits_until_it_is_whole(server: Served, runs: Path) -> None:
+def test_a_torn_last_line_is_ignored_until_it_is_complete(server: Served, runs: Path) -> None:
     run = make(runs, "live-torn")
     train(run, steps=3)
     listing = RunListing(run.path)
@@ -582,7 +580,7 @@ for life in range(5):
 """
 
 
-def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
+def test_a_run_is_not_affected_by_the_server(tmp_path: Path) -> None:
     """Five lives of a run that take its lock anew, while pages look on and the server is killed."""
     run = make(tmp_path / "runs", "trained")
     words = ("-m", "whet", "watch", str(tmp_path / "runs"), "--port", "0", "--json", "--no-browser")
@@ -603,12 +601,12 @@ def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
     assert (line.state, line.step, line.total_steps) == ("done", 1000, 1000)
 
 
-def test_the_server_has_the_lowest_claim_to_the_machine(server: Served) -> None:
+def test_the_server_has_a_low_priority(server: Served) -> None:
     assert psutil.Process(server.process.pid).nice() >= psutil.Process().nice() + 5 or psutil.Process().nice() > 14
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_server_sleeps_while_nobody_looks(server: Served) -> None:
+def test_the_server_is_idle_without_open_pages(server: Served) -> None:
     process = psutil.Process(server.process.pid)
     with contextlib.closing(Stream(server)) as stream:
         stream.next("hello")
@@ -668,7 +666,7 @@ def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monke
     assert len(read) == 2
 
 
-def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
+def test_a_run_that_is_slow_to_open_reports_its_progress_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(make(tmp_path, "large"), steps=2)
@@ -696,7 +694,7 @@ def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
     assert until(is_open)
 
 
-def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
+def test_folders_with_runs_are_announced_once(tmp_path: Path) -> None:
     train(make(tmp_path / "search", "trial-0"), steps=2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "search")
@@ -711,7 +709,7 @@ def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
     assert RunListing(make(tmp_path, "one").path).scan(seconds=60).groups is None
 
 
-def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
+def test_a_page_is_notified_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
     with contextlib.closing(Stream(server, "")) as stream:
         stream.next("hello")
         trial = make(runs / "live-search", "trial-0")

@@ -1,4 +1,4 @@
-"""`whet watch --terminal`: a live view that fits, moves, leaves the terminal as it was, and cannot be steered."""
+"""`whet watch --terminal`: fits any size, updates, restores the terminal, and ignores control characters."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def terminal(tmp_path: Path) -> Iterator[PseudoTerminal]:
     started.close()
 
 
-def test_a_live_run_moves_and_the_terminal_is_given_back(tmp_path: Path, terminal: PseudoTerminal) -> None:
+def test_a_live_run_is_updated_and_the_terminal_restored(tmp_path: Path, terminal: PseudoTerminal) -> None:
     terminal.wait_for(lambda seen: "no runs in runs yet" in seen)
     make(tmp_path / "runs" / "old")
     run = make(tmp_path / "runs" / HOSTILE, state=None)
@@ -81,7 +81,7 @@ def test_a_live_run_moves_and_the_terminal_is_given_back(tmp_path: Path, termina
     assert terminal.steered == []
 
 
-def test_ctrl_z_and_ctrl_c_give_the_terminal_back(tmp_path: Path) -> None:
+def test_ctrl_z_and_ctrl_c_restore_the_terminal(tmp_path: Path) -> None:
     shell = ["bash", "-mc", f"{shlex.join(WATCH)}; echo rested; read; fg; echo ended with $?"]
     terminal = PseudoTerminal(shell, columns=80, rows=24, cwd=tmp_path)
     try:
@@ -214,7 +214,7 @@ def test_slower_steps_are_not_called_hot_without_a_sensor(tmp_path: Path) -> Non
     assert row.load.heat == "2.4x slower, no heat sensor"
 
 
-def test_a_spark_is_as_wide_as_asked_and_shows_where_there_was_no_number(tmp_path: Path) -> None:
+def test_a_sparkline_has_its_width_and_gaps_at_nan(tmp_path: Path) -> None:
     run = make(tmp_path / "sparkling", steps=50)
     with EventLog(run) as log:
         for step in range(51, 76):

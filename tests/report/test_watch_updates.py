@@ -1,4 +1,4 @@
-"""The server of the live page where the machine is slow, and where things change under it."""
+"""The server of the live page on a slow machine, and with runs that change under it."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ async def list_of(routes: WatchRoutes) -> list[dict]:
     return strict_json.decode(bytes(answer.body))["runs"]
 
 
-def test_what_is_found_for_one_page_is_told_to_the_others(
+def test_changes_found_for_one_page_reach_the_others(
     routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that is opened has the runs looked at: the change that this finds is found only once."""
@@ -91,7 +91,7 @@ def test_what_is_found_for_one_page_is_told_to_the_others(
     asyncio.run(watch())
 
 
-def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
+def test_a_slow_disk_delays_no_page_for_long_simulated(
     routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(tmp_path)
@@ -124,7 +124,7 @@ class Clock:
         return self.core
 
 
-def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_core_does_not_count_as_work_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that trains, the first look at a small run took 50 ms of a core, and 700 ms in all."""
     clock = Clock()
     monkeypatch.setattr(run_cache, "time", clock)
@@ -137,7 +137,7 @@ def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pyt
     assert work.pause(share=0.03) == 30
 
 
-def test_the_work_of_a_page_is_that_of_its_thread() -> None:
+def test_only_the_time_of_the_thread_counts_as_work() -> None:
     work = run_cache.WorkTimer()
     until = time.thread_time() + 0.1
     while time.thread_time() < until:
@@ -145,7 +145,7 @@ def test_the_work_of_a_page_is_that_of_its_thread() -> None:
     assert work.pause(share=0.01) >= 10
 
 
-def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
+def test_a_polling_failure_is_raised_and_the_next_page_restarts_it(
     routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages stayed open and heard nothing more."""
@@ -164,7 +164,7 @@ def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
     asyncio.run(watch())
 
 
-def test_a_lock_that_cannot_be_read_is_no_trouble_for_other_runs(tmp_path: Path) -> None:
+def test_an_unreadable_lock_does_not_affect_other_runs(tmp_path: Path) -> None:
     run = make(tmp_path)
     listing = RunListing(tmp_path)
     cache = RunCache(listing)
@@ -179,7 +179,7 @@ def test_a_lock_that_cannot_be_read_is_no_trouble_for_other_runs(tmp_path: Path)
         assert listing.scan().changed[0].state == "stopped"
 
 
-def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
+def test_a_run_is_running_before_its_first_event(tmp_path: Path) -> None:
     """Between the lock and the first event lie reading, planning and measuring: a minute, where that is slow."""
     run = make(tmp_path)
     train(run, state="stopped")
@@ -190,7 +190,7 @@ def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
     assert [line.state for line in listing.scan().changed] == ["stopped"]
 
 
-def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> None:
+def test_a_replaced_run_of_the_same_name_is_read_again(tmp_path: Path) -> None:
     """The system gives the numbers of removed files to new ones."""
     cache, listing = None, RunListing(tmp_path)
     for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
@@ -207,7 +207,7 @@ def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["config.json", "plan.json", "checkpoints"])
-def test_what_comes_into_a_file_after_its_name_is_another_version(tmp_path: Path, place: str) -> None:
+def test_a_file_filled_after_its_creation_changes_the_version(tmp_path: Path, place: str) -> None:
     """A copy makes a file and then fills it: a page that asked between stayed at what it got."""
     run = make(tmp_path)
     cache = RunCache(RunListing(tmp_path))
@@ -223,9 +223,7 @@ def test_what_comes_into_a_file_after_its_name_is_another_version(tmp_path: Path
     assert cache.version(run_id("run")) != before
 
 
-def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_fail_slowly_do_not_delay_others_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("good", "bad-1", "bad-2"):
         train(make(tmp_path, name))
     for name in ("bad-1", "bad-2"):
@@ -292,7 +290,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     Slow.may_go_on.clear()
 
 
-def test_the_list_waits_for_no_run_simulated(
+def test_the_list_does_not_wait_for_runs_simulated(
     routes: WatchRoutes, tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_cache, "WAIT_SECONDS", 10.0)
@@ -313,7 +311,7 @@ def test_the_list_waits_for_no_run_simulated(
     asyncio.run(watch())
 
 
-def test_only_the_first_who_ask_wait_for_a_slow_run_simulated(
+def test_only_the_first_requests_wait_for_a_slow_run_simulated(
     tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every page asks again each second: requests that wait would keep those for other runs waiting."""

@@ -1,4 +1,4 @@
-"""Curves of steps, health and evaluations: where their points lie, and what they are read from."""
+"""Downsampled curves of steps, health and evaluations."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def test_long_runs_are_drawn_from_the_index_alone(
     assert downsample_curve(history, field="memory/process", kind="health", points=20).points[0].low == 1_100
 
 
-def test_what_a_resume_made_void_is_in_no_curve_but_health_is(tmp_path: Path) -> None:
+def test_void_steps_are_in_no_curve_but_health_is(tmp_path: Path) -> None:
     write(tmp_path, steps=1_000, again_from=120)
     curves = downsample_curves(tmp_path, points=5_000)
     assert [p.step for p in curves["step/loss"].points] == list(range(1, 1_001))
@@ -91,7 +91,7 @@ def test_what_a_resume_made_void_is_in_no_curve_but_health_is(tmp_path: Path) ->
     assert curves["health/memory/process"].points[1].time == 5_000 + 200 / 2
 
 
-def test_of_void_blocks_only_what_stays_true_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_valid_kinds_of_void_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, steps=60 * BLOCK_EVENTS, again_from=10)
     sizes: list[int] = []
     read = History._read
@@ -107,7 +107,7 @@ def test_of_void_blocks_only_what_stays_true_is_read(tmp_path: Path, monkeypatch
     assert sum(block.kinds.get("health", 0) for block in blocks) > 60 * BLOCK_EVENTS // 100
 
 
-def test_more_samples_than_can_be_counted_are_unknown(tmp_path: Path) -> None:
+def test_an_absurd_number_of_samples_is_unknown(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     for step, samples in ((1, 8), (2, 10**300), (3, -(10**300))):
         log.append("step", step=step, loss=1.0, samples=samples)

@@ -1,4 +1,4 @@
-"""Nothing half-written is ever visible, and a disk that says no is told in three lines."""
+"""Nothing incomplete is ever visible, and disk errors are three lines."""
 
 import errno
 import os
@@ -111,7 +111,7 @@ def test_publish_syncs_every_file_and_folder(tmp_path: Path, monkeypatch: pytest
     assert {p.stat().st_ino for p in needed} <= synced
 
 
-def test_make_directory_tells_what_it_made_and_takes_it_back(tmp_path: Path) -> None:
+def test_make_directory_returns_new_folders_and_removes_them_on_failure(tmp_path: Path) -> None:
     assert durable.make_directory(tmp_path / "a" / "b") == (tmp_path / "a", tmp_path / "a" / "b")
     assert durable.make_directory(tmp_path / "a" / "b") == ()
     with pytest.raises(WhetError, match="cannot create"):
@@ -119,7 +119,7 @@ def test_make_directory_tells_what_it_made_and_takes_it_back(tmp_path: Path) -> 
     assert not (tmp_path / "c").exists()
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for act in (durable.check_writable, durable.make_directory):
         with pytest.raises(WhetError) as caught:
@@ -128,7 +128,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made")
-def test_a_place_where_nothing_can_be_made() -> None:
+def test_an_unwritable_path_is_refused() -> None:
     with pytest.raises(WhetError, match="cannot create /proc/runs"):
         durable.make_directory(Path("/proc/runs"))
 
@@ -166,9 +166,7 @@ def test_full_sync_falls_back_where_the_disk_lacks_it(tmp_path: Path, monkeypatc
     assert calls == ["full", "plain"] * 3 + ["full", "full"]
 
 
-def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporarily_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = AppendOnlyFile(tmp_path / "log")
     log.add(b"first\n")
     log.flush()
@@ -194,7 +192,7 @@ def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
     assert log.size == len(b"first\nsecond\nthird\n")
 
 
-def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
+def test_syncing_a_deleted_file_raises(tmp_path: Path) -> None:
     log = AppendOnlyFile(tmp_path / "log")
     (tmp_path / "log").unlink()
     log.add(b"x")
@@ -205,7 +203,7 @@ def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_does_not_write_what_its_parent_has_waiting(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_write_its_parents_queue(tmp_path: Path) -> None:
     log = AppendOnlyFile(tmp_path / "log")
     log.add(b"once\n")
     child = os.fork()
@@ -241,7 +239,7 @@ except WhetError as error:
 """
 
 
-def test_a_file_that_may_not_grow_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_a_file_size_limit_keeps_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "a.json"
     target.write_bytes(b"old")
 
@@ -266,7 +264,7 @@ cat "$1/a.json"
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a private mount")
-def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", FULL, "sh", str(tmp_path), sys.executable, LIMITED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode and "ENOSPC" not in done.stdout:

@@ -1,4 +1,4 @@
-"""events.jsonl: cheap to write, strict JSON, and read back whole however it was cut or damaged."""
+"""events.jsonl: cheap to write, strict JSON, and readable after truncation or damage."""
 
 import itertools
 import json
@@ -89,7 +89,7 @@ def test_wrong_events_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / EVENTS_FILE).read_bytes() == b""
 
 
-def test_steps_wait_a_second_and_happenings_do_not(tmp_path: Path) -> None:
+def test_steps_are_buffered_and_other_events_are_not(tmp_path: Path) -> None:
     now = [0.0]
     log = EventLog(tmp_path, stopwatch=lambda: now[0])
     log.append("step", step=1, loss=1.0)
@@ -165,7 +165,7 @@ with acquire(folder), EventLog(folder, flush_seconds=0.01) as log:
 """
 
 
-def test_a_killed_writer_leaves_whole_events_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_events(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     deadline = time.monotonic() + 120
     while not (tmp_path / INDEX_FILE).exists() or (tmp_path / INDEX_FILE).stat().st_size < 2000:
@@ -251,7 +251,7 @@ def seen_in(folder: Path) -> list[tuple[str, int, float]]:
 
 @settings(max_examples=30, deadline=None)
 @given(happenings)
-def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]]) -> None:
+def test_resumes_are_invisible_to_readers(script: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         expected = play(folder, script)
@@ -277,7 +277,7 @@ def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_file_cut_anywhere_loses_only_what_is_behind_the_cut(data: st.DataObject) -> None:
+def test_a_file_truncated_anywhere_loses_only_the_rest(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_steps(folder, first=1, last=300)
@@ -303,7 +303,7 @@ HIDDEN = b'\xff\r{"kind":"step","time":1,"step":999}'
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_damage_in_the_middle_costs_a_line_and_is_counted(data: st.DataObject) -> None:
+def test_a_damaged_line_is_skipped_and_counted(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_steps(folder, first=1, last=290)
@@ -359,7 +359,7 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
         assert again.num_indexed == len(again.blocks)
 
 
-def test_every_bit_of_an_index_entry_is_guarded() -> None:
+def test_every_bit_of_an_index_entry_is_checksummed() -> None:
     block_builder = BlockBuilder(0)
     block_builder.add("step", 1.5, 3, {"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
     block_builder.add("health", 1.5, 3, {"memory": {"process": 7}}, start=70, length=7)
@@ -372,7 +372,7 @@ def test_every_bit_of_an_index_entry_is_guarded() -> None:
     assert {decode_entry(line) == block_builder.build(77) for line in changed if decode_entry(line)} <= {True}
 
 
-def test_the_part_of_the_index_that_is_right_is_used(tmp_path: Path) -> None:
+def test_the_valid_part_of_the_index_is_used(tmp_path: Path) -> None:
     write_steps(tmp_path, first=1, last=5 * BLOCK_EVENTS)
     blocks = layout(tmp_path).blocks
     os.truncate(tmp_path / EVENTS_FILE, blocks[3].start + 500)
@@ -380,7 +380,7 @@ def test_the_part_of_the_index_that_is_right_is_used(tmp_path: Path) -> None:
     assert len(layout(tmp_path).blocks) == 4
 
 
-def test_an_index_of_another_file_is_not_believed(tmp_path: Path) -> None:
+def test_an_index_of_another_file_is_ignored(tmp_path: Path) -> None:
     for name, loss in (("a", 1.0), ("b", 2.0)):
         (tmp_path / name).mkdir()
         with EventLog(tmp_path / name) as log:
@@ -414,7 +414,7 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(read) == 1
 
 
-def test_a_million_steps_are_thinned_from_the_index_with_every_spike(tmp_path: Path) -> None:
+def test_a_million_steps_are_downsampled_from_the_index_with_every_spike(tmp_path: Path) -> None:
     # The blocks of a million steps, made without writing 150 MB; only their places in the file are faked.
     total, spike = 1_000_000, 765_432
     with (tmp_path / INDEX_FILE).open("wb") as index, (tmp_path / EVENTS_FILE).open("wb") as events:
@@ -472,23 +472,23 @@ def test_index_entries_survive_extreme_numbers() -> None:
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_line_is_an_event_or_none(line: bytes) -> None:
+def test_any_line_parses_to_an_event_or_none(line: bytes) -> None:
     event = parse_event(line)
     assert event is None or isinstance(event, Event)
     assert decode_entry(line) is None
 
 
-def test_unknown_kinds_of_a_newer_whet_are_passed_on(tmp_path: Path) -> None:
+def test_unknown_kinds_of_events_are_kept(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).write_bytes(b'{"kind":"eclipse","time":1,"step":2,"of":"sun"}\n')
     assert [(e.kind, e.get("of")) for e in read_events(tmp_path)] == [("eclipse", "sun")]
 
 
-def test_no_file_is_no_events(tmp_path: Path) -> None:
+def test_a_missing_log_has_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path)) == []
     assert downsample_curve(tmp_path, field="loss", points=5).points == ()
 
 
-def test_a_reader_keeps_the_index_of_a_long_run_that_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_caches_the_index_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("whet.run.event_index.LONG_BYTES", 100_000)
     run = tmp_path / "run"

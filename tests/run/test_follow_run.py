@@ -1,4 +1,4 @@
-"""Following a live run: what is there, what comes, and the truth when the writer dies."""
+"""Following a live run: existing events, new events, and a writer that dies."""
 
 import itertools
 import os
@@ -44,7 +44,7 @@ def take(events: Iterator[Event], count: int) -> list[tuple[str, int]]:
     return [(event.kind, event.step) for event in itertools.islice(events, count)]
 
 
-def test_what_is_there_then_what_comes_until_the_end(tmp_path: Path) -> None:
+def test_existing_events_then_new_ones_until_the_end(tmp_path: Path) -> None:
     with acquire(tmp_path), EventLog(tmp_path) as log:
         for step in (1, 2, 3):
             log.append("step", step=step, loss=1.0)
@@ -59,7 +59,7 @@ def test_what_is_there_then_what_comes_until_the_end(tmp_path: Path) -> None:
         assert [event.kind for event in events] == ["end"]
 
 
-def test_a_torn_line_waits_for_its_rest(tmp_path: Path) -> None:
+def test_a_torn_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     with acquire(tmp_path), (tmp_path / EVENTS_FILE).open("ab", buffering=0) as file:
         stop = threading.Event()
         events = follow(tmp_path, poll_seconds=POLL, stop=stop)
@@ -69,7 +69,7 @@ def test_a_torn_line_waits_for_its_rest(tmp_path: Path) -> None:
         assert next(events).step == 2
 
 
-def test_a_torn_end_that_is_cut_off_on_resume_is_never_seen(tmp_path: Path) -> None:
+def test_a_torn_end_that_a_resume_truncates_is_never_seen(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).write_bytes(b'{"kind":"step","time":1,"step":1}\n{"kind":"step","time":1,"st')
     events = follow(tmp_path, poll_seconds=POLL)
     assert next(events).step == 1
@@ -109,7 +109,7 @@ def test_stop_ends_the_waiting_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_replaced_file_is_told_from_its_beginning(tmp_path: Path) -> None:
+def test_a_replaced_file_is_followed_from_its_beginning(tmp_path: Path) -> None:
     with EventLog(tmp_path) as log:
         log.append("step", step=1, loss=1.0)
         log.append("oom", step=1)
@@ -121,7 +121,7 @@ def test_a_replaced_file_is_told_from_its_beginning(tmp_path: Path) -> None:
         assert [e.kind for e in events] == ["start", "end"] * 9
 
 
-def test_a_file_cut_and_grown_again_is_not_read_from_the_middle_of_a_line(tmp_path: Path) -> None:
+def test_a_truncated_and_regrown_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     with EventLog(tmp_path) as log:
         for step in range(1, 4):
             log.append("step", step=step, loss=0.5)
@@ -149,7 +149,7 @@ with acquire(Path(sys.argv[1])), EventLog(Path(sys.argv[1])) as log:
 """
 
 
-def test_a_writer_that_dies_is_told_once_and_a_resume_is_seen(tmp_path: Path) -> None:
+def test_a_dead_writer_is_reported_once_and_a_resume_is_seen(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
     events = follow(tmp_path, poll_seconds=POLL)
     assert [next(events).kind for _ in range(2)] == ["start", "checkpoint"]

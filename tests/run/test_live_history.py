@@ -1,4 +1,4 @@
-"""A history that grows sees what a fresh reader sees, whatever happens to the file between two looks."""
+"""A live history equals a fresh one, whatever happens to the file between two refreshes."""
 
 import os
 import tempfile
@@ -88,7 +88,7 @@ def extremes(curves: dict[str, Curve]) -> dict[str, tuple[object, ...]]:
 
 @settings(max_examples=60, deadline=None)
 @given(acts, st.sampled_from([0, 10**9]))
-def test_a_live_history_sees_what_a_fresh_one_sees(script: list[tuple[str, int]], leap: int) -> None:
+def test_a_live_history_equals_a_fresh_one(script: list[tuple[str, int]], leap: int) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(follow, "_REINDEX_BYTES", leap)
         writer = Writer(Path(name))
@@ -111,7 +111,7 @@ def test_a_live_history_sees_what_a_fresh_one_sees(script: list[tuple[str, int]]
         writer.log.close()
 
 
-def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_ignored_until_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / EVENTS_FILE
     path.write_bytes(b'{"kind":"step","time":1.0,"step":1,"loss":1.0}\n{"kind":"ev')
     watched = LiveHistory(tmp_path)
@@ -148,7 +148,7 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, how: str) ->
     assert not watched.refresh()
 
 
-def test_a_run_that_is_not_there_yet_and_one_that_went_away(tmp_path: Path) -> None:
+def test_a_missing_run_and_a_removed_one(tmp_path: Path) -> None:
     watched = LiveHistory(tmp_path)
     assert not watched.refresh()
     writer = Writer(tmp_path)
@@ -162,7 +162,7 @@ def test_a_run_that_is_not_there_yet_and_one_that_went_away(tmp_path: Path) -> N
     writer.log.close()
 
 
-def test_new_bytes_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path)
     writer.act("step", 5_000)
     watched = LiveHistory(tmp_path)
@@ -181,9 +181,7 @@ def test_new_bytes_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     writer.log.close()
 
 
-def test_a_long_run_is_drawn_again_from_what_is_kept_and_what_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_of_a_long_run_reuse_cached_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.run.downsample._MAX_FRESH_BLOCKS", 3)
     monkeypatch.setattr("whet.run.downsample._MAX_EVENTS_READ", 5)
     writer = Writer(tmp_path)

@@ -1,4 +1,4 @@
-"""A run folder appears complete or not at all, and what is no run is refused with a way out."""
+"""A run folder appears completely or not at all, and wrong paths get a helpful error."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def make(path: Path, **changes: Any):
     return create_run(path, **{**parts, **changes})
 
 
-def test_a_run_is_read_back_as_it_was_made(tmp_path: Path) -> None:
+def test_a_run_round_trips(tmp_path: Path) -> None:
     before = time.time()
     made = make(tmp_path / "runs" / "text-001", config={"lr": 3e-4, "clip": math.inf})
     run = open_run(str(tmp_path / "runs" / "text-001"))
@@ -73,7 +73,7 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert make(tmp_path / "r").path == tmp_path / "r"
 
 
-def test_what_is_there_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "run")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -98,7 +98,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_place_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_creation_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "runs" / "r", tmp_path / "new" / ("x" * 300)):
         with pytest.raises(WhetError, match="cannot create"):
@@ -170,7 +170,7 @@ def test_a_missing_file_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         open_run(run.path)
 
 
-def test_a_run_from_the_future_says_what_to_do(tmp_path: Path) -> None:
+def test_a_run_of_a_newer_version_says_to_upgrade(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     header = json.loads((run.path / "run.json").read_text())
     # A future header has keys that are not known here: the version must be looked at first.
@@ -182,7 +182,7 @@ def test_a_run_from_the_future_says_what_to_do(tmp_path: Path) -> None:
     assert "upgrade" in str(caught.value.try_)
 
 
-def test_what_is_no_run_suggests_what_was_meant(tmp_path: Path) -> None:
+def test_a_wrong_path_suggests_a_run(tmp_path: Path) -> None:
     make(tmp_path / "runs" / "text-001")
     hints = {
         "runs/text-01": "runs/text-001",
@@ -197,7 +197,7 @@ def test_what_is_no_run_suggests_what_was_meant(tmp_path: Path) -> None:
         assert caught.value.got in ("no such folder", "no run.json in it")
 
 
-def test_next_run_path_counts_on(tmp_path: Path) -> None:
+def test_next_run_path_increments(tmp_path: Path) -> None:
     assert next_run_path(tmp_path / "runs", recipe="text") == tmp_path / "runs" / "text-001"
     for name in ("text-001", "text-041", "text-1", "textual-900", "text-x"):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -217,7 +217,7 @@ def test_rewrite_replaces_one_part(tmp_path: Path) -> None:
         rewrite_parts(run, recipe={})
 
 
-def test_a_crash_at_any_sync_leaves_no_run_or_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_at_any_sync_leaves_no_run_or_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, left = os.fsync, [0]
 
     def fsync(descriptor: int) -> None:
@@ -272,7 +272,7 @@ def test_any_value_survives_strict_json(record: dict[str, Any]) -> None:
     assert repr(back) == repr(record)  # repr: NaN equals itself there.
 
 
-def test_names_with_slashes_are_told_apart() -> None:
+def test_names_with_slashes_are_distinguished() -> None:
     record = {"a/b": math.inf, "a": {"b": -math.inf, "c~1": [1.0, math.inf]}, "~1": math.inf}
     assert strict_json.decode(strict_json.encode(record)) == record
 

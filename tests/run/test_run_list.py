@@ -1,4 +1,4 @@
-"""What lies in a folder of runs, and what may be pruned."""
+"""Listing and pruning the runs of a folder."""
 
 import json
 import math
@@ -112,7 +112,7 @@ def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
     assert time.process_time() - began < 3
 
 
-def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
+def test_only_runs_without_training_are_pruned(tmp_path: Path) -> None:
     for name in ("empty", "young", "locked", "stepped", "saved", "noted", "broken", "begun"):
         make(tmp_path, name)
     train(Run.model_validate(make(tmp_path, "stepped-too")), steps=1)
@@ -157,7 +157,7 @@ def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
     assert prune(tmp_path) == ()
 
 
-def test_a_run_that_came_to_life_after_the_look_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_starts_during_pruning_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path, "r")
     make_old(run.path)
     real = lock.acquire
@@ -172,7 +172,7 @@ def test_a_run_that_came_to_life_after_the_look_is_kept(tmp_path: Path, monkeypa
     assert run.path.exists()
 
 
-def test_folders_that_hold_runs_are_pointed_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_contain_runs_are_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "several/seed-0", "several/seed-1"):
         make(tmp_path, name)
     (tmp_path / "empty").mkdir()
@@ -188,7 +188,7 @@ def test_a_change_in_the_future_counts_as_young(tmp_path: Path) -> None:
     assert prune(tmp_path) == ()
 
 
-def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_old(make(tmp_path, "r").path)
 
     def fail(path: Path) -> None:
@@ -220,7 +220,7 @@ def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_folder_that_is_closed_to_us_hides_no_other() -> None:
+def test_a_folder_without_permission_hides_no_other() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o755)

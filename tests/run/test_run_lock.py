@@ -1,4 +1,4 @@
-"""One process per run folder, until it lets go or dies."""
+"""One process per run folder, until it releases the lock or dies."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_a_second_process_is_refused_and_told_who_and_since_when(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
     before = time.time()
     child = start(HOLD, tmp_path)
     assert child.stdout is not None
@@ -56,7 +56,7 @@ def test_a_second_process_is_refused_and_told_who_and_since_when(tmp_path: Path)
         pass
 
 
-def test_a_killed_holder_lets_go_at_once(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_the_lock_at_once(tmp_path: Path) -> None:
     child = start(HOLD, tmp_path)
     assert child.stdout is not None
     child.stdout.readline()
@@ -70,7 +70,7 @@ def test_a_killed_holder_lets_go_at_once(tmp_path: Path) -> None:
         assert held.holder.pid == os.getpid()
 
 
-def test_looking_at_the_lock_does_not_lose_it(tmp_path: Path) -> None:
+def test_reading_the_lock_does_not_release_it(tmp_path: Path) -> None:
     # Closing any descriptor of the file drops a lockf lock: the holder must not open it again.
     with lock.acquire(tmp_path):
         assert lock.is_locked(tmp_path)
@@ -108,7 +108,7 @@ def test_a_forked_child_neither_has_nor_frees_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_knows_when_its_parent_has_let_go(tmp_path: Path) -> None:
+def test_a_forked_child_sees_when_its_parent_released_the_lock(tmp_path: Path) -> None:
     held = lock.acquire(tmp_path)
     read, write = os.pipe()
     child = os.fork()
@@ -158,7 +158,7 @@ print(won)
 """
 
 
-def test_never_two_at_once_in_a_race(tmp_path: Path) -> None:
+def test_never_two_holders_in_a_race(tmp_path: Path) -> None:
     racers = [start(RACE, tmp_path) for _ in range(3)]
     for racer in racers:
         assert racer.stdout is not None
@@ -193,7 +193,7 @@ time.sleep(0.6)
 """
 
 
-def test_an_onlooker_that_a_busy_machine_stops_is_waited_for(tmp_path: Path) -> None:
+def test_a_preempted_reader_of_the_lock_is_waited_for(tmp_path: Path) -> None:
     lock.acquire(tmp_path).release()
     looking = start(LOOK, tmp_path / lock.LOCK_FILE)
     assert looking.stdout is not None
@@ -202,7 +202,7 @@ def test_an_onlooker_that_a_busy_machine_stops_is_waited_for(tmp_path: Path) -> 
     finish(looking)
 
 
-def test_an_onlooker_does_not_get_a_real_owner_refused(tmp_path: Path) -> None:
+def test_a_reader_of_the_lock_does_not_keep_an_owner_out(tmp_path: Path) -> None:
     looking = start(
         "import sys,time\nfrom pathlib import Path\nfrom whet.run.lock import is_locked\nprint('on', flush=True)\n"
         "until=time.monotonic()+1.5\nwhile time.monotonic()<until: is_locked(Path(sys.argv[1]))",

@@ -1,4 +1,4 @@
-"""The guard of every page: who may ask what, from where, and how slowly (G5, G7 and G8 of the reliability facts)."""
+"""The guard of every server: keys, origins, limits and deadlines (G5, G7 and G8 of the reliability facts)."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ def is_three_lines(answer: Answer) -> bool:
     return kind and told in (["  got: ", "  try: "], ["  got: "], ["  try: "])
 
 
-def test_every_answer_carries_the_headers_that_keep_a_browser_in_bounds(server: Served) -> None:
+def test_every_response_has_the_security_headers(server: Served) -> None:
     for path in (*PATHS, "/nowhere"):
         for method in ("GET", "HEAD", "DELETE"):
             if (path, method) in (("/flood", "GET"), ("/large", "GET")):
@@ -69,7 +69,7 @@ def test_every_answer_carries_the_headers_that_keep_a_browser_in_bounds(server: 
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_a_failure_is_three_lines_and_tells_the_terminal_alone(server: Served) -> None:
+def test_details_of_a_failure_go_to_the_terminal_only(server: Served) -> None:
     answer = server.ask("/fail")
     assert answer.status == 500
     assert is_three_lines(answer)
@@ -78,7 +78,7 @@ def test_a_failure_is_three_lines_and_tells_the_terminal_alone(server: Served) -
     assert until(lambda: f"failed: {SECRET}\n" in server.said)
 
 
-def test_a_refusal_of_a_handler_is_told_and_can_steer_nothing(server: Served) -> None:
+def test_an_error_of_a_handler_has_no_control_characters(server: Served) -> None:
     answer = server.ask("/refuse")
     assert answer.status == 404
     assert answer.text == "no such thing\n  got: <b> [2J\n  try: another\n"
@@ -111,7 +111,7 @@ def test_errors_are_three_lines_everywhere(server: Served) -> None:
     ],
     ids=["noise", "no path", "no host", "two hosts"],
 )
-def test_what_is_no_request_is_refused(server: Served, data: bytes) -> None:
+def test_invalid_http_is_refused(server: Served, data: bytes) -> None:
     with server.connect() as connection:
         answer = exchange(connection, data)
     assert answer.status == 400
@@ -124,7 +124,7 @@ def test_a_header_without_end_is_refused(server: Served) -> None:
     assert answer.status == 400
 
 
-def test_a_body_in_pieces_is_counted(server: Served) -> None:
+def test_a_chunked_body_is_limited(server: Served) -> None:
     before = num_changes(server)
     head = f"POST /change HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.token}\r\n"
     head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -154,7 +154,7 @@ OURS = ({"Origin": "http://127.0.0.1:PORT"}, {"Sec-Fetch-Site": "same-origin"})
 KINDS = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 
 
-def test_another_page_neither_reads_nor_changes_anything(server: Served, home: Path, report_count: ReportCount) -> None:
+def test_cross_origin_requests_are_refused(server: Served, home: Path, report_count: ReportCount) -> None:
     cookie = {"Cookie": server.cookie(fresh_link(server, home))}
     before = num_changes(server)
     num_refused = 0
@@ -197,7 +197,7 @@ def test_reading_changes_nothing(server: Served) -> None:
     assert num_changes(server) == before
 
 
-def test_a_person_may_follow_a_link_from_elsewhere(server: Served, home: Path) -> None:
+def test_navigation_from_another_site_is_allowed(server: Served, home: Path) -> None:
     """Such a page is shown to the person alone; without the link's ticket it is refused."""
     from_elsewhere = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     path = fresh_link(server, home).removeprefix(f"http://127.0.0.1:{server.port}")
@@ -288,7 +288,7 @@ def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
     assert len(compared) == 3
 
 
-def test_the_token_is_in_no_log_no_argument_and_no_foreign_eye(server: Served, home: Path) -> None:
+def test_the_token_is_in_no_log_and_no_argument(server: Served, home: Path) -> None:
     server.ask("/fail")
     server.ask(f"/nowhere?{server.token}")
     server.ask_bare("/", headers={"Authorization": f"Bearer {server.token}x"})
@@ -320,7 +320,7 @@ def test_a_browser_is_started_without_the_link_in_its_arguments(tmp_path: Path) 
     assert list((home / "servers").iterdir()) == []
 
 
-def test_another_command_finds_the_server_and_forgets_a_dead_one(home: Path, server: Served, monkeypatch) -> None:
+def test_another_command_finds_the_server_and_removes_dead_ones(home: Path, server: Served, monkeypatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(home))
     found = find_server(name="guarded", about="a test")
     assert found is not None
@@ -352,7 +352,7 @@ def test_a_folder_for_tokens_that_others_can_read_is_closed_first(
 
 
 @pytest.mark.parametrize("counts", [(12, 12, 12, 8, 4), (200, 100, 140, 8, 4)], ids=["some", "more than fit"])
-def test_slow_silent_and_deaf_clients_are_cut_off_while_others_are_served(
+def test_slow_clients_are_disconnected_while_others_are_served(
     server: Served, counts: tuple[int, ...], report_count: ReportCount
 ) -> None:
     head = f"Host: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.token}\r\n"
@@ -439,20 +439,20 @@ def test_a_quick_client_keeps_its_connection_between_requests_and_during_a_strea
 # Where it listens.
 
 
-def test_a_port_that_is_taken_is_left_to_its_owner() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     with contextlib.closing(listen(0)) as first, contextlib.closing(listen(first.port)) as second:
         assert second.port > first.port
         assert {f"localhost:{first.port}", f"127.0.0.1:{first.port}", f"[::1]:{first.port}"} == first.hosts
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
-def test_others_can_reach_a_server_only_if_that_is_said(address: str) -> None:
+def test_a_remote_address_needs_permission(address: str) -> None:
     with pytest.raises(UsageError, match="reachable from other machines"):
         serve([], name="x", about="", port=0, address=address, on_ready=lambda server: pytest.fail("it listens"))
 
 
 @pytest.mark.parametrize(("address", "port"), [("example.com", 0), ("", 0), ("127.0.0.1", 70000), ("127.0.0.1", -1)])
-def test_what_is_no_place_is_refused(address: str, port: int) -> None:
+def test_an_invalid_address_is_refused(address: str, port: int) -> None:
     with pytest.raises(UsageError):
         listen(port, address=address)
 

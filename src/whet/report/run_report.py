@@ -242,6 +242,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         **_time_fields(history),
         **_exactness_fields(history),
     )
+    # Derived from the rest of the report, so they come last.
     figures = planned_vs_actual(report, run.plan, trials)
     report = report.model_copy(update={"planned_vs_actual": figures})
     return report.model_copy(update={"advice": suggest(report, run.plan, trials)})
@@ -249,6 +250,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
 
 def _progress_fields(history: History) -> dict[str, Any]:
     first, last = next(history.events(kinds=("step",)), None), history.last("step")
+    # The index knows the best loss of each block; only the block that has it is read for its step.
     stats = ((block.stat("loss"), block) for block in history.step_blocks())
     losses = ((stat.least, block) for stat, block in stats if stat is not None and stat.count)
     best, block = min(losses, key=lambda pair: pair[0], default=(None, None))

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -129,10 +128,9 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
     )
 
 
-def unreadable_status(path: Path, error: WhetError | OSError, *, updated: float) -> LiveStatus:
-    """The status of a folder that cannot be read as a run."""
-    reason = error.what if isinstance(error, WhetError) else str(error)
-    return LiveStatus(path=path, state="unreadable", problem=reason, updated=updated)
+def describe_problem(error: WhetError | OSError) -> str:
+    """Why a folder cannot be read as a run."""
+    return error.what if isinstance(error, WhetError) else str(error)
 
 
 def run_state(run: Run | Path, *, history: History) -> RunState:
@@ -193,10 +191,10 @@ def machine_load(history: History, *, is_running: bool) -> MachineLoad:
 def _list_entry(path: Path) -> RunStatus:
     size, changed = disk_usage(path)
     try:
-        return read_status(path).model_copy(update={"size_bytes": size})
+        return read_status(path).model_copy(update={"path": path, "size_bytes": size})
     except (WhetError, OSError) as error:
-        status = unreadable_status(path, error, updated=min(changed, time.time()))
-        return RunStatus(**{name: getattr(status, name) for name in RunStatus.model_fields} | {"size_bytes": size})
+        problem = describe_problem(error)
+        return RunStatus(path=path, state="unreadable", updated=changed, size_bytes=size, problem=problem)
 
 
 def _finite_numbers(value: object) -> dict[str, float]:

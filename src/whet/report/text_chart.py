@@ -28,7 +28,7 @@ def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -
     if width - margin < _MIN_PLOT_COLUMNS:
         margin = 0
     columns = width - margin
-    dots = (2, 4) if unicode else (1, 1)
+    dots = (2, 4) if unicode else (1, 1)  # A braille character has 2 by 4 dots.
     canvas = _Canvas(num_x=columns * dots[0], num_y=height * dots[1], marks=set())
     _plot(canvas, curve, low=low, high=high)
     rows = [canvas.text(row, dots=dots) for row in range(height)]

@@ -161,6 +161,7 @@ class TimelineEntry(FrozenModel):
 def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntry, ...], int]:
     """The notable events of a run in order, and how many in the middle were omitted."""
     kinds = {kind for block in history.layout.blocks for kind in block.kinds} & set(TIMELINE_KINDS)
+    # Counted from the index: a run may have more incidents than a page can show.
     total = sum(block.kinds.get(kind, 0) for block in history.layout.blocks for kind in kinds)
     first: list[TimelineEntry] = []
     for event in history.events(kinds=kinds):

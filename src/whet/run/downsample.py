@@ -200,9 +200,9 @@ def bucket_curves(
 
 def training_seconds(history: History, times: Floats) -> Floats:
     """Unix seconds converted to training seconds: the time between sessions does not count."""
-    begins, before = _cached(history, "sittings", lambda: _session_starts(history))
-    sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
-    elapsed: Floats = before[sitting] + np.maximum(times - begins[sitting], 0.0)
+    begins, before = _cached(history, "sessions", lambda: _session_starts(history))
+    session: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
+    elapsed: Floats = before[session] + np.maximum(times - begins[session], 0.0)
     return elapsed
 
 
@@ -244,10 +244,11 @@ class _BucketedRows:
 
     @classmethod
     def of(cls, table: ColumnTable, *, history: History, points: int, is_growing: bool) -> Self:
+        # Rows are in the order they were written: steps repeat after a resume, and blocks overlap.
         order = np.argsort(table.steps, kind="stable")
         steps, times, last = table.steps[order], table.times[order], table.last_step
         first = int(steps[0])
-        width = max(1, -(-(last - first + 1) // points))
+        width = max(1, -(-(last - first + 1) // points))  # Steps per point, rounded up.
         if is_growing:
             # Powers of two, counted from step 0: points stay where they are until the width doubles.
             width = 1 << (width - 1).bit_length()
@@ -261,8 +262,10 @@ class _BucketedRows:
     def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
         """The points of one field; rows without it are left out."""
         numbers = numbers[self.order]
+        # Columns: count, least, greatest, sum, non-finite values.
         there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
         numbers, bucket = numbers[there], self.bucket[there]
+        # Rows are sorted by step, so each bucket is one slice; `starts` are their first rows.
         starts = np.concatenate(([0], np.flatnonzero(np.diff(bucket)) + 1))
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
@@ -271,7 +274,7 @@ class _BucketedRows:
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = np.add.reduceat(numbers[:, 3], starts) / count
-        mean = np.clip(mean, low, high)
+        mean = np.clip(mean, low, high)  # Rounding may put it outside by one bit.
         firsts = there[starts]
         is_empty = count == 0
         points = zip(
@@ -297,6 +300,7 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
     counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
+    # A row per block is enough once there are more blocks than points; reading the events would take seconds.
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:

@@ -229,6 +229,7 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
         try:
             disk.make_folder(draft)
             fill(draft)
+            # Folders after their files, so that every name in a synced folder leads to synced data.
             for folder, _, _ in os.walk(draft, topdown=False):
                 _sync_folder(Path(folder), sync=disk.sync)
             disk.rename(draft, path)
@@ -236,6 +237,7 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
             with contextlib.suppress(OSError):
                 _remove_tree(draft)
             raise
+        # The rename itself is durable only once the parent folder is synced.
         _sync_folder(path.parent, sync=disk.full_sync)
 
 
@@ -303,6 +305,7 @@ def remove(path: Path) -> None:
     """Remove a file or a whole folder: its name is gone at once, the data when this returns."""
     with disk_errors("remove", path):
         leftover = path
+        # Renamed first: a crash while removing leaves a leftover, never a folder with missing files.
         if not is_leftover(path):
             leftover = leftover_name(path)
             disk.rename(path, leftover)

@@ -108,6 +108,7 @@ class EventLog:
     ) -> None:
         """Open the log to append events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
         folder = run_folder(run)
+        # Truncates a torn last line of a killed process, and index entries that do not match the log.
         layout = read_log_layout(folder)
         self.path = folder / EVENTS_FILE
         self._events = AppendOnlyFile(folder / EVENTS_FILE, keep_bytes=layout.end)
@@ -140,6 +141,7 @@ class EventLog:
         except (ValueError, TypeError):
             record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
+        # A session always starts a new block, so that a resume can void earlier blocks as a whole.
         if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
         data = line + b"\n"
@@ -153,6 +155,7 @@ class EventLog:
         self._flushed_at = (
             self._stopwatch()
         )  # Also after a failure: a full disk is tried once a second, not every step.
+        # The events first: an index entry must never point at bytes that are not there.
         self._events.flush()
         self._index.flush()
 

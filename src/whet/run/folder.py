@@ -137,6 +137,7 @@ def create_run(
         durable.make_directory(draft / CHECKPOINTS)
         durable.write_draft(draft / EVENTS_FILE, data=b"", is_last=True)
 
+    # All files become visible in one rename: a crash leaves either no run or a complete one.
     made = durable.make_directory(path.parent)
     try:
         durable.publish_directory(path, fill=fill)

@@ -125,6 +125,7 @@ class LiveHistory(History):
         )
         update = self._update(file, since=before.end, earlier=before.blocks[-1:], later=fresh)
         if update.resumed_from is not None:
+            # Earlier steps became void: everything derived from them is computed again.
             self._set_layout(layout)
         else:
             self._grow(layout, num_kept=len(kept))
@@ -142,6 +143,7 @@ class LiveHistory(History):
 
     def _extend_curve_cache(self, file: BinaryIO, update: HistoryUpdate, *, since: int) -> None:
         for (kind, rows), table in [*self.curve_cache.items()]:
+            # Tables by block are cheap to rebuild from the index; tables by event only get the new rows.
             if rows == "blocks":
                 del self.curve_cache[kind, rows]
             if rows != "events":

@@ -61,6 +61,7 @@ class RunLock:
         with _guard:
             if self._descriptor < 0:
                 return
+            # Clear our entry, so that the next holder is not mistaken for us before it writes its own.
             if self.holder.pid == os.getpid():
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
@@ -84,6 +85,7 @@ def acquire(folder: Path) -> RunLock:
             lock = _try_acquire(path)
         if lock is not None:
             return lock
+        # Another process has it. It may be dying, or only have looked for a moment: wait, unless it is alive.
         found = holder(folder)
         if found is not None and found.pid != 0 and (_is_alive(found) or time.monotonic() > deadline):
             raise _locked_error(folder, found)
@@ -104,6 +106,7 @@ def holder(folder: Path) -> LockHolder | None:
         except FileNotFoundError:
             return None
         try:
+            # If a shared lock can be taken, nobody holds the exclusive one; closing the file releases it.
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _BUSY:

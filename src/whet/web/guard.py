@@ -82,6 +82,7 @@ class RequestGuard:
         response = _GuardedResponse(send)
         try:
             request = RequestInfo(scope)
+            # Host and origin before the key: a foreign page must not learn whether a key is right.
             self._check(request)
             if self._is_entry(request):
                 await response.page(_ENTRY, cookie=f"{self._cookie_name}={self._key.cookie}")
@@ -200,6 +201,7 @@ class _GuardedResponse:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
+            # The application cannot weaken the security headers.
             own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in _HEADERS]
             if not any(name.lower() == b"cache-control" for name, _ in own):
                 own.append((b"cache-control", b"no-store"))

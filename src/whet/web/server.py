@@ -175,6 +175,7 @@ def serve(
                 got=f"the address {address}",
                 try_="127.0.0.1 and `ssh -L`, or allow it explicitly",
             )
+        # A new key for each server: links and cookies of an earlier one are worthless.
         key = ServerKey()
         guard = RequestGuard(
             _router(routes),

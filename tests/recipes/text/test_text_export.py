@@ -81,7 +81,7 @@ def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tm
     assert theirs.config.id2label == dict(enumerate(told["classes"]))
 
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="files that no export made"):
+    with pytest.raises(UsageError, match="other files than an export"):
         export_model(pair_run, to="transformers", out=tmp_path / "out", force=True)
     (tmp_path / "out" / "notes.txt").unlink()
     with pytest.raises(UsageError, match="there already"):

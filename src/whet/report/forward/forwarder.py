@@ -19,7 +19,7 @@ from whet.run.follow import PROCESS_DIED, follow
 
 
 class RowCollector:
-    """Collects events into one row per step. The newest row is held back until a later step shows that it is complete."""
+    """Collects events into one row per step. The newest row waits until a later step shows that it is complete."""
 
     def __init__(self) -> None:
         self._open: DashboardRow | None = None
@@ -30,8 +30,8 @@ class RowCollector:
     def take(self, event: Event) -> Iterator[DashboardRow]:
         """The rows that are complete after this event."""
         if event.kind == "end":
-            told = event.get("state")
-            self.state = told if isinstance(told, str) else "done"
+            state = event.get("state")
+            self.state = state if isinstance(state, str) else "done"
         if event.kind in SESSION_START_KINDS:
             self.state = None
         if event.kind == "resume" and self._open is not None and self._open.step > event.step:
@@ -44,6 +44,7 @@ class RowCollector:
             return  # Of a repeated step: its reading belongs to the first time.
         if self._open is not None and step > self._open.step:
             yield from self.rest()
+        # Steps that were sent are not sent again, even if the run repeats them after a resume.
         if step > self._sent:
             known = self._open.values if self._open is not None else {}
             self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
@@ -86,8 +87,8 @@ def forward_run(
 ) -> ForwardResult:
     """Forward what the dashboard does not have yet, then new events until the run ends (`once`: only those so far).
 
-    A dashboard that does not answer is retried, `tries` times or forever. Setting `stop` ends it soon; what was not sent
-    is sent the next time.
+    A dashboard that does not answer is retried, `tries` times or forever. Setting `stop` ends it soon; what was not
+    sent is sent the next time.
     """
     stop, notify = stop or threading.Event(), notify or _ignore
     retry = _Retry(tries=tries, notify=notify, stop=stop)

@@ -198,6 +198,7 @@ class RunCache:
     @contextlib.contextmanager
     def _opened(self, run: str) -> Iterator[tuple[CachedRun, LiveHistory]]:
         folder = self.folder(run)
+        # The guard protects only the table; a slow run is locked by itself, so that others stay available.
         with self._guard:
             cached = self._runs.get(run) or CachedRun(folder)
             self._runs[run] = cached

@@ -152,6 +152,7 @@ class StatusReader:
         if self._stamp is None or self._stamp.events is None or stamp.events is None:
             return False
         _, size, inode = stamp.events
+        # A replaced run.json, another inode or a shorter log: not the same run any more.
         is_same = stamp.header == self._stamp.header and inode == self._stamp.events[2]
         if not is_same or size < self._stamp.events[1] or self.status.state == "unreadable":
             return False
@@ -160,7 +161,7 @@ class StatusReader:
         with open_regular_file(self._folder / EVENTS_FILE) as file:
             file.seek(self._position)
             data = file.read(_MAX_NEW_BYTES)
-        data = data[: data.rfind(b"\n") + 1]
+        data = data[: data.rfind(b"\n") + 1]  # A torn last line is read with the next bytes.
         events = _parse_lines(data.split(b"\n"))
         if any(event.kind in SESSION_START_KINDS for event in events):
             return False  # A resume may have voided steps.

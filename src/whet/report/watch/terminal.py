@@ -18,7 +18,7 @@ from rich.text import Text
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_seconds, printable
-from whet.report.run_status import LiveStatus, MachineLoad, read_live_status, unreadable_status
+from whet.report.run_status import LiveStatus, MachineLoad, describe_problem, read_live_status
 from whet.report.text_chart import draw_curve, sparkline
 from whet.report.timeline import TimelineEntry
 from whet.report.watch.status_reader import FileStamp, file_stamp
@@ -146,7 +146,9 @@ class BoardReader:
                 history.refresh()
             return _CachedStatus(stamp, read_live_status(run, history, points=_CURVE_POINTS), history)
         except (WhetError, OSError) as error:
-            return _CachedStatus(stamp, unreadable_status(path, error, updated=_updated(stamp)), None)
+            problem = describe_problem(error)
+            status = LiveStatus(path=path, state="unreadable", updated=_updated(stamp), problem=problem)
+            return _CachedStatus(stamp, status, None)
 
 
 def _stamp(path: Path) -> FileStamp | None:

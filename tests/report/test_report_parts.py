@@ -1,4 +1,4 @@
-"""A report shows what the run folder says, on any axis, and advises only what was measured. The runs are simulated."""
+"""The parts of a report: curves on every axis, timeline, evidence and advice. The runs are simulated."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def test_where_the_time_went_adds_up(report: RunReport) -> None:
     assert [phase.name for phase in report.phases] == ["data", "transfer", "forward", "backward", "optimizer", "save"]
 
 
-def test_evidence_tells_each_candidate_and_what_was_chosen(report: RunReport) -> None:
+def test_evidence_lists_trials_and_the_chosen_value(report: RunReport) -> None:
     groups = {group.setting: group for group in report.evidence}
     assert list(groups)[-1] == "plan"
     assert [(one.label, one.chosen) for one in groups["micro_batch"].trials] == [
@@ -167,7 +167,7 @@ def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
     assert summarize(run).advice == ()
 
 
-def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Path) -> None:
+def test_slow_data_suggests_measured_workers(tmp_path: Path) -> None:
     settings = {"workers": {"value": 0, "reason": "", "source": "rule", "evidence": {}}}
     run = bare(tmp_path / "r", plan={"settings": settings, "trials": [trial("workers", 2, "not worth it", 1.3)]})
     with EventLog(run) as log:
@@ -202,7 +202,7 @@ def test_confusion_and_samples_are_the_newest(report: RunReport) -> None:
         [],
     ],
 )
-def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> None:
+def test_a_malformed_confusion_matrix_is_left_out(tmp_path: Path, damaged: object) -> None:
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
         log.append("eval", step=1, confusion=damaged, classes=damaged, samples=[1, "x", None])
@@ -210,7 +210,7 @@ def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> N
     assert (found.confusions, found.classes, found.samples) == ((), (), ())
 
 
-def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_a_run_with_missing_parts_is_still_reported(tmp_path: Path) -> None:
     empty = summarize(bare(tmp_path / "empty"))
     assert (empty.tracks, empty.timeline, empty.advice, empty.planned_vs_actual) == ((), (), (), ())
     odd = {"settings": "none", "trials": [{"setting": 1}, 5, trial("workers", 2, "faster", 1.2)], "warnings": "x"}
