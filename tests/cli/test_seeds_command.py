@@ -92,7 +92,7 @@ def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     code, _, errors = finish(process)
     assert code == 130, errors
-    assert "1 of 3 seeds are done; to go on with all:\n  whet train line.py" in errors
+    assert "1 of 3 seeds are done; to resume all:\n  whet train line.py" in errors
     assert errors.rstrip().endswith("epochs=4 seeds=3 seed=5 --device cpu --run all")
     stopped = json.loads((tmp_path / "all" / "seeds.json").read_text())
     assert (stopped["seeds"], stopped["done"]) == ([5, 6, 7], [5])
@@ -135,9 +135,7 @@ def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
         out, errors = train("seeds=2", "seed=5", "epochs_per_session=2", "--run", "sat")
         # The first run ends in the second sitting, in which the next one begins.
         done = ["0 of 2", "1 of 2", ""][sitting]
-        assert (f"{done} seeds are done; to go on with all:\n  whet train line.py epochs=4 seeds=2" in errors) == bool(
-            done
-        )
+        assert (f"{done} seeds are done; to resume all:\n  whet train line.py epochs=4 seeds=2" in errors) == bool(done)
         assert "seeds     5, 6 are done" in out or done
         if sitting == 0:
             assert "(epochs_per_session) in sat/seed-5" in errors

@@ -108,7 +108,7 @@ class House:
             wrong.append(f"exit {signal.Signals(-code).name if code < 0 else code}")
         if code == 0 and path.is_file():
             wrong.append("accepted")
-        if any(word in said for word in ("Traceback", "should not have happened", "your code failed")):
+        if any(word in said for word in ("Traceback", "internal error", "your code raised an exception")):
             wrong.append("not explained")
         if {p.name: p.read_text() for p in (place / "victim").iterdir()} != {"file": "untouched"}:
             wrong.append("wrote outside")

@@ -156,7 +156,7 @@ def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Pat
     errors = ended(process, seconds=LONGEST_SECONDS)
     assert process.returncode == 137
     assert "rank 1 of 2 by SIGKILL" in errors
-    assert "goes on from the last checkpoint" in errors
+    assert "to resume from the last checkpoint" in errors
 
 
 @pytest.mark.parametrize("kind", ["off", "full"])

@@ -147,7 +147,7 @@ def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, conte
         (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
         (("arena", "hex", "n" * 5_000, "random"), "no such player"),
         (("play", "two-distance@64", "--terminal"), "two-distance does not look ahead"),
-        (("arena", "text", "random", "random"), "text is not played"),
+        (("arena", "text", "random", "random"), "text is not a game"),
         (("train", "hex", "--run", "runs", "--max-restarts", "0"), "not a run, and not empty"),
         (("plan", "hex", "data=absent"), "the data is not there"),
         (("plan", "hex", "policy_weight=0", "value_weight=0"), "nothing would be learned"),

@@ -81,7 +81,7 @@ def test_train_report_and_predict(
     errors, out = done.stderr, done.stdout
     assert done.returncode == 0, errors
     assert sys.platform == "darwin" or errors.count("text: no notification: no desktop here") == 1
-    assert "\nkept      runs/text-001\nnext      whet report runs/text-001 --html " in errors
+    assert "\nsaved in  runs/text-001\nnext      whet report runs/text-001 --html " in errors
     run = tmp_path / "runs" / "text-001"
     assert "test      accuracy" in out
     assert "naive Bayes" in out
@@ -186,7 +186,7 @@ def test_ctrl_c_and_resume_give_the_uninterrupted_curve(cli: Cli, table: Path) -
     errors = stopped.stderr
     assert stopped.returncode == 130, errors
     assert f"saved at step {max(losses(cut))} in cut (" in errors
-    assert "to go on:" in errors
+    assert "to resume:" in errors
     assert "--run cut" in errors
     stopped_at = max(losses(cut))
     assert 20 < stopped_at < 180
