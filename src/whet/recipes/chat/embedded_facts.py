@@ -5,6 +5,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,15 +161,26 @@ def _doc(node: ast.FunctionDef) -> str:
 
 
 def _options(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command with their help."""
+    """Yield the options of a command with their help; cli/options.py defines those that commands share."""
+    shared = _shared_options()
     for argument in node.args.args:
-        for call in ast.walk(argument.annotation) if argument.annotation else ():
+        annotation = argument.annotation
+        if isinstance(annotation, ast.Name):
+            annotation = shared.get(annotation.id)
+        for call in ast.walk(annotation) if annotation else ():
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Option"):
                 continue
             help_text = next((keyword.value for keyword in call.keywords if keyword.arg == "help"), None)
             names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             if isinstance(help_text, ast.Constant) and isinstance(help_text.value, str):
                 yield (names or [f"--{argument.arg.replace('_', '-')}"])[0], help_text.value
+
+
+@cache
+def _shared_options() -> dict[str, ast.expr]:
+    tree = ast.parse((_COMMANDS / "options.py").read_bytes())
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
+    return {ast.unparse(node.targets[0]): node.value for node in assignments}
 
 
 def _option_facts() -> Iterator[Fact]:
