@@ -80,12 +80,12 @@ def test_a_removed_limit_is_one_line_and_no_error(python, tmp_path: Path) -> Non
 def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(python) -> None:
     """On a real Mac the library asks torch for the limit first; then MPS has read the variables."""
     code = (
-        "from whet.device import machine_here, mps\n"
+        "from whet.device import open as opening\n"
         "import os, torch\n"
-        "mps.why_not = lambda: None\n"
+        "opening.mps_unavailable_reason = lambda: None\n"
         "torch.backends.mps.get_core_count = lambda: 8\n"
         f"torch.mps.recommended_max_memory = lambda: print(os.environ[{HIGH!r}], os.environ[{LOW!r}]) or 1\n"
-        "machine_here.machine_here()\n"
+        "opening.current_machine()\n"
     )
     assert python(code).stdout == "1.0 0.9\n"
 
@@ -102,14 +102,14 @@ def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(
             ".to(torch.float32)",
         ),
         (
-            "x, y = data(); fit(net(), (x, y.double()), overrides={'data_home': 'host'})",
+            "x, y = data(); fit(net(), (x, y.double()), overrides={'data_location': 'host'})",
             "field 'y'",
             ".to(torch.float32)",
         ),
         (
             "import numpy\nrows = [(row, numpy.float64(1)) for row in data()[0]]\nfit(net(), rows)",
             "the data's field 'y' is torch.float64",
-            "dtype=torch.float32 where it is made",
+            "dtype=torch.float32 where it is created",
         ),
         (
             "model = net(); model[2].double(); fit(model, data())",
@@ -177,7 +177,7 @@ def test_an_operator_missing_in_an_evaluation_is_told_too(python) -> None:
     code = (
         "def evaluate(model, micros):\n"
         "    return {'rank': sum(torch.linalg.eigvalsh(m.x.T @ m.x).sum() for m in micros)}\n"
-        "fit(net(), data(), evaluate=evaluate, dev=data())"
+        "fit(net(), data(), evaluate=evaluate, val=data())"
     )
     done = python(START + code)
     assert done.returncode == 1, done.stderr
@@ -208,7 +208,7 @@ FAILING = (
 def test_a_simulated_failure_of_the_gpu_stops_the_run_before_it_is_saved(python, tmp_path: Path) -> None:
     done = python(START + FAILING.replace("FAIL_AT", "5"))
     assert done.returncode == 1, done.stderr
-    assert "the GPU has failed, and what it computed since is not to be trusted" in done.stdout
+    assert "the GPU failed, and its results since then are invalid" in done.stdout
     assert "Insufficient Memory" in done.stderr, "Metal's own words pass through"
     run = tmp_path / "run"
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -314,10 +314,10 @@ def test_weights_that_share_memory_still_do(python) -> None:
 
 def test_a_copy_to_the_host_is_contiguous_and_whole(python) -> None:
     code = (
-        "from whet.checkpoint.encoding import file_pieces\n"
+        "from whet.checkpoint.encoding import encode_tensors\n"
         "wide = torch.arange(24., device='mps').reshape(4, 6)\n"
         "for view in (wide, wide[:, ::2], wide.t(), wide[1:, 2:4]):\n"
-        "    copy = b''.join(bytes(piece) for piece in file_pieces({'x': view}))\n"
+        "    copy = b''.join(bytes(piece) for piece in encode_tensors({'x': view}))\n"
         "    assert copy.endswith(view.cpu().contiguous().numpy().tobytes())\n"
         "print('all')\n"
     )

@@ -61,15 +61,18 @@ def test_watermarks_come_from_the_environment(python, changes: dict[str, str], s
 def test_too_late_is_said(python) -> None:
     done = python("import torch; torch.ones(1).is_mps; torch._C._mps_is_available()\n" + INSTALL)
     assert done.returncode == 1
-    assert "the virtual Mac came too late" in done.stderr
+    assert "the virtual Mac was installed too late" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        ("torch._C._has_mps = True", "this torch has MPS of its own"),
+        ("torch._C._has_mps = True", "this torch has a real MPS backend"),
         ("torch.version.cuda = '12.8'", "this torch is built for CUDA 12.8"),
-        ("from whet.device.virtual_mac import installing; installing.sys.platform = 'darwin'", "the system is darwin"),
+        (
+            "from whet.device.virtual_mac import installation; installation.sys.platform = 'darwin'",
+            "the system is darwin",
+        ),
     ],
 )
 def test_another_torch_is_refused_with_the_reason(python, lie: str, reason: str) -> None:
@@ -106,13 +109,13 @@ def test_two_processes_that_build_at_once_build_once(tmp_path: Path) -> None:
     note = tmp_path / "built"
     code = (
         "import sys, time, pathlib\n"
-        "from whet.device.virtual_mac import building\n"
+        "from whet.device.virtual_mac import native\n"
         "def build(library):\n"
         f"    with open({str(note)!r}, 'a') as file: file.write('x')\n"
         "    time.sleep(1)\n"
         "    library.write_bytes(b'not a library')\n"
-        "building._build = build\n"
-        "try: building.load_extension('0')\n"
+        "native._build = build\n"
+        "try: native.load_extension('0')\n"
         "except ImportError: print('loaded')\n"
     )
     env = environment(tmp_path / "home")

@@ -208,7 +208,7 @@ def stop_with_launcher() -> None:
 
 def has_virtual_mac() -> bool:
     """Return whether a simulated Mac is installed, which exists in this process only."""
-    installing = sys.modules.get("whet.device.virtual_mac.install")
+    installing = sys.modules.get("whet.device.virtual_mac.installation")
     return installing is not None and installing.installed() is not None
 
 

@@ -12,7 +12,7 @@ from whet.device.environment import configure_mps_memory
 from whet.device.fake import FakeDevice
 from whet.device.mps import MpsDevice, mps_unavailable_reason
 from whet.device.virtual_mac.faults import conditions as simulated_conditions
-from whet.device.virtual_mac.install import installed as installed_virtual_mac
+from whet.device.virtual_mac.installation import installed as installed_virtual_mac
 from whet.machine.facts import Conditions, Machine
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo

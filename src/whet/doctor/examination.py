@@ -20,7 +20,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
 from whet.base.version import VERSION
 from whet.device.environment import FALLBACK
-from whet.device.virtual_mac.install import installed as installed_virtual_mac
+from whet.device.virtual_mac.installation import installed as installed_virtual_mac
 from whet.doctor.check import CheckGroup, CheckResult
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Conditions, Machine

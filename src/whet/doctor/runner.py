@@ -218,7 +218,7 @@ def _open_device(name: str, virtual_mac: str | None) -> DeviceUnderTest:
 
     configure_mps_memory()
     if virtual_mac is not None:
-        from whet.device.virtual_mac.install import install
+        from whet.device.virtual_mac.installation import install
 
         install(virtual_mac)
     from whet.device.open import open_device

@@ -202,7 +202,7 @@ def test_simulated_conditions_are_what_the_sensors_say() -> None:
 )
 def test_an_unknown_kernel_is_refused_and_nothing_stays(fault, meant: str) -> None:
     before = torch.mps.driver_allocated_memory()
-    with pytest.raises(UsageError, match="no kernel of the virtual GPU has this name") as caught:
+    with pytest.raises(UsageError, match="the virtual GPU has no kernel of this name") as caught:
         simulate(HeldMemory(MIB), fault)
     assert meant in str(caught.value)
     assert torch.mps.driver_allocated_memory() == before

@@ -1,10 +1,10 @@
-"""A Mac with Apple silicon, simulated on Linux: real `mps:0` tensors, computed by the CPU. Nothing here is a Mac.
+"""A simulated Mac with Apple silicon on Linux: real `mps:0` tensors, computed by the CPU.
 
     from whet.device import virtual_mac
     virtual_mac.install("m2-air-8gb")
 
-Numbers and speed are the CPU's; limits, errors, autocast, loss scaling and generators take the paths that PyTorch
-takes on a Mac. docs/apple.md says what is simulated and what is not.
+Results and speed are the CPU's; limits, errors, autocast, loss scaling and generators take the paths that PyTorch takes
+on a Mac. docs/apple.md lists what is simulated and what is not.
 """
 
 from importlib import import_module
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from whet.device.virtual_mac.faults import hold_memory as hold_memory
     from whet.device.virtual_mac.faults import reduces_over as reduces_over
     from whet.device.virtual_mac.faults import simulate as simulate
-    from whet.device.virtual_mac.install import FallbackStats as FallbackStats
-    from whet.device.virtual_mac.install import Stats as Stats
-    from whet.device.virtual_mac.install import install as install
-    from whet.device.virtual_mac.install import installed as installed
-    from whet.device.virtual_mac.install import reset_stats as reset_stats
-    from whet.device.virtual_mac.install import stats as stats
-    from whet.device.virtual_mac.install import uninstall as uninstall
+    from whet.device.virtual_mac.installation import FallbackStats as FallbackStats
+    from whet.device.virtual_mac.installation import Stats as Stats
+    from whet.device.virtual_mac.installation import install as install
+    from whet.device.virtual_mac.installation import installed as installed
+    from whet.device.virtual_mac.installation import reset_stats as reset_stats
+    from whet.device.virtual_mac.installation import stats as stats
+    from whet.device.virtual_mac.installation import uninstall as uninstall
     from whet.machine.facts import Conditions as Conditions
 
-_PLACES = {
-    "install": ("FallbackStats", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
+_MODULES = {
+    "installation": ("FallbackStats", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
     "faults": (
         "Conditions", "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation",
         "conditions", "has_strided_weight", "hold_memory", "reduces_over", "simulate",
     ),
 }  # fmt: skip
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: pytest imports this package for its plugin, also in projects that never ask for a Mac.
-    if name not in _PLACE_OF:
+    # Loaded on first use: pytest imports this package for its plugin, even in projects that never use it.
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_PLACE_OF)
+    return sorted(_MODULE_OF)

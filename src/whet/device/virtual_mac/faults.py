@@ -1,6 +1,6 @@
-"""What goes wrong on the virtual Mac, on request: `with simulate(Heat(slowdown=3)): ...`. All of it is simulated.
+"""Faults of the virtual Mac: `with simulate(Heat(slowdown=3)): ...`.
 
-Each fault is a value that says what happens; `simulate` makes it happen until its end. docs/apple.md shows them all.
+Each fault is a value; `simulate` starts it and ends it on exit. docs/apple.md shows them all.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Undo = Callable[[], object]
 When = Callable[..., bool]
-"""A question to the tensors that a kernel was given, e.g. `lambda x, weight: len(x) > 32_768`."""
+"""A predicate over a kernel's tensor arguments, e.g. `lambda x, weight: len(x) > 32_768`."""
 
 
 class SimulatedFault(Protocol):
+    """A fault that can be started."""
+
     def start(self) -> Undo:
-        """Makes it happen; how to end it."""
+        """Start the fault; return how to end it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """So many bytes of GPU memory are taken outside of torch's allocator."""
+    """GPU memory that is allocated outside of torch's allocator."""
 
     num_bytes: int
 
@@ -38,7 +40,7 @@ class HeldMemory:
 
 @dataclass(frozen=True, slots=True)
 class GraphCache:
-    """Every new operator, shape or dtype really takes so many bytes of host memory, until `torch.mps.empty_cache()`."""
+    """Every new operator, shape or dtype allocates host memory until `torch.mps.empty_cache()`."""
 
     bytes_per_graph: int = 55_000
 
@@ -48,10 +50,10 @@ class GraphCache:
 
 @dataclass(frozen=True, slots=True)
 class GpuFailure:
-    """A kernel fails as Metal does when the GPU has no memory: a line on stderr, garbage in the result, no error."""
+    """A kernel fails like Metal out of memory: a line on stderr, garbage in the result, no error."""
 
     operator: str | None = None
-    """Only kernels of this operator count, e.g. "mm"."""
+    """Only kernels of this operator fail, e.g. "mm"; any by default."""
     after_kernels: int = 0
     times: int = 1
 
@@ -62,12 +64,12 @@ class GpuFailure:
 
 @dataclass(frozen=True, slots=True)
 class Miscompute:
-    """An operator's results are wrong by a factor, and nothing says so."""
+    """Results of an operator are silently wrong by a factor."""
 
     operator: str
     relative_error: float = 1e-2
     when: When | None = None
-    """Asked with the tensors the kernel was given; without it every result is wrong."""
+    """Applied to the kernel's tensor arguments; without it every result is wrong."""
 
     def start(self) -> Undo:
         fault = native().start_miscompute(_kernel(self.operator), self.relative_error, self.when)
@@ -76,7 +78,7 @@ class Miscompute:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Every kernel becomes slower in proportion to its own time: not at all at first, fully after `after` + `over`."""
+    """Every kernel is slowed down in proportion to its time: from `after` on, fully at `after` + `over`."""
 
     slowdown: float = 2.0
     after: float = 0
@@ -96,24 +98,24 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class KilledByPressure:
-    """SIGKILL as soon as tensors and held memory take more than this share of the machine's memory."""
+    """SIGKILL when tensors and held memory exceed this share of the machine's memory."""
 
     share: float = 1.0
 
     def start(self) -> Undo:
-        if state.asked is None or state.asked.memory_bytes is None:
-            raise UsageError("nobody knows how much memory this machine has", try_='install("m2-air-8gb")')
-        return _push(_deadly_bytes, int(self.share * state.asked.memory_bytes), native().kill_above)
+        if state.machine is None or state.machine.memory_bytes is None:
+            raise UsageError("the memory of this machine is unknown", try_='install("m2-air-8gb")')
+        return _push(_deadly_bytes, int(self.share * state.machine.memory_bytes), native().kill_above)
 
 
 class Simulation:
-    """What is being simulated; `with` ends it, or `end()`."""
+    """Running faults; ended by `with` or `end()`."""
 
     def __init__(self, undo: list[Undo]) -> None:
         self._undo = undo
 
     def end(self) -> None:
-        """Once more is harmless."""
+        """End the faults. May be called again."""
         while self._undo:
             self._undo.pop()()
         if self in _running:
@@ -128,7 +130,7 @@ class Simulation:
 
 _running: list[Simulation] = []
 _heats: list[Heat] = []
-# What may be set several times at once, oldest first: the newest counts.
+# Values that can be set several times at once, oldest first; the newest applies.
 _graph_bytes: dict[object, int] = {}
 _deadly_bytes: dict[object, int] = {}
 _conditions: dict[object, Conditions] = {}
@@ -136,9 +138,9 @@ _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 
 
 def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
-    """Starts at once, as `open` does: use it with `with`, or call `end()`, or leave it until the process ends.
+    """Start faults immediately, like `open`: use it with `with`, call `end()`, or leave it until the process ends.
 
-    `Conditions` are what the sensors of the machine shall say: heat, memory pressure, power.
+    `Conditions` are sensor readings: heat, memory pressure, power.
     """
     native()
     simulation = Simulation([])
@@ -153,40 +155,40 @@ def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
 
 
 def end_all() -> None:
-    """Ends every simulation, and what `hold_memory` holds."""
+    """End every simulation, and release what `hold_memory` holds."""
     for simulation in reversed(_running.copy()):
         simulation.end()
     hold_memory(0)
 
 
 def hold_memory(num_bytes: int) -> None:
-    """`simulate(HeldMemory(num_bytes))` in place of what this function held before."""
+    """Hold GPU memory, replacing what this function held before."""
     native().hold_more(num_bytes - _held_by_hand[0].num_bytes)
     _held_by_hand[0] = HeldMemory(num_bytes)
 
 
 def conditions() -> Conditions | None:
-    """What the sensors of the virtual Mac say: only what is simulated is set. None where nothing is."""
-    if state.asked is None or not (_conditions or _heats):
+    """Simulated sensor readings; only simulated fields are set. None without any."""
+    if state.machine is None or not (_conditions or _heats):
         return None
-    said: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
+    readings: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
     for one in _conditions.values():
-        said.update({name: getattr(one, name) for name in one.model_fields_set})
-    return Conditions(**said)
+        readings.update({name: getattr(one, name) for name in one.model_fields_set})
+    return Conditions(**readings)
 
 
 def reduces_over(size: int) -> When:
-    """True for a product that sums over more than `size` terms, as in pytorch#177116 on M1 and M2 (32 768)."""
+    """Match products that sum over more than `size` terms, as in pytorch#177116 on M1 and M2 (32,768)."""
     return lambda left, right, *_: max(left.shape[-1], right.shape[-1 if right.dim() == 1 else -2]) > size
 
 
 def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
-    """True for a weight that is not contiguous, as in pytorch#192212 for convolutions."""
+    """Match weights that are not contiguous, as in pytorch#192212 for convolutions."""
     return not weight.is_contiguous()
 
 
 def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
-    """Applies the value until it is taken out again; then the newest that is left, or 0."""
+    """Apply a value until it is removed; then the newest remaining one, or 0."""
     key = object()
     into[key] = value
     apply(value)
@@ -199,13 +201,13 @@ def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lamb
 
 
 def _thermal() -> str:
-    """macOS says "heavy" when it throttles fully."""
+    """The thermal state; macOS reports "heavy" when it throttles fully."""
     now, full = native().slowdown_now(), max(heat.slowdown for heat in _heats)
     return "nominal" if now <= 1 else "moderate" if now < full else "heavy"
 
 
 def _kernel(operator: str | None) -> str:
-    """The operator's name as kernels are called here; all of them for none."""
+    """The kernel name of an operator; empty, for all kernels, without one."""
     if operator is None:
         return ""
     name = operator.removeprefix("aten::").partition(".")[0]
@@ -213,4 +215,4 @@ def _kernel(operator: str | None) -> str:
         return name
     meant = {"linear": "addmm", "scaled_dot_product_attention": "bmm"}.get(name) or closest_match(name, state.kernels)
     hint = f"{meant!r}?" if meant else "the name of an operator that torch computes on MPS, e.g. 'mm'"
-    raise UsageError("no kernel of the virtual GPU has this name", got=operator, try_=hint)
+    raise UsageError("the virtual GPU has no kernel of this name", got=operator, try_=hint)

@@ -27,7 +27,7 @@ _INSTALL_HINT = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt
 
 
 def load_extension(torch_version: str) -> ModuleType:
-    """The compiled part; the first call for a torch version builds it, which takes half a minute."""
+    """Load the extension; the first call for a torch version builds it, which takes half a minute."""
     library = _folder(torch_version) / f"{NAME}.so"
     if not library.exists():
         with _build_lock(library.parent):
@@ -44,7 +44,7 @@ def load_extension(torch_version: str) -> ModuleType:
 
 
 def _folder(torch_version: str) -> Path:
-    """The cache of this torch, this Python and this source: another of any of them is another folder."""
+    """The cache folder of this version of torch, Python and the sources."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile_native.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -54,7 +54,7 @@ def _folder(torch_version: str) -> Path:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time build here; the system frees the lock of one that dies."""
+    """Let one process at a time build; the system releases the lock of a process that dies."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,10 +65,10 @@ def _build(library: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), env.read("PATH") or os.defpath])
     _check_build_tools(path)
     work = library.parent / "build"
-    # Whoever left something here died while building: its lock is free, and we hold it.
+    # Left by a process that died while building: we hold its lock now.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    # -P: the folder of the program is not searched for modules.
+    # -P: do not import modules from the folder of the program.
     command = [sys.executable, "-P", str(Path(__file__).with_name("compile_native.py")), NAME, str(SOURCES), str(work)]
     try:
         done = subprocess.run(
@@ -79,13 +79,15 @@ def _build(library: Path) -> None:
             timeout=_BUILD_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise WhetError("the virtual Mac could not be built", got=f"no end after {_BUILD_TIMEOUT_SECONDS} s") from None
+        raise WhetError(
+            "the virtual Mac could not be built", got=f"not finished after {_BUILD_TIMEOUT_SECONDS} s"
+        ) from None
     built = work / library.name
     if done.returncode != 0 or not built.exists():
         raise WhetError(
             "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_INSTALL_HINT
         )
-    # Moved when complete: no process ever loads half a library.
+    # Renamed when complete, so that no process loads a partial library.
     built.replace(library)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -106,17 +108,19 @@ def _check_build_tools(path: str) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # A compiler's own line, else what Python raised at the end.
-    telling = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
-    return (telling or ["no output"])[0][:300]
+    # The compiler's first error, else the last line of Python's traceback.
+    errors = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
+    return (errors or ["no output"])[0][:300]
 
 
 @dataclass
 class VirtualMacState:
+    """The extension and the simulated machine; one per process."""
+
     native: ModuleType | None = None
     kernels: frozenset[str] = frozenset()
-    """Operators, without their overloads, that are computed by a kernel of the virtual GPU."""
-    asked: Machine | None = None
+    """Names of operators that a kernel of the virtual GPU computes, without overloads."""
+    machine: Machine | None = None
     undo: list[Callable[[], None]] | None = None
 
 
@@ -124,7 +128,7 @@ state = VirtualMacState()
 
 
 def native() -> Any:
-    """The compiled part."""
+    """The loaded extension."""
     if state.native is None:
-        raise UsageError("there is no virtual Mac in this process", try_='virtual_mac.install("m2-air-8gb")')
+        raise UsageError("no virtual Mac is installed in this process", try_='virtual_mac.install("m2-air-8gb")')
     return state.native

@@ -1,4 +1,7 @@
-"""`pytest --virtual-mac m2-air-8gb`: any project's tests on a simulated Mac. Without the option nothing is loaded."""
+"""Pytest plugin: `pytest --virtual-mac m2-air-8gb` runs any project's tests on a simulated Mac.
+
+Without the option nothing is loaded.
+"""
 
 import pytest
 
@@ -18,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    # Before any conftest.py: torch remembers the first answer to "is there MPS?".
+    # Before any conftest.py: torch caches the first answer to whether MPS is available.
     machine = getattr(early_config.known_args_namespace, _OPTION, None)
     if machine is None:
         return
@@ -33,4 +36,4 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     machine = config.getoption(_OPTION)
-    return f"virtual Mac: {machine}, simulated on this machine's CPU; no Mac is involved" if machine else None
+    return f"virtual Mac: {machine}, simulated on this machine's CPU" if machine else None

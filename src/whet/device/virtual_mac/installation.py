@@ -38,100 +38,100 @@ _OWN_SPARSE_KERNELS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackStats:
-    """What an operator cost that ran on the CPU because MPS has no kernel for it."""
+    """Cost of an operator that ran on the CPU because MPS has no kernel for it."""
 
     calls: int
     seconds: float
-    """This computer's time, copies included; a Mac's would be another."""
+    """Time on this computer, copies included; a Mac differs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """What the virtual GPU was asked to do since it was installed or the stats were reset."""
+    """Counters of the virtual GPU since its installation or the last reset."""
 
     num_syncs: int
-    """How often the program waited for the device: `.item()`, copies to the CPU, `synchronize()`."""
+    """Number of synchronizations: `.item()`, copies to the CPU, `synchronize()`."""
     num_kernels: int
     num_allocations: int
     allocated: int
     """Bytes of live tensors."""
     peak: int
     reserved: int
-    """Bytes of the heaps that Metal would hold."""
+    """Bytes of the heaps that Metal would allocate."""
     graph_cache_entries: int
-    """Compiled graphs that MPSGraph would keep: one for each operator, shapes and dtypes until `empty_cache()`."""
+    """Graphs that MPSGraph would cache until `empty_cache()`: one for each operator, shapes and dtypes."""
     graph_cache_bytes: int
-    """The host memory they would take, 55 KB each unless simulated otherwise; no counter of torch shows it."""
+    """Host memory of these graphs, 55 KB each by default; no counter of torch shows it."""
     fallbacks: Mapping[str, FallbackStats]
     """Operators that ran on the CPU because MPS has no kernel for them."""
 
 
 def install(machine: str | Machine) -> Machine:
-    """Gives this process a virtual Mac; the machine it now seems to be. Again with another name: another Mac.
+    """Install a virtual Mac in this process, or replace it by another one; return the simulated machine.
 
-    Call it before anything asks torch for MPS: torch remembers the first answer.
+    Call it before anything asks torch for MPS: torch caches the first answer.
     """
-    wanted = machine if isinstance(machine, Machine) else load_machine(machine)
-    gpu = _gpu_of(wanted)
+    requested = machine if isinstance(machine, Machine) else load_machine(machine)
+    gpu = _gpu_of(requested)
     if state.native is None:
         _check_torch_build()
         _load()
-    if state.asked != wanted:
+    if state.machine != requested:
         uninstall()
-        _configure(state.native, wanted, gpu)
+        _configure(state.native, requested, gpu)
         state.undo = _patch_torch(state.native, gpu)
-        state.asked = wanted
-    found = installed()
-    assert found is not None
-    return found
+        state.machine = requested
+    simulated = installed()
+    assert simulated is not None
+    return simulated
 
 
 def uninstall() -> None:
-    """Hides the virtual Mac: torch reports no MPS again, no fault is left. Tensors that are still on it stay valid."""
+    """Remove the virtual Mac and its faults: torch reports no MPS again. Tensors that are still on it stay valid."""
     if state.native is None or state.undo is None:
         return
     faults.end_all()
     for undo in reversed(state.undo):
         undo()
-    state.asked, state.undo = None, None
+    state.machine, state.undo = None, None
 
 
 def installed() -> Machine | None:
-    """The machine this process seems to be, marked as virtual; None without a virtual Mac."""
-    if state.asked is None:
+    """The simulated machine, marked as virtual; None without a virtual Mac."""
+    if state.machine is None:
         return None
     import torch
 
     facts = TorchFacts(version=str(torch.__version__), mps_built=True, num_threads=torch.get_num_threads())
-    return state.asked.model_copy(
+    return state.machine.model_copy(
         update={
-            "name": f"{state.asked.name} (virtual)",
-            "sources": (*state.asked.sources, "simulated on a Linux CPU by whet.device.virtual_mac; not a Mac"),
+            "name": f"{state.machine.name} (virtual)",
+            "sources": (*state.machine.sources, "simulated on a Linux CPU by whet.device.virtual_mac; not a Mac"),
             "torch": facts,
         }
     )
 
 
 def stats() -> Stats:
-    """What happened on the virtual GPU."""
-    found = native().stats()
+    """Read the counters of the virtual GPU."""
+    counters = native().stats()
     fallbacks = {
-        name: FallbackStats(calls=calls, seconds=seconds) for name, (calls, seconds) in found["fallbacks"].items()
+        name: FallbackStats(calls=calls, seconds=seconds) for name, (calls, seconds) in counters["fallbacks"].items()
     }
-    return Stats(**{**found, "fallbacks": MappingProxyType(fallbacks)})
+    return Stats(**{**counters, "fallbacks": MappingProxyType(fallbacks)})
 
 
 def reset_stats() -> None:
-    """Counts from zero, and the peak from what is allocated now."""
+    """Reset the counters to zero, and the peak to what is allocated now."""
     native().reset_stats()
 
 
 def _gpu_of(machine: Machine) -> Accelerator:
     gpu = machine.accelerator("mps")
     if gpu is None or gpu.usable_bytes is None:
-        why = "has no Apple GPU" if gpu is None else "does not say how much memory its GPU may use"
+        why = "has no Apple GPU" if gpu is None else "does not specify the GPU's memory limit"
         raise UsageError(
-            "this machine cannot be a virtual Mac", got=f"{machine.name} {why}", try_="m2-air-8gb, or m3-max-64gb"
+            "this machine cannot be simulated as a Mac", got=f"{machine.name} {why}", try_="m2-air-8gb, or m3-max-64gb"
         )
     return gpu
 
@@ -140,7 +140,7 @@ def _check_torch_build() -> None:
     import torch
 
     reasons = {
-        "this torch has MPS of its own: use the real Mac": torch.backends.mps.is_built(),
+        "this torch has a real MPS backend: use the Mac itself": torch.backends.mps.is_built(),
         # Context.h of torch 2.13: one accelerator per build.
         f"this torch is built for CUDA {torch.version.cuda}": torch.version.cuda is not None,
         f"this torch is built for ROCm {torch.version.hip}": torch.version.hip is not None,
@@ -156,11 +156,11 @@ def _check_torch_build() -> None:
 
 
 _EXIT_SECONDS = 0.3
-"""torch's thread for the device may still be letting go of a backward pass; ended in the middle of that, it aborts."""
+"""Torch's device thread may still release a backward pass at exit, and aborts if it is interrupted."""
 
 
 def _load() -> None:
-    """Loads the compiled part, with a kernel for every operator that has one in this torch's MPS."""
+    """Load the extension, and register a kernel for every operator that has one in this torch's MPS."""
     import torch
 
     atexit.register(time.sleep, _EXIT_SECONDS)
@@ -173,7 +173,7 @@ def _load() -> None:
         operator.name
         for operator in with_kernel
         if operator.name not in _OWN_KERNELS
-        # A view needs no kernel of its own: torch's own works on every device.
+        # Views need no kernel: torch's own implementation works on every device.
         and not operator.is_view
         and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
     ]
@@ -208,14 +208,14 @@ def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
     if not torch._C._mps_is_available():
         native.set_available(False)
         raise WhetError(
-            "the virtual Mac came too late",
-            got="torch was asked for MPS before, and remembers the answer",
+            "the virtual Mac was installed too late",
+            got="torch was asked for MPS before, and caches the answer",
             try_="install it right after `import torch`",
         )
 
 
 def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
-    """Changes what a Linux build has fixed at compile time; how to take it back."""
+    """Patch what a Linux build of torch fixes at compile time; return how to undo it."""
     import torch
 
     name, cores = f"{gpu.name or 'Apple GPU'} (virtual)", gpu.num_cores or 0
@@ -242,7 +242,7 @@ def _restore_attribute(owner: Any, attribute: str) -> Callable[[], None]:
 
 
 def _storage_to_mps(storage: Any) -> Any:
-    """What `storage.mps()` does on a Mac; loading a file with `map_location="mps"` uses it."""
+    """`storage.mps()` of a Mac; used by torch.load with `map_location="mps"`."""
     import torch
 
     if storage.device.type == "mps":
