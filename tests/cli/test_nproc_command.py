@@ -82,7 +82,7 @@ def test_a_signal_to_the_launcher_saves_and_torchrun_goes_on(
     again = start(tmp_path, TORCHRUN, table, "--run-dir", "two")
     out, errors = again.communicate(timeout=600)
     assert again.returncode == 0, errors
-    assert errors.count("goes on from step") == 1
+    assert errors.count("resumes from step") == 1
     assert "not bit-exact" not in errors
     assert out.count("done at step") == 1
     alone.communicate(timeout=600)

@@ -79,7 +79,7 @@ def test_killed_three_times_it_ends_bit_for_bit_the_same(gpu: str, table: Path, 
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.005)
         psutil.Process(process.pid).children()[0].kill()
-    assert finish(process).count("was killed by SIGKILL; it goes on with the same plan") == 3
+    assert finish(process).count("was killed by SIGKILL; it resumes with the same plan") == 3
     ours, theirs = tensors(cut), tensors(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []

@@ -10,7 +10,7 @@ import pytest
 
 from whet.cli.train_output import restart_notifier
 from whet.machine.desktop import desktop_command, notify
-from whet.training.callbacks.notifications import DesktopNotifier
+from whet.training.callbacks.progress import DesktopNotifier
 from whet.training.supervisor import KilledError
 
 HOSTILE = "--help $(touch pwned) `touch pwned` '\" <b>x</b>\x1b]0;gone\x07\n-e \\"

@@ -31,16 +31,16 @@ def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) < 60
     assert lines[:3] == ["text  1/3,000  epoch 1/3000  loss 1", "text  step 1  accuracy 0.5000", *lines[2:3]]
-    assert "text: the disk is full; tried again soon; the training goes on" in lines
+    assert "text: the disk is full; tried again soon; training continues" in lines
     assert lines[-3].startswith("text  step 3,000")
     assert lines[-2].startswith("text  epoch 3000/3000 took")
-    assert lines[-1] == "text: stopped after step 3,000; the same call goes on"
+    assert lines[-1] == "text: stopped after step 3,000; the same call resumes"
 
 
 def test_who_stops_at_once_is_told_that_nothing_more_was_saved() -> None:
     stream = io.StringIO()
     ProgressLine("text", stream=stream)("end", {"step": 3, "state": "stopped", "reason": "KeyboardInterrupt: "})
-    told = "text: stopped after step 3, and nothing more was saved; the same call goes on from the last checkpoint\n"
+    told = "text: stopped after step 3, and nothing more was saved; the same call resumes from the last checkpoint\n"
     assert stream.getvalue() == told
 
 
@@ -94,7 +94,7 @@ def test_in_a_simulated_notebook_there_is_one_display(shell: SimulatedShell) -> 
     assert len({display for _, display, _ in shell.published}) == 1
     assert len(shell.published) < 30
     last = shell.published[-1][0]
-    assert last["text/plain"].splitlines()[-1].endswith("stopped after step 3,000; the same call goes on")
+    assert last["text/plain"].splitlines()[-1].endswith("stopped after step 3,000; the same call resumes")
     assert len(last["text/plain"].splitlines()) == 13
     assert "<script>" not in last["text/html"]
     assert "\x1b" not in last["text/plain"] + last["text/html"]

@@ -68,7 +68,7 @@ def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
     child_after(process, cut, step=50).kill()
     out, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
-    assert "the training was killed by SIGKILL; it goes on with the same plan" in errors
+    assert "the training was killed by SIGKILL; it resumes with the same plan" in errors
     assert "2 sessions" in out
     ours, theirs = store.load_newest(open_run(cut).checkpoints), store.load_newest(open_run(whole).checkpoints)
     assert ours is not None
@@ -89,7 +89,7 @@ def test_one_ctrl_c_to_the_parent_saves_and_stops(table: Path, tmp_path: Path) -
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 130, errors
     assert "saved at step" in errors
-    assert "to go on:" in errors
+    assert "to resume:" in errors
     assert not child.is_running()
 
 
@@ -157,9 +157,9 @@ def test_a_model_with_batchnorm_keeps_its_micro_batch(tmp_path: Path) -> None:
 
 def test_a_crash_is_no_lack_of_memory_and_your_word_stays(tmp_path: Path) -> None:
     crashed = killed_run(tmp_path / "crashed", began=40, reached=41)
-    assert prepare_restart(crashed, killer="SIGSEGV", is_first=False) == "it goes on with the same plan"
+    assert prepare_restart(crashed, killer="SIGSEGV", is_first=False) == "it resumes with the same plan"
     wished = killed_run(tmp_path / "wished", began=40, reached=41, overrides={"micro_batch": 32})
-    assert "micro_batch=32 is your word and stays" in prepare_restart(wished, killer="SIGKILL", is_first=False)
+    assert "micro_batch=32 is your override and stays" in prepare_restart(wished, killer="SIGKILL", is_first=False)
     for run in (crashed, wished):
         assert read_plan(open_run(run).plan, where="plan").micro_batch == 32
 
@@ -235,7 +235,7 @@ def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path:
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
     assert counter.read_text() == "x"
-    assert "the training was killed by SIGKILL while it was measured; it starts without" in errors
+    assert "the training was killed by SIGKILL while plans were measured; it starts without" in errors
 
 
 def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
@@ -259,5 +259,5 @@ def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> Non
     assert len(counter.read_text()) == 3
     assert errors.count("was killed by SIGKILL") == 2
     assert "SIGKILL, after 2 restarts; --max-restarts allows no more" in errors
-    assert "to go on: whet train" in errors
-    assert "again, with fewer than 20 steps made, so it goes on with micro batch 4 instead of 8" in errors
+    assert "to resume: whet train" in errors
+    assert "again, after fewer than 20 steps, so it resumes with micro-batch 4 instead of 8" in errors

@@ -233,8 +233,7 @@ def _run_training(
     # torch is imported from here on, unless a user's recipe has done so.
     from whet.api.autotune import recipe_bench
     from whet.recipes.runner import train_recipe
-    from whet.training.callbacks.notifications import DesktopNotifier
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
 
     line = ProgressLine(recipe.name, epochs=config.epochs)
     on_event = event_printer(line, path)

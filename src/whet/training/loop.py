@@ -12,8 +12,7 @@ from whet.distributed.ranks import read_rank_info
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.notifications import DesktopNotifier
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
 from whet.training.session import Session

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, Self, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +28,6 @@ from whet.machine.pressure import ReadConditions
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run.events import History
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks
@@ -242,7 +241,9 @@ class Session:
         action = agreed.action
         run.stop_signals.signal = run.stop_signals.signal or action.signal or None
         if agreed.has_failed:
-            self._raise_callback_error()
+            run.raise_callback_error()
+        if action.stop not in (None, _ALL_DONE) and not action.signal:
+            run.log.notify("stopping", step=state.step, words=f"stopping: {action.stop}")
         look_closely = bool(action.save) or action.stop is not None
         look_closely = look_closely or (agreed.is_non_finite and not run.group.is_alone)
         if not is_rolled_back and not run.executor.is_finite(look_closely=look_closely):
@@ -335,11 +336,7 @@ class Session:
 
     def has_logged(self, prefix: str) -> bool:
         """Whether the run folder holds a metric with this prefix for the newest step."""
-        run = self.run
-        if run.folder is None:
-            return False
-        # Rank 0 decides: others may see what it has written a little later.
-        return bool(run.group.broadcast(self._has_logged(prefix) if run.group.is_first else None))
+        return self.run.has_logged(prefix)
 
     @property
     def exit_code(self) -> int:
@@ -361,11 +358,6 @@ class Session:
             run.schedule.observe(score)
         run.pending |= run.callbacks.on_evaluate(state, metrics)
 
-    def _has_logged(self, prefix: str) -> bool:
-        assert self.run.folder is not None
-        newest = (e for e in History(self.run.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
-        return any(name.startswith(prefix) for event in newest for name in event.fields)
-
     def _save(self, urgency: Urgency) -> None:
         if self.run.checkpointer is not None:
             self.run.checkpointer.save(urgency)
@@ -380,21 +372,3 @@ class Session:
     def _is_session_over(self, batch: GlobalBatch) -> bool:
         limit = self.training.epochs_per_session
         return limit is not None and batch.is_last_of_epoch and batch.after.epoch - self._first_epoch >= limit
-
-    def _raise_callback_error(self) -> NoReturn:
-        """Save, and raise the error of a callback that failed on any rank."""
-        run = self.run
-        failure = run.callbacks.failure
-        if run.group.is_alone:
-            # The final checkpoint is written on the way out.
-            assert failure is not None
-            raise failure[1]
-        messages = run.group.all_gather(None if failure is None else f"{failure[0]}: {failure[1]}")
-        self._save("last")
-        run.group.barrier()
-        if failure is not None:
-            raise failure[1]
-        rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
-        raise WhetError(
-            "a callback failed on another rank", got=f"rank {rank}: {message}", try_="what that rank printed"
-        )

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,11 +36,10 @@ from whet.step.optimizers import OptimizerChoice
 from whet.step.step import Stepper
 from whet.training import checks
 from whet.training.callback import Action, Callback, CallbackList, State
+from whet.training.callbacks.basic import EarlyStopping, GarbageCollection, KeepAwake
 from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
-from whet.training.callbacks.early_stopping import EarlyStopping
 from whet.training.callbacks.event_log import EventHandler, Recorder
 from whet.training.callbacks.health import Health
-from whet.training.callbacks.process import GarbageCollection, KeepAwake
 from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.callbacks.thermal import ThermalCare
 from whet.training.checkpointer import Checkpointer, load_newest
@@ -248,6 +247,33 @@ class RunContext:
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
         # What was read of the discarded steps since then is void with them.
         self.guard.broken = None
+
+    def has_logged(self, prefix: str) -> bool:
+        """Whether the run folder holds a metric with this prefix for the newest step."""
+        if self.folder is None:
+            return False
+        is_logged = False
+        if self.group.is_first:
+            newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
+            is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
+        # Rank 0 decides: others may see what it has written a little later.
+        return bool(self.group.broadcast(is_logged))
+
+    def raise_callback_error(self) -> NoReturn:
+        """Save, and raise the error of a callback that failed on any rank."""
+        failure = self.callbacks.failure
+        if self.group.is_alone:
+            # The final checkpoint is written on the way out of the session.
+            assert failure is not None
+            raise failure[1]
+        messages = self.group.all_gather(None if failure is None else f"{failure[0]}: {failure[1]}")
+        if self.checkpointer is not None:
+            self.checkpointer.save("last")
+        self.group.barrier()
+        if failure is not None:
+            raise failure[1]
+        rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+        raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
 
     def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:
         """Restore everything from a checkpoint."""

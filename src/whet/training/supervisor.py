@@ -1,4 +1,8 @@
-"""The parent process of a training: forwards signals and restarts it after a kill. Imports no torch."""
+"""The parent process of a training: forwards signals and restarts it after a kill. Imports no torch.
+
+A killed training (SIGKILL is how macOS and Linux answer a lack of memory) resumes with the same plan. Killed again soon,
+or after memory pressure, it resumes with half the micro-batch, and the log says since when it is not bit-exact.
+"""
 
 import contextlib
 import ctypes
@@ -26,17 +30,17 @@ from whet.run.events import EventLog, History
 from whet.run.folder import RUN_FILE, open_run, rewrite_parts
 
 VARIABLE = "WHET_SUPERVISOR"
-"""In a supervised process: the parent's id and the descriptor on which the parent is told of the run folder."""
+"""In a supervised process: the parent's pid and the file descriptor for reports to it."""
 
 EARLY_KILL_STEPS = 20
-"""A training that was killed before it made so many steps is taken to need less memory."""
+"""A training that was killed before this many steps is assumed to need less memory."""
 
 _MESSAGE_BYTES = 8_192
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class KilledError(WhetError):
-    """A training that was killed and is not started again."""
+    """A training was killed and is not restarted."""
 
     def __init__(self, what: str, *, got: str, try_: str, code: int) -> None:
         super().__init__(what, got=got, try_=try_)
@@ -45,17 +49,17 @@ class KilledError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingExit:
-    """One training process, ended."""
+    """How a training process ended."""
 
     code: int
-    """Its exit code; minus the signal that killed it."""
+    """The exit code; negative for the signal that killed it."""
     run: Path | None
-    """The run folder it said it trains in."""
+    """The run folder that it reported."""
     step: int = 0
-    """The last step it told of, half a second old at most."""
+    """The last step that it reported, at most half a second old."""
     was_asked_to_stop: bool
     was_measured: bool
-    """Whether it was still finding out what is fastest when it ended."""
+    """Whether it was still measuring plans when it ended."""
 
     @property
     def killer(self) -> str:
@@ -67,12 +71,12 @@ class TrainingExit:
 
 
 def is_supervised() -> bool:
-    """Whether a parent watches over this process."""
+    """Whether a supervisor is the parent of this process."""
     return _parent_pid() == os.getppid()
 
 
 def is_orphan() -> bool:
-    """Whether the parent that should watch over this process is gone; a whet inside a training is no orphan."""
+    """Whether the supervisor of this process is gone. A whet process started by a training is no orphan."""
     parent = _parent_pid()
     if parent is None or parent == os.getppid():
         return False
@@ -86,148 +90,148 @@ def is_orphan() -> bool:
 
 
 def _parent_pid() -> int | None:
-    said = env.read(VARIABLE)
-    return None if said is None else int(said.partition(":")[0])
+    value = env.read(VARIABLE)
+    return None if value is None else int(value.partition(":")[0])
 
 
 def report_to_parent(run: Path | None, *, step: int = 0) -> None:
-    """Names the run folder and the step to the parent, if there is one; None while the training is only measured."""
+    """Report the run folder and the step to the supervisor, if there is one; None while plans are measured."""
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
-        note = json.dumps({"run": None if run is None else str(run), "step": step}).encode()
+        message = json.dumps({"run": None if run is None else str(run), "step": step}).encode()
         with contextlib.suppress(OSError):
-            # Over the last one: a pipe would be full one day, and hold the training up.
-            os.pwrite(descriptor, note.ljust(_MESSAGE_BYTES), 0)
+            # Overwrites the last message: a pipe would fill up and block the training.
+            os.pwrite(descriptor, message.ljust(_MESSAGE_BYTES), 0)
 
 
 def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, say: Callable[[str], None]) -> int:
-    """Runs a training until it ends by itself; its exit code.
+    """Run a training until it ends by itself, and return its exit code.
 
-    `command` makes the words of whet: for None the first time, for the run folder when it is to go on.
+    `command` returns the arguments of whet: for None to start, for a run folder to resume it.
     """
-    words, num_restarts = command(None), 0
+    arguments, num_restarts = command(None), 0
     while True:
-        life = _run_child(words)
-        if life.code >= 0:
-            return life.code
-        if life.was_asked_to_stop:
-            return 128 - life.code
-        if life.was_measured:
-            # The run has not begun, so nothing is lost; it can do without.
-            say(f"the training was killed by {life.killer} while it was measured; it starts without")
-            words = [*command(None), "--no-measure"]
+        ended = _run_child(arguments)
+        if ended.code >= 0:
+            return ended.code
+        if ended.was_asked_to_stop:
+            return 128 - ended.code
+        if ended.was_measured:
+            # The run has not begun, so nothing is lost; it starts without measuring.
+            say(f"the training was killed by {ended.killer} while plans were measured; it starts without measuring")
+            arguments = [*command(None), "--no-measure"]
             continue
-        if life.run is None:
+        if ended.run is None:
             raise KilledError(
                 "the training was killed before it began",
-                got=life.killer,
+                got=ended.killer,
                 try_="the same command again",
-                code=life.code,
+                code=ended.code,
             )
-        words = command(life.run)
+        arguments = command(ended.run)
         if num_restarts == max_restarts:
             raise KilledError(
-                "the training was killed, and is not started again",
-                got=f"{life.killer}, after {num_restarts} restarts; --max-restarts allows no more",
-                try_=f"to go on: {shlex.join(['whet', *words])}",
-                code=life.code,
+                "the training was killed, and is not restarted",
+                got=f"{ended.killer}, after {num_restarts} restarts; --max-restarts allows no more",
+                try_=f"to resume: {shlex.join(['whet', *arguments])}",
+                code=ended.code,
             )
         num_restarts += 1
-        said = prepare_restart(life.run, killer=life.killer, is_first=num_restarts == 1, told_step=life.step)
-        say(f"the training was killed by {life.killer}; {said}")
+        action = prepare_restart(ended.run, killer=ended.killer, is_first=num_restarts == 1, reported_step=ended.step)
+        say(f"the training was killed by {ended.killer}; {action}")
 
 
-def prepare_restart(run: Path, *, killer: str, is_first: bool, told_step: int = 0) -> str:
-    """Prepares a run whose process was killed to go on, and writes down that it was; what was done, in words.
+def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: int = 0) -> str:
+    """Prepare a run whose process was killed to resume, and log the kill. Returns what was changed.
 
-    `told_step` is the last one the process told of: its events reach the disk a little later.
+    `reported_step` is the last step that the process reported: its events reach the disk a little later.
     """
     if not (run / RUN_FILE).exists():
-        # A folder of many trainings; each part of it goes on from what is whole.
-        return "it goes on"
+        # A folder of many trainings: each resumes from its own checkpoint.
+        return "it resumes"
     opened = open_run(run)
     history = History(opened)
     began = next((event.step for event in history.backwards(kinds=SESSION_START_KINDS)), 0)
-    reached = max((event.step for event in _sitting(history) if event.kind == "step"), default=began)
-    reached = max(reached, told_step)
-    has_pressure = any(e.kind == "pressure" and e.get("level") != "normal" for e in _sitting(history))
+    reached = max((event.step for event in _last_session(history) if event.kind == "step"), default=began)
+    reached = max(reached, reported_step)
+    has_pressure = any(e.kind == "pressure" and e.get("level") != "normal" for e in _last_session(history))
     plan = read_plan(opened.plan, where=f"{run}/plan.json")
     micro = plan.micro_batch
     assert isinstance(micro, int)
-    less, cure = None, "it goes on with the same plan"
-    # Only SIGKILL is how systems answer a lack of memory; a crash has other reasons.
+    smaller, action = None, "it resumes with the same plan"
+    # Systems answer a lack of memory with SIGKILL only; a crash has other reasons.
     if killer == "SIGKILL" and (has_pressure or not (is_first or reached - began >= EARLY_KILL_STEPS)):
-        why = "after memory pressure" if has_pressure else f"again, with fewer than {EARLY_KILL_STEPS} steps made"
+        why = "after memory pressure" if has_pressure else f"again, after fewer than {EARLY_KILL_STEPS} steps"
         half = max(1, micro // 2)
         if "micro_batch" in plan.overrides:
-            cure = f"{why}; micro_batch={micro} is your word and stays: micro_batch={half} in a new run may help"
+            action = f"{why}; micro_batch={micro} is your override and stays: micro_batch={half} in a new run may help"
         elif micro == 1 or plan.workload.has_batchnorm:
-            cure = f"{why}; the micro-batch cannot be smaller, so it goes on with the same plan"
+            action = f"{why}; the micro-batch cannot be smaller, so it resumes with the same plan"
         else:
-            reason = f"micro batch {micro} was killed {why}"
-            less = with_smaller_micro_batch(plan, half, reason=reason, problem=killer)
-            cure = f"{why}, so it goes on with micro batch {less.micro_batch} instead of {micro}"
+            reason = f"micro-batch {micro} was killed {why}"
+            smaller = with_smaller_micro_batch(plan, half, reason=reason, problem=killer)
+            action = f"{why}, so it resumes with micro-batch {smaller.micro_batch} instead of {micro}"
     with lock.acquire(run), EventLog(opened) as log:
-        if less is not None:
-            rewrite_parts(opened, plan=less.as_json())
-        exact = {} if less is None else {"exact": False}
-        log.append("restart", step=reached, reason=f"killed by {killer}", action=cure, **exact)
-    return cure
+        if smaller is not None:
+            rewrite_parts(opened, plan=smaller.as_json())
+        exact = {} if smaller is None else {"exact": False}
+        log.append("restart", step=reached, reason=f"killed by {killer}", action=action, **exact)
+    return action
 
 
-def _sitting(history: History) -> Iterator[Any]:
-    """The events of the newest sitting, the newest first."""
+def _last_session(history: History) -> Iterator[Any]:
+    """The events of the last session, newest first."""
     for event in history.backwards():
         if event.kind in SESSION_START_KINDS:
             return
         yield event
 
 
-def _run_child(words: Sequence[str]) -> TrainingExit:
-    with tempfile.TemporaryFile() as notes:
-        mark = f"{os.getpid()}:{notes.fileno()}"
-        # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
+def _run_child(arguments: Sequence[str]) -> TrainingExit:
+    with tempfile.TemporaryFile() as reports:
+        mark = f"{os.getpid()}:{reports.fileno()}"
+        # -P: like the `whet` program itself, do not search the current folder for modules.
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "whet", *words],
+            [sys.executable, "-P", "-m", "whet", *arguments],
             env=env.child_environment(**{VARIABLE: mark}),
-            pass_fds=(notes.fileno(),),
+            pass_fds=(reports.fileno(),),
         )
-        with _forward_signals(child) as asked:
+        with _forward_signals(child) as received:
             code = child.wait()
-        note = os.pread(notes.fileno(), _MESSAGE_BYTES, 0)
-    told: dict[str, Any] = json.loads(note) if note else {"run": None, "step": 0}
-    run = None if told["run"] is None else Path(told["run"])
+        message = os.pread(reports.fileno(), _MESSAGE_BYTES, 0)
+    report: dict[str, Any] = json.loads(message) if message else {"run": None, "step": 0}
+    run = None if report["run"] is None else Path(report["run"])
     return TrainingExit(
         code=code,
         run=run,
-        step=told["step"],
-        was_asked_to_stop=bool(asked),
-        was_measured=bool(note) and run is None,
+        step=report["step"],
+        was_asked_to_stop=bool(received),
+        was_measured=bool(message) and run is None,
     )
 
 
 @contextlib.contextmanager
 def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """While entered, signals that ask to stop go to the child; the list holds those that came."""
-    asked: list[int] = []
+    """While entered, forward stop signals to the child; yields a list of those received."""
+    received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
+        received.append(number)
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    # What is ignored, as SIGHUP is under nohup, stays ignored here and in the child.
-    heard = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heard}
+    # Ignored signals, such as SIGHUP under nohup, stay ignored here and in the child.
+    handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def exit_with_parent() -> None:
-    """Ends this process when its parent is killed: who kills whet means the training too."""
+    """End this process when its supervisor is killed: killing whet is meant to end the training too."""
     if not is_supervised():
         return
     if sys.platform == "linux":
@@ -237,7 +241,7 @@ def exit_with_parent() -> None:
 
 
 def _poll_parent() -> None:
-    """Where the system does not do it: the training is asked to stop, and saves."""
+    """Without a parent-death signal of the system: ask the training to stop, which saves."""
     while is_supervised():
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

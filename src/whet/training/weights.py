@@ -11,7 +11,7 @@ from whet.run.folder import open_run
 
 
 def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
-    """Puts a run's weights into a model, the averaged ones if the run has them; the step they are from.
+    """Load a run's weights into a model, the averaged ones if the run has them. Returns their step.
 
     `checkpoint` is "last", "best" or a step. `run` may also be a folder that `whet import` made: step 0.
     """
@@ -20,7 +20,7 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
         tensors = importer.read_import(folder)
         broken = next((name for name, t in tensors.items() if t.is_floating_point() and bool(t.isnan().any())), None)
         if broken is not None:
-            raise WhetError("the imported weights are not numbers", got=f"{broken} has NaN", try_="the file's origin")
+            raise WhetError("the imported weights contain NaN", got=broken, try_="another copy of the file")
         importer.load_imported(model, tensors, where=folder)
         return 0
     _check_folder(folder)
@@ -30,18 +30,18 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
 
 
 def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
-    """A checkpoint of a run and its step."""
+    """Read a checkpoint of a run. Returns the snapshot and its step."""
     folder = open_run(run).checkpoints
     found = store.load_newest(folder)
     if found is None:
         raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
     newest_step, newest, refused = found
     if refused and checkpoint in ("last", "best"):
-        # Training goes on from an older one; who asks for the last or the best is not given another unsaid.
+        # Training resumes from an older one, but a request for the last or the best must not silently get another.
         raise WhetError(
             "the run's newest checkpoint is damaged",
             got=refused[0][:300],
-            try_=f"checkpoint {newest_step}, which is whole; or remove the damaged folder",
+            try_=f"checkpoint {newest_step}, which is complete; or remove the damaged folder",
         )
     if checkpoint == "last":
         return newest, newest_step
@@ -51,14 +51,16 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
     elif checkpoint.isdecimal():
         wanted = int(checkpoint)
     else:
-        raise UsageError("no such checkpoint", got=checkpoint, try_="last, best or a step")
+        raise UsageError("unknown checkpoint", got=checkpoint, try_="last, best or a step")
     there = store.list_steps(folder)
     if wanted not in there:
-        raise UsageError("the run has no such checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
+        raise UsageError("the run does not have this checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
     return store.load_checkpoint(folder / store.checkpoint_name(wanted)), wanted
 
 
 def _check_folder(path: Path) -> None:
-    """A file of weights is never read here: what it may hold, only `whet import` looks at."""
+    """Refuse a file: only `whet import` reads files of unknown origin."""
     if path.is_file():
-        raise UsageError("weights come from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR")
+        raise UsageError(
+            "weights are loaded from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR"
+        )

@@ -29,11 +29,11 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "lstm": (nn.LSTM,),
     "rms norm": (nn.RMSNorm,),
 }
-"""What a model shows of itself: functions that it calls are not seen."""
+"""Recognized by module type; functions that a model calls are not seen."""
 
 
 def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, recipe: str) -> Workload:
-    """What is known before the first step."""
+    """Describe a model and its data, as far as it is known before the first step."""
     num_parameters, num_frozen = count_parameters(model)
     columns = as_columns(data)
     num_samples = len(data) if columns is None and callable(getattr(data, "__len__", None)) else None
@@ -63,13 +63,13 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many parameters are trained, and how many stay as they are."""
+    """Count the trained and the frozen parameters."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return trained, sum(parameter.numel() for parameter in model.parameters()) - trained
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, ...]:
-    """The kinds of layers that a model shows."""
+    """The kinds of layers in a model."""
     return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 
@@ -82,9 +82,9 @@ def _has_dropout(module: nn.Module) -> bool:
 def measure_activation_bytes(
     model: nn.Module, loss: LossFunction, small: MicroBatch, large: MicroBatch, *, device: AbstractDevice
 ) -> int:
-    """What one sample keeps for the backward pass: the slope between two small micro-batches.
+    """Bytes that one sample keeps for the backward pass: the slope between two small micro-batches.
 
-    Leaves no trace: generators and buffers are put back, and no gradient is computed.
+    Generators and buffers are restored, and no gradient is computed.
     """
     buffers = BufferSnapshot(model)
     try:
@@ -96,7 +96,7 @@ def measure_activation_bytes(
 
 
 def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, device: AbstractDevice) -> bool:
-    """Whether the loss calls torch's scaled_dot_product_attention, by one pass over a few samples. Leaves no trace."""
+    """Whether the loss calls torch's scaled_dot_product_attention, in one pass over a few samples."""
     buffers = BufferSnapshot(model)
     try:
         with preserve_rng(device), device.compute_context(), count_attention_calls() as calls:
@@ -112,8 +112,7 @@ def _saved_bytes(model: nn.Module, loss: LossFunction, micro: MicroBatch) -> int
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
-        # Held here, so that no place is used twice, and without its history: a node that holds its own output is never
-        # freed.
+        # Kept, so that no address is used twice, and detached: a node that holds its own output is never freed.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = tensor.detach()
@@ -121,7 +120,7 @@ def _saved_bytes(model: nn.Module, loss: LossFunction, micro: MicroBatch) -> int
         return len(packed) - 1
 
     try:
-        # Taken out only by a loss that computes gradients itself; there is no other backward pass.
+        # Unpacked only by a loss that computes gradients itself; there is no other backward pass.
         with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
             returned = loss(micro)
     finally:

@@ -188,7 +188,7 @@ def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
     assert f"--config {file} --device cpu --run {folder}" in capsys.readouterr().err
     assert told == [folder]
     open_state(folder, config={})
-    assert prepare_restart(folder, killer="SIGKILL", is_first=True) == "it goes on"
+    assert prepare_restart(folder, killer="SIGKILL", is_first=True) == "it resumes"
     with mock.patch.dict(os.environ):
         assert run([*command(folder), "--fresh"]) == 2
     assert read_state(folder).config == {}

@@ -192,7 +192,7 @@ def test_ctrl_c_and_resume_give_the_uninterrupted_curve(cli: Cli, table: Path) -
     assert 20 < stopped_at < 180
     code, out, errors = cli.run(*words, "--run", "cut")
     assert code == 0, errors
-    assert f"goes on from step {stopped_at}" in errors
+    assert f"resumes from step {stopped_at}" in errors
     assert "in 2 sessions" in out
     assert losses(cut) == losses(cli.folder / "whole")
     ours, theirs = (store.load_newest(open_run(cli.folder / name).checkpoints) for name in ("cut", "whole"))
@@ -371,5 +371,5 @@ def test_another_batch_size_needs_allow(cli: Cli, table: Path) -> None:
     assert "--allow batch" in errors
     code, out, errors = cli.run(*words, "max_steps=3", "global_batch_size=16", "--allow", "batch")
     assert code == 0, errors
-    assert "goes on from step 2, not bit-exact: global_batch_size 32 -> 16" in errors
+    assert "resumes from step 2, not bit-exact: global_batch_size 32 -> 16" in errors
     assert "not bit-exact since step 2" in out

@@ -1,4 +1,7 @@
-"""The progress line: one line that is redrawn on a terminal, a display in a notebook, plain lines elsewhere."""
+"""The progress line and desktop notifications: what a user sees of a run's events.
+
+The line is redrawn on a terminal, a display in a notebook, and plain lines elsewhere.
+"""
 
 import io
 import shutil
@@ -6,32 +9,34 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from typing import Any, Protocol, TextIO
 
 from whet.base.units import format_bytes, format_seconds, printable
+from whet.machine.desktop import notify
 
 
 class ProgressScreen(Protocol):
-    """One place that shows how a run is going."""
+    """Where the progress of a run is shown."""
 
     redraw_seconds: float
-    """The line is drawn no more often."""
+    """Minimum seconds between two drawings."""
     hint: str
-    """What the reader can do here."""
+    """What the user can do, shown at the end of the line."""
 
     def draw(self, line: str, *, share: float | None) -> None:
-        """Shows how far the run has come, `share` of all; the next time replaces it."""
+        """Draw the progress line, which the next one replaces; `share` is the completed part of the run."""
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
 
     def close(self) -> None:
-        """Takes the drawn line away, and shows all that was said."""
+        """Clear the drawn line, and show all messages."""
 
 
 def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
-    """The screen of this process; of `stream` if one is given."""
+    """The screen for `stream`, or the one of this process."""
     if stream is None and (shell := _notebook_shell()) is not None:
         return NotebookScreen(shell)
     chosen = stream or fallback
@@ -59,7 +64,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """A terminal: the line is drawn over the one before."""
+    """A terminal: the line overwrites the previous one."""
 
     redraw_seconds = 0.1
     hint = "^C saves and stops"
@@ -87,16 +92,16 @@ class TerminalScreen:
 
 
 class NotebookScreen:
-    """A notebook: one display that is updated, however long the run is."""
+    """A notebook: one display that is updated."""
 
     redraw_seconds = 0.5
     hint = "interrupt the kernel to save and stop"
-    _most_lines = 12
+    _max_lines = 12
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._lines: deque[str] = deque(maxlen=self._most_lines)
-        self._left_out = 0
+        self._lines: deque[str] = deque(maxlen=self._max_lines)
+        self._num_dropped = 0
         self._line = ""
         self._share: float | None = None
         self._id: str | None = None
@@ -109,9 +114,9 @@ class NotebookScreen:
 
     def say(self, line: str) -> None:
         for part in printable(line).split("\n"):
-            self._left_out += len(self._lines) == self._most_lines
+            self._num_dropped += len(self._lines) == self._max_lines
             self._lines.append(part)
-        # Many lines in one second are one message to the browser; the next drawing or the end brings the rest.
+        # Many lines within a second become one message to the browser; the next update shows the rest.
         if self._is_closed or time.monotonic() - self._updated_at > self.redraw_seconds:
             self._update()
 
@@ -122,7 +127,7 @@ class NotebookScreen:
 
     def _update(self) -> None:
         self._updated_at = time.monotonic()
-        lines = [f"({self._left_out:,} lines before)"] if self._left_out else []
+        lines = [f"({self._num_dropped:,} earlier lines)"] if self._num_dropped else []
         lines += self._lines
         plain = "\n".join([*lines, self._line]).rstrip()
         bar = "" if self._share is None else f'<progress value="{self._share:.4f}" max="1"></progress> '
@@ -136,24 +141,26 @@ class NotebookScreen:
 
 
 def _notebook_shell() -> Any:
-    """The shell of the notebook that runs us; None elsewhere. IPython is not loaded for it: it is there already."""
+    """The shell of the notebook that runs this process; None elsewhere. Does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return shell if hasattr(shell, "kernel") else None
 
 
 _WINDOW = 20
-"""Speed is taken over the last this many readings."""
+"""Speed is computed over this many readings."""
 _MAX_ROUTINE_LINES = 40
 _ROUTINE_SECONDS = 10.0
-"""After so many lines about epochs and evaluations there is one in so many seconds: short epochs may be thousands."""
+"""After 40 lines about epochs and evaluations, one every 10 s: there may be thousands of short epochs."""
 
+_ATTENTION_KINDS = ("warning", "skip", "pressure")
+"""Events that are worth a notification."""
 _MAX_QUESTION, _MAX_ANSWER = 70, 100
-"""Characters of a question and an answer that are shown."""
+"""Characters of a question and an answer to show."""
 
 
 class ProgressLine:
-    """Is told of every event of a run, and shows what a person wants to know; on standard error unless told."""
+    """Shows the events of a run on one line that is redrawn, and messages above it; on standard error by default."""
 
     def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
@@ -163,76 +170,76 @@ class ProgressLine:
         self._total: int | None = None
         self._memory = ""
         self._heat = ""
-        self._seen: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
+        self._readings: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
         self._shown_at = 0.0
         self._num_routine = 0
         self._routine_at = 0.0
         self._withheld: dict[str, str] = {}
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        """Show one event."""
         if kind in ("start", "resume"):
             self._total = fields.get("total_steps")
-        if kind == "resume":
-            holds = f", {fields['exactness']}" if fields.get("exactness") else ""
-            if fields.get("rollback_reason"):
-                self.say(f"{self._name}: goes back to step {fields['step']:,}: {fields['rollback_reason']}")
-            elif self._total is not None and fields["step"] >= self._total:
-                self.say(f"{self._name}: all {self._total:,} steps are done")
-            else:
-                self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
-            for problem in fields.get("rejected") or ():
-                self.say(f"{self._name}: refused a checkpoint: {problem}")
-            if fields.get("lost_steps"):
-                self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and made again")
-        elif kind == "warning":
-            self.say(f"{self._name}: {fields['reason']}; tried again {fields['retry']}; the training goes on")
-        elif kind == "oom":
-            self.say(f"{self._name}: out of memory at step {fields['step']:,}; {fields['action']}")
-        elif kind in ("skip", "spike"):
-            left_out = " is left out" if fields.get("verdict") == "reproducible" else ""
-            samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
-            self.say(f"{self._name}: step {fields['step']:,}{left_out}: {fields['reason']}{samples}")
-        elif kind == "stopping":
-            self.say(f"{self._name}: {fields['words']}")
-        elif kind in ("plan", "fallback"):
-            self.say(f"{self._name}: {fields.get('message') or fields['reason']}")
+        if kind == "step":
+            self._on_step(fields)
+        elif kind == "resume":
+            self._on_resume(fields)
         elif kind == "eval":
-            metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            line = f"{self._name}  step {fields['step']:,}  {shown}"
-            if answer := _sample_answer(fields):
-                self._withheld[kind] = line
-                self._routine("answer", f"{self._name}  for example  {answer}")
-            else:
-                self._routine(kind, line)
-        elif kind in ("throttle", "pressure"):
-            self.say(f"{self._name}: {fields['reason']}")
-            self._heat = _heat_text(fields) if fields.get("cause") == "heat" else self._heat
-        elif kind == "vitals":
-            self._heat = fields["heat"]
+            self._on_evaluation(fields)
+        elif kind == "epoch":
+            self._on_epoch(fields)
         elif kind == "health":
             self._note_memory(fields)
-        elif kind == "epoch":
-            self._end_epoch(fields)
-        elif kind == "step":
-            self._step(fields)
+        elif kind == "vitals":
+            self._heat = fields["heat"]
         elif kind == "measuring":
             self._draw(lambda: f"{self._name}  {fields['words']}")
         elif kind == "end":
-            self._say_withheld()
-            if fields["state"] == "stopped":
-                # A reason is given where it was left in the middle of something.
-                at_once = ", and nothing more was saved; the same call goes on from the last checkpoint"
-                how = at_once if "reason" in fields else "; the same call goes on"
-                self.say(f"{self._name}: stopped after step {fields['step']:,}{how}")
-            self.close()
+            self._on_end(fields)
+        elif (message := _message(kind, fields)) is not None:
+            self.say(f"{self._name}: {message}")
+            if kind == "throttle" and fields.get("cause") == "heat":
+                self._heat = _heat_text(fields)
+
+    def _on_resume(self, fields: dict[str, Any]) -> None:
+        step = f"step {fields['step']:,}"
+        if fields.get("rollback_reason"):
+            self.say(f"{self._name}: rolled back to {step}: {fields['rollback_reason']}")
+        elif self._total is not None and fields["step"] >= self._total:
+            self.say(f"{self._name}: all {self._total:,} steps are done")
+        else:
+            exactness = f", {fields['exactness']}" if fields.get("exactness") else ""
+            self.say(f"{self._name}: resumes from {step}{exactness}")
+        for problem in fields.get("rejected") or ():
+            self.say(f"{self._name}: rejected a checkpoint: {problem}")
+        if fields.get("lost_steps"):
+            self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and repeated")
+
+    def _on_evaluation(self, fields: dict[str, Any]) -> None:
+        metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        line = f"{self._name}  step {fields['step']:,}  {shown}"
+        if answer := _sample_answer(fields):
+            self._withheld["eval"] = line
+            self._say_routine("answer", f"{self._name}  for example  {answer}")
+        else:
+            self._say_routine("eval", line)
+
+    def _on_end(self, fields: dict[str, Any]) -> None:
+        self._say_withheld()
+        if fields["state"] == "stopped":
+            # An event of a stop has a reason only if the run was left in the middle of a step.
+            interrupted = ", and nothing more was saved; the same call resumes from the last checkpoint"
+            how = interrupted if "reason" in fields else "; the same call resumes"
+            self.say(f"{self._name}: stopped after step {fields['step']:,}{how}")
+        self.close()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._screen.say(line)
 
-    def _routine(self, kind: str, line: str) -> None:
-        """A line that stays, unless there were many like it: then only the newest, now and then."""
+    def _say_routine(self, kind: str, line: str) -> None:
+        """Print a line that stays, unless there were many like it: then only the newest, now and then."""
         now = time.monotonic()
         self._withheld[kind] = line
         self._num_routine += 1
@@ -245,13 +252,13 @@ class ProgressLine:
             self.say(line)
         self._withheld.clear()
 
-    def _step(self, fields: dict[str, Any]) -> None:
-        self._seen.append((time.monotonic(), fields["step"], fields["samples"]))
+    def _on_step(self, fields: dict[str, Any]) -> None:
+        self._readings.append((time.monotonic(), fields["step"], fields["samples"]))
         share = min(1.0, fields["step"] / self._total) if self._total else None
         self._draw(lambda: self._line(fields), share=share)
 
     def _draw(self, make: Callable[[], str], *, share: float | None = None) -> None:
-        """A line that the next one takes the place of; where that cannot be, one that stays, now and then."""
+        """Draw a line that the next one replaces; where that is not possible, print it now and then."""
         now = time.monotonic()
         if now - self._shown_at >= self._screen.redraw_seconds:
             self._shown_at = now
@@ -264,7 +271,7 @@ class ProgressLine:
             f"epoch {fields['epoch'] + 1}" + (f"/{self._epochs}" if self._epochs else ""),
             f"loss {fields['loss']:.4g}",
         ]
-        first, last = self._seen[0], self._seen[-1]
+        first, last = self._readings[0], self._readings[-1]
         seconds = last[0] - first[0]
         if seconds > 0:
             parts.append(f"{(last[2] - first[2]) / seconds:.1f} samples/s")
@@ -285,15 +292,34 @@ class ProgressLine:
         if used:
             self._memory = format_bytes(used) + (f" of {format_bytes(limit)}" if limit else "")
 
-    def _end_epoch(self, fields: dict[str, Any]) -> None:
+    def _on_epoch(self, fields: dict[str, Any]) -> None:
         self._note_memory(fields)
         of_all = f"/{self._epochs}" if self._epochs else ""
         took = format_seconds(fields["epoch_seconds"])
-        self._routine("epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())
+        self._say_routine(
+            "epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip()
+        )
 
     def close(self) -> None:
-        """Clears a line that was to be redrawn, so that others can write."""
+        """Clear the line, so that other output can follow."""
         self._screen.close()
+
+
+def _message(kind: str, fields: dict[str, Any]) -> str | None:
+    """The message of an event that needs one."""
+    if kind == "warning":
+        return f"{fields['reason']}; tried again {fields['retry']}; training continues"
+    if kind == "oom":
+        return f"out of memory at step {fields['step']:,}; {fields['action']}"
+    if kind in ("skip", "spike"):
+        skipped = " is skipped" if fields.get("verdict") == "reproducible" else ""
+        samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
+        return f"step {fields['step']:,}{skipped}: {fields['reason']}{samples}"
+    if kind == "stopping":
+        return str(fields["words"])
+    if kind in ("plan", "fallback"):
+        return str(fields.get("message") or fields["reason"])
+    return str(fields["reason"]) if kind in ("throttle", "pressure") else None
 
 
 def _heat_text(fields: dict[str, Any]) -> str:
@@ -306,7 +332,7 @@ def _heat_text(fields: dict[str, Any]) -> str:
 
 
 def _sample_answer(fields: dict[str, Any]) -> str:
-    """The first sample of an evaluation where answers are written, not chosen among classes; in one line."""
+    """The first sample of an evaluation with free text answers, in one line; empty for classification."""
     samples = fields.get("samples")
     if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
         return ""
@@ -314,3 +340,44 @@ def _sample_answer(fields: dict[str, Any]) -> str:
     asked = asked if len(asked) <= _MAX_QUESTION else f"... {asked[-_MAX_QUESTION:]}"
     line = f"{asked}  ->  {said[:_MAX_ANSWER]}{' ...' if len(said) > _MAX_ANSWER else ''}"
     return "".join(sign if sign.isprintable() else "?" for sign in line)
+
+
+class DesktopNotifier:
+    """An event handler that calls another one, and sends a desktop notification when a run ends or needs attention."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_event: Callable[[str, dict[str, Any]], None] | None,
+        say: Callable[[str], None],
+        send: Callable[[str, str], str | None] | None = None,
+    ) -> None:
+        self._name = name
+        self._on_event = on_event
+        self._say = say
+        self._send = send or partial(notify, terminal=sys.stderr)
+        self._sent: set[str] = set()
+        self._metrics: dict[str, float] = {}
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._on_event is not None:
+            self._on_event(kind, fields)
+        if kind == "step":
+            self._metrics["loss"] = fields["loss"]
+        elif kind == "eval":
+            self._metrics |= {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
+        elif kind == "end":
+            self._notify(fields["state"], fields.get("reason"), step=fields["step"])
+        elif kind in _ATTENTION_KINDS and kind not in self._sent and fields.get("level") not in ("normal", "warn"):
+            self._sent.add(kind)
+            self._notify("needs attention", fields.get("reason"), step=fields.get("step", 0))
+
+    def _notify(self, what: str, why: str | None, *, step: int) -> None:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self._metrics.items())
+        problem = self._send(
+            f"whet: {self._name} {what}", f"{why}; step {step:,}" if why else f"step {step:,}{metrics}"
+        )
+        if problem is not None and "failure" not in self._sent:
+            self._sent.add("failure")
+            self._say(f"{self._name}: no notification: {problem}")

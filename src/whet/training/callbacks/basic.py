@@ -1,6 +1,7 @@
-"""Settings of the process that hold while a run trains: no sleep, no garbage collection inside steps."""
+"""Small callbacks: early stopping, garbage collection between steps, and keeping the machine awake."""
 
 import gc
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from whet.base.process import gc_disabled
@@ -9,6 +10,18 @@ from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
+
+
+class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations without a better goal."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+    def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
+        # The state remembers it, so that a resumed run is finished as well. Every rank has the same score.
+        state.ended_early = state.num_worse >= self.patience
+        return Action.NONE
 
 
 class GarbageCollection(Callback):
