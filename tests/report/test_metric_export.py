@@ -186,7 +186,7 @@ def test_only_an_export_is_replaced_and_only_with_force(run: Run, tmp_path: Path
             export_run(run, to=to, out=out, force=True)
     assert (out / "thesis.tex").read_text() == "mine"
     for inside in (run.path, run.path / "csv"):
-        with pytest.raises(UsageError, match="into the run"):
+        with pytest.raises(UsageError, match="inside the run"):
             export_run(run, to="csv", out=inside, force=True)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="not a folder"):

@@ -656,7 +656,7 @@ def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monke
     listing = RunListing(tmp_path)
     (found,) = listing.scan(seconds=60).changed
     assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
-    assert (found.state, found.changed) == ("stopped", 2e9)
+    assert (found.state, found.updated) == ("stopped", 2e9)
     monkeypatch.setattr(status_reader, "_MAX_SCAN_BYTES", 10**9)
     (again,) = RunListing(tmp_path).scan(seconds=60).changed
     assert again == found

@@ -194,8 +194,8 @@ def _format_slow_steps(row: BenchRow) -> str:
     return f"{row.slow_steps:.2f}x" if row.slow_steps else ""
 
 
-def _format_speedup(found: BenchInterval | None) -> str:
-    return "" if found is None else f"{found.median:.2f}x ({found.low:.2f} to {found.high:.2f})"
+def _format_speedup(speedup: BenchInterval | None) -> str:
+    return "" if speedup is None else f"{speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def _format_number(value: float) -> str:
@@ -219,15 +219,15 @@ def merged_table(results: Sequence[BenchResult]) -> TableCells:
                 got=f"{describe_workload(first)} and {describe_workload(other)}",
                 try_=f"the same {', '.join(differing)} on each machine",
             )
-    found = [
+    measured = [
         (result, row, row.samples_per_second)
         for result in results
         for row in result.best_by_device()
         if row.samples_per_second is not None
     ]
-    if not found:
+    if not measured:
         raise UsageError("nothing was measured in these benchmarks", got="no row", try_="whet bench RECIPE again")
-    slowest = min(speed.median for _, _, speed in found)
+    slowest = min(speed.median for _, _, speed in measured)
     lines = [
         (
             bench_machine_name(result),
@@ -240,7 +240,7 @@ def merged_table(results: Sequence[BenchResult]) -> TableCells:
             result.machine.torch.version or "unknown",
             result.created,
         )
-        for result, row, speed in sorted(found, key=lambda one: -one[2].median)
+        for result, row, speed in sorted(measured, key=lambda one: -one[2].median)
     ]
     return [_MERGED_HEADER, *lines]
 
@@ -290,7 +290,12 @@ _CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "arc
 def bench_chart(result: BenchResult) -> str | None:
     """An SVG of the micro-batch sweep, or of the first other sweep; None where there is none with several rows."""
     sweep = next(
-        (found for name in _CHART_ORDER if (found := result.sweep(name)) is not None and len(found.rows) > 1), None
+        (
+            candidate
+            for name in _CHART_ORDER
+            if (candidate := result.sweep(name)) is not None and len(candidate.rows) > 1
+        ),
+        None,
     )
     if sweep is None:
         return None
@@ -327,11 +332,11 @@ def bench_chart(result: BenchResult) -> str | None:
 
 def _error_bar_note(sweep: BenchSweep) -> str:
     rates = (row.samples_per_second for row in sweep.rows)
-    found = [rate for rate in rates if rate and rate.repeats > 1]
-    if not found:
+    repeated = [rate for rate in rates if rate and rate.repeats > 1]
+    if not repeated:
         return "no error bars: nothing was measured more than once"
-    sure = min(interval.confidence for interval in found)
-    few = min(interval.repeats for interval in found)
+    sure = min(interval.confidence for interval in repeated)
+    few = min(interval.repeats for interval in repeated)
     return f"bars: interval of the median, confidence {100 * sure:.0f} % or more, from {few} repeats or more"
 
 
@@ -354,17 +359,17 @@ def _row_name(sweep: BenchSweep, row: BenchRow) -> str:
 
 
 def _speed_point(row: BenchRow) -> ChartPoint:
-    found = row.samples_per_second
-    if found is None:
+    rate = row.samples_per_second
+    if rate is None:
         return ChartPoint(label=format_value(row.value), is_chosen=row.is_plan, tooltip=no_result_reason(row))
     return ChartPoint(
         label=format_value(row.value),
-        value=found.median,
-        low=found.low,
-        high=found.high,
+        value=rate.median,
+        low=rate.low,
+        high=rate.high,
         is_chosen=row.is_plan,
-        is_hollow=found.repeats == 1,
-        tooltip=f"{found.median:,.4g} samples/s ({found.low:,.4g} to {found.high:,.4g})",
+        is_hollow=rate.repeats == 1,
+        tooltip=f"{rate.median:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g})",
     )
 
 

@@ -68,12 +68,12 @@ class EvaluationDetails(FrozenModel):
 
 def read_evaluations(history: History) -> tuple[Evaluation, ...]:
     """All evaluations of a run, with the fields that are numbers."""
-    found = []
+    evaluations = []
     for event in history.events(kinds=("eval",)):
         numbers = {name: as_number(value) for name, value in event.fields.items()}
         metrics = {name: number for name, number in numbers.items() if number is not None}
-        found.append(Evaluation(step=event.step, time=event.time, metrics=metrics))
-    return tuple(found)
+        evaluations.append(Evaluation(step=event.step, time=event.time, metrics=metrics))
+    return tuple(evaluations)
 
 
 def tested_step(history: History) -> int | None:
@@ -94,8 +94,8 @@ def evaluation_details(history: History) -> EvaluationDetails:
 
 
 def _newest(events: list[Event], read: Callable[[Event, EvaluationSplit], Details | None]) -> tuple[Details, ...]:
-    found = (next((d for event in events if (d := read(event, split)) is not None), None) for split in _PREFIXES)
-    return tuple(details for details in found if details is not None)
+    newest = (next((d for event in events if (d := read(event, split)) is not None), None) for split in _PREFIXES)
+    return tuple(details for details in newest if details is not None)
 
 
 def _classes(event: Event, split: EvaluationSplit) -> ClassTable | None:

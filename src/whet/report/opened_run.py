@@ -33,8 +33,8 @@ class OpenedRun(folder.Run):
         """
         if points < 1:
             raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")
-        found = downsample_curves(History(self), points=points)
-        return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in found.values()}
+        downsampled = downsample_curves(History(self), points=points)
+        return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in downsampled.values()}
 
     def plot(self, *names: str, by: Axis = "step", points: int = POINTS) -> SvgImage:
         """Plot curves, by default the loss and the goal; a notebook displays the image, `.save(path)` writes it.

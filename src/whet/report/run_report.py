@@ -336,13 +336,13 @@ def _saving_cost(history: History) -> SavingCost:
 
 
 def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
-    found: list[SavedCheckpoint] = []
+    checkpoints: list[SavedCheckpoint] = []
     for path in sorted(folder.glob("step-*")):
         name = re.fullmatch(r"step-(\d+)", path.name)
         if name and (path / "manifest.json").is_file():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            found.append(SavedCheckpoint(name=path.name, step=int(name[1]), size_bytes=size))
-    return tuple(found)
+            checkpoints.append(SavedCheckpoint(name=path.name, step=int(name[1]), size_bytes=size))
+    return tuple(checkpoints)
 
 
 def _provenance(run: Run) -> Provenance:

@@ -95,8 +95,8 @@ def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[
     With `is_growing`, positions stay where they are while the run grows, so that a page does not jump.
     """
     curves = downsample_curves(history, points=points, kinds=_SOURCES, is_growing=is_growing).values()
-    found = (_track(source, [curve for curve in curves if curve.kind == source]) for source in _SOURCES)
-    return tuple(track for track in found if track.lines)
+    candidates = (_track(source, [curve for curve in curves if curve.kind == source]) for source in _SOURCES)
+    return tuple(track for track in candidates if track.lines)
 
 
 def phase_times(history: History) -> tuple[PhaseTime, ...]:

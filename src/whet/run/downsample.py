@@ -150,11 +150,11 @@ class BlockTable:
         return self._gather(f"{self._kind}/{field}")
 
     def _gather(self, name: str) -> Floats:
-        found = np.zeros((len(self.steps), STATS_PER_FIELD))
+        gathered = np.zeros((len(self.steps), STATS_PER_FIELD))
         for fields, (rows, numbers) in self._groups.items():
             if name in fields:
-                found[rows] = numbers[:, fields.index(name)]
-        return found
+                gathered[rows] = numbers[:, fields.index(name)]
+        return gathered
 
 
 class JoinedTable:
@@ -226,8 +226,8 @@ def _cached(history: History, name: str, make: Callable[[], T]) -> T:
     key = name, "blocks"
     if key not in history.curve_cache:
         history.curve_cache[key] = make()
-    kept: T = history.curve_cache[key]
-    return kept
+    value: T = history.curve_cache[key]
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,10 +326,10 @@ def move_aside(path: Path) -> Path:
 
 def remove_leftovers(folder: Path) -> int:
     """Remove the leftovers of interrupted writes; returns how many. The caller must hold the lock of the run."""
-    found = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
-    for path in found:
+    leftovers = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
+    for path in leftovers:
         remove(path)
-    return len(found)
+    return len(leftovers)
 
 
 def _remove_tree(path: Path) -> None:

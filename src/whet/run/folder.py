@@ -82,17 +82,17 @@ class Run(FrozenModel):
 
 def installed_versions() -> dict[str, str | None]:
     """The versions that a run depends on; None for what is not installed. Does not import the libraries."""
-    found: dict[str, str | None] = {
+    versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "whet": VERSION,
     }
     for name in _LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def next_run_path(root: Path, *, recipe: str) -> Path:
@@ -102,7 +102,7 @@ def next_run_path(root: Path, *, recipe: str) -> Path:
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
-    taken = [int(found[1]) for path in _children(root) if (found := pattern.fullmatch(path.name))]
+    taken = [int(match[1]) for path in _children(root) if (match := pattern.fullmatch(path.name))]
     return root / f"{name}-{max(taken, default=0) + 1:03d}"
 
 
@@ -203,8 +203,8 @@ def run_folders(root: Path) -> list[Path]:
 def run_groups(root: Path) -> dict[Path, int]:
     """The folders in `root` that contain runs of their own, such as those of several seeds, and how many."""
     runs = set(run_folders(root))
-    found = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
-    return {path: number for path, number in found.items() if number}
+    counts = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
+    return {path: number for path, number in counts.items() if number}
 
 
 def _children(root: Path) -> list[Path]:

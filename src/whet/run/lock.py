@@ -86,9 +86,9 @@ def acquire(folder: Path) -> RunLock:
         if lock is not None:
             return lock
         # Another process has it. It may be dying, or only have looked for a moment: wait, unless it is alive.
-        found = holder(folder)
-        if found is not None and found.pid != 0 and (_is_alive(found) or time.monotonic() > deadline):
-            raise _locked_error(folder, found)
+        current = holder(folder)
+        if current is not None and current.pid != 0 and (_is_alive(current) or time.monotonic() > deadline):
+            raise _locked_error(folder, current)
         if time.monotonic() > deadline:
             raise _locked_error(folder, None)
         time.sleep(0.02)

@@ -50,12 +50,12 @@ def prune(root: Path, *, dry: bool = False) -> tuple[Pruned, ...]:
     Keeps runs that a process holds, runs younger than a minute, and runs with files that are not whet's. With `dry` it
     removes nothing.
     """
-    found = [_Removable(path, _INTERRUPTED) for path in _leftovers(root)]
+    removables = [_Removable(path, _INTERRUPTED) for path in _leftovers(root)]
     for run in run_folders(root):
         with contextlib.suppress(FileNotFoundError):  # Another process removed it meanwhile.
             if _is_old(run) and not lock.is_locked(run):
-                found.extend(_removable(run))
-    return tuple(pruned for removable in found if (pruned := _remove(removable, dry=dry)) is not None)
+                removables.extend(_removable(run))
+    return tuple(pruned for removable in removables if (pruned := _remove(removable, dry=dry)) is not None)
 
 
 def foreign_files(path: Path) -> list[str]:

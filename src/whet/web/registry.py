@@ -82,10 +82,10 @@ def private_folder() -> Path:
     folder = env.home() / "servers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise WhetError("this folder must belong to you", got=str(folder), try_="remove it, or set WHET_HOME")
-        if stat.S_IMODE(found.st_mode) != 0o700:
+        if stat.S_IMODE(status.st_mode) != 0o700:
             folder.chmod(0o700)
     except OSError as error:
         raise WhetError("cannot create the folder for running servers", got=str(error), try_="set WHET_HOME") from None

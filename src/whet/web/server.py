@@ -127,12 +127,12 @@ def _socket(address: str, port: int) -> socket.socket:
 
 
 def _own_addresses() -> list[str]:
-    found: list[str] = []
+    ipv4: list[str] = []
     with contextlib.suppress(OSError):
         for addresses in psutil.net_if_addrs().values():
-            found += [one.address for one in addresses if one.family == socket.AF_INET]
-    others = [one for one in found if not ipaddress.ip_address(one).is_loopback]
-    return others or [LOOPBACK]
+            ipv4 += [one.address for one in addresses if one.family == socket.AF_INET]
+    remote = [one for one in ipv4 if not ipaddress.ip_address(one).is_loopback]
+    return remote or [LOOPBACK]
 
 
 def _url_host(address: str) -> str:

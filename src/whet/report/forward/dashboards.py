@@ -137,9 +137,9 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(about.project)
         where = experiment.experiment_id if experiment else self._client.create_experiment(about.project)
         self._where = f"MLflow ({self._mlflow.get_tracking_uri()}, experiment {about.project})"
-        found = self._client.search_runs([where], filter_string=f"tags.`{_MLFLOW_TAG}` = '{about.id}'", max_results=1)
-        if found:
-            self._run = found[0].info.run_id
+        matches = self._client.search_runs([where], filter_string=f"tags.`{_MLFLOW_TAG}` = '{about.id}'", max_results=1)
+        if matches:
+            self._run = matches[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return ForwardedState(by_name=self._last_steps())
         made = self._client.create_run(

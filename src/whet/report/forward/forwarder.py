@@ -100,10 +100,10 @@ def forward_run(
         for events in _batches(run, once=once, stop=stop):
             if any(event.kind == PROCESS_DIED for event in events):
                 notify("the training process died; waiting for a resume")
-            found = [row for event in events for row in rows.take(event)]
+            complete = [row for event in events for row in rows.take(event)]
             # An empty batch is the last one. A run that ended has nothing more for its last step.
-            found += [] if events or rows.state is None else rows.rest()
-            fresh = [row for row in map(forwarded.new_part, found) if row is not None]
+            complete += [] if events or rows.state is None else rows.rest()
+            fresh = [row for row in map(forwarded.new_part, complete) if row is not None]
             for start in range(0, len(fresh), target.max_rows):
                 part = fresh[start : start + target.max_rows]
                 retry(partial(target.send, part))
