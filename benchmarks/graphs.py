@@ -142,12 +142,12 @@ def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: 
             batch = task.training["global_batch_size"]
             pace = statistics.median(rows[variant])
             print(
-                f"      {variant}: {1e3 * found.middle:8.3f} ms per step "
+                f"      {variant}: {1e3 * found.median:8.3f} ms per step "
                 f"({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
                 f"in a row {1e3 * pace:8.3f} ms, {batch / pace:8.0f} samples/s, "
                 f"peak {format_bytes(prepared.peak_bytes() or 0)}"
             )
-        print(f"      {gain.middle:.2f}x ({gain.low:.2f} to {gain.high:.2f}) in {gain.repeats} pairs")
+        print(f"      {gain.median:.2f}x ({gain.low:.2f} to {gain.high:.2f}) in {gain.repeats} pairs")
 
 
 # --- equality of training --------------------------------------------------------------------------------------------

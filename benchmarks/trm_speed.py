@@ -208,9 +208,9 @@ def compare(arms: dict[str, Callable[[int], float]], *, seconds: float, batch: i
         found = median_interval(taken)
         ratios = [math.log(ours / theirs) for ours, theirs in zip(taken, times[base], strict=True)]
         gain = ratio_interval(ratios) if name != base else None
-        beside = "" if gain is None else f"  {gain.middle:.3f}x ({gain.low:.3f} to {gain.high:.3f}) of {base}"
+        beside = "" if gain is None else f"  {gain.median:.3f}x ({gain.low:.3f} to {gain.high:.3f}) of {base}"
         print(
-            f"{name:55} {1e3 * found.middle:8.2f} ms ({1e3 * found.low:.2f} to {1e3 * found.high:.2f}) "
+            f"{name:55} {1e3 * found.median:8.2f} ms ({1e3 * found.low:.2f} to {1e3 * found.high:.2f}) "
             f"{batch / statistics.median(taken):8.0f} samples/s{beside}"
         )
 

@@ -129,7 +129,7 @@ def test_an_evaluation_has_the_confusion_matrix_and_mistakes(table: Path, shape:
     mistakes = found["samples"]
     assert len(mistakes) == 8
     assert all(words[m["expected"]] in m["input"] and m["expected"] != m["predicted"] for m in mistakes)
-    assert [m["conviction"] for m in mistakes] == sorted((m["conviction"] for m in mistakes), reverse=True)
+    assert [m["error"] for m in mistakes] == sorted((m["error"] for m in mistakes), reverse=True)
 
 
 @pytest.mark.parametrize("form", ["one label", "several labels", "pairs"])

@@ -202,7 +202,7 @@ class PuzzleLosses(NamedTuple):
 def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
     """Return the mean loss over the slots of a micro-batch: the tokens, and whether the model knows when it is right.
 
-    In training mode the slots advance by one step; in evaluation mode every puzzle starts anew and no slot changes.
+    In training mode the slots advance by one step; in evaluation mode every puzzle starts from the initial state and no slot changes.
     """
     offered = slot_input(micro)
     batch = model.slots.load(offered) if model.training else new_batch(model, offered)

@@ -80,7 +80,7 @@ class Scores:
         self._num_right = 0
         self._squares = 0.0
         # Per class: true positives, predicted positives, actual positives.
-        self._found, self._answered, self.support = np.zeros((3, num_classes), dtype=np.int64)
+        self._true_positives, self._predicted, self.support = np.zeros((3, num_classes), dtype=np.int64)
         # Per bin: number of predictions, sum of their probabilities, number of correct ones.
         self._bins = np.zeros((3, NUM_BINS))
 
@@ -110,8 +110,8 @@ class Scores:
                 np.add.at(self.confusion, (truth, predicted), 1)
         self.num_texts += len(probabilities)
         self._num_right += int(is_right.sum())
-        self._found += (is_true & is_predicted).sum(0)
-        self._answered += is_predicted.sum(0)
+        self._true_positives += (is_true & is_predicted).sum(0)
+        self._predicted += is_predicted.sum(0)
         self.support += is_true.sum(0)
         return is_right
 
@@ -119,7 +119,12 @@ class Scores:
         """Return all sums, to be merged into those of another process."""
         confusion = None if self.confusion is None else self.confusion.tolist()
         sums = {"num_texts": self.num_texts, "num_right": self._num_right, "squares": self._squares}
-        counts = {"found": self._found, "answered": self._answered, "support": self.support, "bins": self._bins}
+        counts = {
+            "true_positives": self._true_positives,
+            "predicted": self._predicted,
+            "support": self.support,
+            "bins": self._bins,
+        }
         return {
             "num_classes": self._num_classes,
             "is_multi_label": self.is_multi_label,
@@ -135,31 +140,35 @@ class Scores:
         self._squares += other["squares"]
         if self.confusion is not None:
             self.confusion += np.asarray(other["confusion"], dtype=np.int64)
-        for array, name in ((self._found, "found"), (self._answered, "answered"), (self.support, "support")):
+        for array, name in (
+            (self._true_positives, "true_positives"),
+            (self._predicted, "predicted"),
+            (self.support, "support"),
+        ):
             array += np.asarray(other[name], dtype=np.int64)
         self._bins += np.asarray(other["bins"])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics over all texts."""
         f1 = self.classes()["f1"]
-        occurs = (self._answered + self.support) > 0
-        both = int(self._answered.sum() + self.support.sum())
+        occurs = (self._predicted + self.support) > 0
+        both = int(self._predicted.sum() + self.support.sum())
         counts, confidence, right = self._bins
         return {
             "accuracy": self._num_right / self.num_texts,
             "macro_f1": float(np.mean(np.asarray(f1)[occurs])) if occurs.any() else 0.0,
-            "micro_f1": 2 * int(self._found.sum()) / both if both else 0.0,
+            "micro_f1": 2 * int(self._true_positives.sum()) / both if both else 0.0,
             "calibration_error": float(np.abs(confidence - right).sum() / counts.sum()),
             "brier": self._squares / self.num_texts,
         }
 
     def classes(self) -> dict[str, list[float]]:
         """Return precision, recall, F1 and support of each class; 0 where the denominator is 0."""
-        found = self._found.astype(np.float64)
+        hits = self._true_positives.astype(np.float64)
         return {
-            "precision": _ratio(found, self._answered),
-            "recall": _ratio(found, self.support),
-            "f1": _ratio(2 * found, self._answered + self.support),
+            "precision": _ratio(hits, self._predicted),
+            "recall": _ratio(hits, self.support),
+            "f1": _ratio(2 * hits, self._predicted + self.support),
             "support": self.support.tolist(),
         }
 
@@ -266,7 +275,7 @@ def _show_mistake(mistake: Mistake, data: "TextData") -> dict[str, Any]:
         "input": data.tokenizer.decode(_token_ids(mistake.micro.tokens, mistake.row)).strip(),
         "expected": ", ".join(data.classes[index] for index in mistake.expected),
         "predicted": ", ".join(data.classes[index] for index in mistake.predicted),
-        "conviction": mistake.error,
+        "error": mistake.error,
     }
 
 

@@ -88,9 +88,9 @@ class TextPredictor:
             predicted = self._probabilities(valid, batch_size=batch_size)
             if scores is not None:
                 truths = [self.truth(query) for query in valid]
-                known = [place for place, truth in enumerate(truths) if truth is not None]
+                known = [index for index, truth in enumerate(truths) if truth is not None]
                 if known:
-                    scores.add([predicted[place] for place in known], [truths[place] for place in known])
+                    scores.add([predicted[index] for index in known], [truths[index] for index in known])
             rows = iter(predicted)
             for query in window:
                 yield Prediction(query=query, result=None if query.error is not None else self._result(next(rows)))
@@ -141,7 +141,7 @@ class TextPredictor:
         return predicted
 
     def _result(self, row: Sequence[float]) -> dict[str, Any]:
-        best = max(range(len(row)), key=lambda place: row[place])
+        best = max(range(len(row)), key=lambda index: row[index])
         result: dict[str, Any] = {
             "label": self.classes[best],
             "probability": row[best],

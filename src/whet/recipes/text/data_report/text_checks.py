@@ -243,8 +243,8 @@ def script_of(text: str) -> int:
     seen: Counter[str] = Counter()
     for char in text[:_SAMPLED_CHARACTERS]:
         if char.isalpha():
-            place = bisect_right(_STARTS, ord(char)) - 1
-            if place >= 0:
-                seen[_RANGES[place][1]] += 1
+            index = bisect_right(_STARTS, ord(char)) - 1
+            if index >= 0:
+                seen[_RANGES[index][1]] += 1
     seen.pop(_SYMBOLS, None)
     return _NUMBER[max(seen, key=lambda name: seen[name])] if seen else 0
