@@ -4,7 +4,6 @@ Shapes: B puzzles, S positions (the prefix of a puzzle's embedding, then its tok
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -286,8 +285,6 @@ _OFFICIAL_BLOCK_NAMES = {
     "feed_forward.gate_up.weight": "mlp.gate_up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
-_PREFIXES = ("_orig_mod.", "model.", "inner.")
-"""Added by torch.compile, by the loss head and by the halting wrapper, in this order."""
 
 
 def official_name(name: str) -> str:
@@ -300,13 +297,3 @@ def official_name(name: str) -> str:
         _, index, rest = name.split(".", 2)
         return f"L_level.layers.{index}.{_OFFICIAL_BLOCK_NAMES[rest]}"
     return _OFFICIAL_NAMES[name]
-
-
-def strip_prefixes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes of wrappers from an official state dict."""
-    stripped = {}
-    for name, tensor in state.items():
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        stripped[name] = tensor
-    return stripped
