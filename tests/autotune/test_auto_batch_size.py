@@ -157,7 +157,7 @@ def test_measuring_redraws_one_line_in_a_terminal_and_prints_lines_elsewhere():
         def isatty(self):
             return True
 
-    event = {"words": "measuring: precision bf16, 12 of 60 s"}
+    event = {"message": "measuring: precision bf16, 12 of 60 s"}
     terminal, plain = Terminal(), io.StringIO()
     for stream in (terminal, plain):
         line = ProgressLine("tune", stream=stream)

@@ -90,7 +90,7 @@ def test_simulated_budget_is_kept_and_a_size_is_found(budget: float, step: float
         with pytest.raises(WhetError, match="no global batch could be measured"):
             chosen(bench, budget=budget)
     else:
-        assert not [point for point in chosen(bench, budget=budget).points if "timeout" in point.words]
+        assert not [point for point in chosen(bench, budget=budget).points if "timeout" in point.note]
     assert bench.now <= 1.1 * budget
 
 

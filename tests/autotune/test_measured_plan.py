@@ -138,7 +138,7 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
     told: list[str] = []
     session = a_session(a_model(), told=told)
     session.tune(Loss(session.model))
-    assert told[0].startswith("measuring what is fastest here, 6.0 s at most; this run would take about ")
+    assert told[0].startswith("measuring which plan is fastest, 6.0 s at most; this run would take about ")
     assert any("trials in" in line for line in told)
     plan = session.config.plan
     assert plan.trials
@@ -227,7 +227,7 @@ def test_plan_for_another_workload_is_rejected(tmp_path):
     plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
     with pytest.raises(UsageError, match="made for something else"), a_session(model, plan=plan, global_batch_size=8):
         pass
-    with pytest.raises(UsageError, match="has its wishes already"):
+    with pytest.raises(UsageError, match="has its overrides already"):
         a_session(model, plan=plan, overrides={"threads": 1})
     for budget in (0, -1, "much"):
         with pytest.raises(UsageError, match="budget must be above 0"):

@@ -35,14 +35,14 @@ FOUND = TuningResult(
             setting="precision",
             settings={"precision": "bf16"},
             verdict="faster",
-            words="1.31x fp32",
+            note="1.31x fp32",
             repeats=8,
             median_seconds=0.1,
             interval=(1.2, 1.4),
         ),
     ),
     spent_seconds=12.5,
-    words=("2 trials",),
+    summary=("2 trials",),
 )
 
 
@@ -57,7 +57,7 @@ def test_cached_result_is_found_with_any_order_of_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "seen",
-    [{"gain": ConfirmedGain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"words": ("2 trials", NOT_QUIET)}],
+    [{"gain": ConfirmedGain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"summary": ("2 trials", NOT_QUIET)}],
     ids=["uneven", "not quiet"],
 )
 def test_results_of_a_busy_machine_are_not_cached(seen: dict[str, Any], tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_reasons_list_the_losing_values_briefly() -> None:
             setting="micro_batch",
             settings={"micro_batch": 8},
             verdict="no gain",
-            words="micro_batch=8 was 10 % slower here (3 repeats, spread 1 %)",
+            note="micro_batch=8 was 10 % slower here (3 repeats, spread 1 %)",
             repeats=3,
             speedup=0.91,
         ),
@@ -230,13 +230,13 @@ def test_reasons_list_the_losing_values_briefly() -> None:
             setting="micro_batch",
             settings={"micro_batch": 64},
             verdict="not tried",
-            words="micro_batch=64: not tried, needs 9.1 of 5.3 GB",
+            note="micro_batch=64: not tried, needs 9.1 of 5.3 GB",
         ),
     ]
     found = measured_settings(plan, trials)
     assert found["micro_batch"].value == plan.micro_batch
     assert found["micro_batch"].reason == "8: 0.91x; 64: not tried, needs 9.1 of 5.3 GB"
-    assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].words
+    assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].note
 
 
 def test_reason_and_evidence_come_from_the_same_trial() -> None:
@@ -250,7 +250,7 @@ def test_reason_and_evidence_come_from_the_same_trial() -> None:
             setting="precision",
             settings={"precision": "bf16", "micro_batch": size},
             verdict="no gain",
-            words=f"slower at {size}",
+            note=f"slower at {size}",
             repeats=3,
             speedup=speedup,
         )

@@ -68,7 +68,7 @@ def test_cpu_is_not_tried_for_a_large_model_on_a_simulated_mac() -> None:
     found = search(plan, bench, budget_seconds=60)
     (trial,) = (t for t in found.trials if t.setting == "device")
     assert trial.verdict == "not tried"
-    assert "its arithmetic alone would take" in trial.words
+    assert "its arithmetic alone would take" in trial.note
 
 
 def regret(seed: int, noise) -> float:
@@ -184,8 +184,8 @@ def test_search_avoids_a_simulated_swap_cliff() -> None:
     assert all(true(plan_with(plan, tried)) <= limit for tried in bench.prepared), "it was stepped over"
     refused = [t for t in found.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
     assert refused
-    assert "needs" in refused[0].words
-    assert "of 5.3 GB" in refused[0].words
+    assert "needs" in refused[0].note
+    assert "of 5.3 GB" in refused[0].note
 
 
 def test_simulated_candidate_over_the_memory_limit_is_not_chosen() -> None:
@@ -268,14 +268,14 @@ def test_final_simulated_comparison_keeps_the_budget() -> None:
 def test_simulated_search_without_time_lists_what_was_skipped() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
     found = search(PLAN, bench, budget_seconds=8)
-    assert any("no time was left for" in line for line in found.words)
+    assert any("no time was left for" in line for line in found.summary)
 
 
 def test_simulated_search_does_not_list_tried_settings_as_skipped() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
     found = search(PLAN, bench, budget_seconds=24)
     assert {"precision": "bf16"} in [trial.settings for trial in found.trials]
-    (line,) = [line for line in found.words if line.startswith("no time was left for ")]
+    (line,) = [line for line in found.summary if line.startswith("no time was left for ")]
     left_out = line.removeprefix("no time was left for ").split(", ")
     assert "precision=bf16 with micro_batch=16" in left_out
     assert "precision=bf16" not in left_out
@@ -285,15 +285,15 @@ def test_slow_start_of_a_simulated_machine_is_given_as_the_reason() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
     found = search(PLAN, bench, budget_seconds=20)
     assert found.trials == ()
-    assert "starting took 18 s here" in found.words[-1]
+    assert "starting took 18 s here" in found.summary[-1]
 
 
 def test_simulated_search_without_trials_gives_a_rough_estimate() -> None:
     none = search(PLAN, SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0), budget_seconds=20)
-    assert none.words[0].startswith("nothing was compared in ")
+    assert none.summary[0].startswith("nothing was compared in ")
     assert "rough guess, not a measurement" in finish_estimate(PLAN, none)
     some = search(PLAN, SimulatedStepBench(PLAN, lambda _plan: 0.05), budget_seconds=20)
-    assert "trials in" in some.words[0]
+    assert "trials in" in some.summary[0]
     assert "guess" not in finish_estimate(PLAN, some)
 
 
@@ -308,7 +308,7 @@ def test_simulated_failure_of_the_rule_plan_ends_the_search() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
     found = search(PLAN, bench, budget_seconds=8)
     assert (found.settings, found.trials, found.measured) == ({}, (), {})
-    assert "could not be tried" in found.words[0]
+    assert "could not be tried" in found.summary[0]
 
 
 # --- bad probes ------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_simulated_winner_is_kept_if_the_final_comparison_fails() -> None:
     assert found.settings["threads"] == 1
     assert found.gain is not None
     assert 7 < found.gain.low < 9
-    assert "by its trials alone" in found.words[0]
+    assert "by its trials alone" in found.summary[0]
     assert found.measured["threads"].value == 1
     assert found.step_seconds == pytest.approx(0.05, rel=0.5)
     assert bench.alive == 0

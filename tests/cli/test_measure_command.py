@@ -70,7 +70,7 @@ def test_killed_probe_is_reported_and_the_others_continue(warm_whet: Run, tmp_pa
     assert done.returncode == 0, done.stderr
     trials = {trial["setting"]: trial for trial in json.loads(done.stdout)["trials"]}
     assert trials["threads"]["verdict"] == "failed"
-    assert "SIGABRT" in trials["threads"]["words"]
+    assert "SIGABRT" in trials["threads"]["note"]
     assert len(trials) > 1
 
 

@@ -33,7 +33,7 @@ def trial(setting: str, value: Any, verdict: str, speedup: float | None, **more:
         "setting": setting,
         "settings": {setting: value},
         "verdict": verdict,
-        "words": words,
+        "note": words,
         "median_seconds": step,
         "rival_seconds": None if step is None else 0.04,
         "speedup": speedup,

@@ -80,7 +80,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             budget = _SEARCH_SHARE * (ends_at - steps.clock())
             result = search(steps.plan, steps, budget_seconds=budget, on_progress=on_progress)
             own = result.settings
-            _log_all(result.words, log)
+            _log_all(result.summary, log)
         context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_conditions=ConditionsReader())
         sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
         # Before and after the sweeps: other load on the machine makes the numbers doubtful, and is reported.
@@ -134,7 +134,7 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
                 is_plan=point.batch == chosen.batch,
                 execution={"device": plan.device, "micro_batch": point.micro_batch},
                 outcome="measured" if rate else "failed",
-                note=point.words,
+                note=point.note,
                 samples_per_second=rate,
                 peak_bytes=point.peak_bytes,
             )

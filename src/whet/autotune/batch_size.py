@@ -255,7 +255,7 @@ class _BatchTimings:
         points = []
         for size in sorted({*self.seconds, *self.failures}):
             if size in self.failures:
-                points.append(BatchPoint(batch=size, words=self.failures[size]))
+                points.append(BatchPoint(batch=size, note=self.failures[size]))
                 continue
             rate, (micro_batch, peak) = rate_interval(size, median_interval(self.seconds[size])), self.facts[size]
             points.append(

@@ -48,7 +48,8 @@ class TuningResult(FrozenModel):
     step_seconds: NonNegativeFloat | None = None
     """The median step time under the resulting settings; None without a measured step."""
     preparation_seconds: NonNegativeFloat | None = None
-    words: tuple[str, ...] = ()
+    summary: tuple[str, ...] = ()
+    """Lines for the user."""
 
     @property
     def is_reusable(self) -> bool:
@@ -58,7 +59,7 @@ class TuningResult(FrozenModel):
         False
         """
         is_wide = self.gain is not None and self.gain.high > _MAX_INTERVAL_RATIO * self.gain.low
-        return not is_wide and NOT_QUIET not in self.words
+        return not is_wide and NOT_QUIET not in self.summary
 
     def applied_to(self, plan: Plan) -> Plan:
         """Return the plan with the measured settings, and the trials as evidence."""
@@ -89,9 +90,7 @@ def measured_settings(
         winner = _winner(name, value, trials) if reverted is None else None
         if winner is not None:
             prefix = "" if winner.setting == name else f"together with {winner.setting}: "
-            measured[name] = MeasuredSetting(
-                value=value, reason=prefix + winner.words, evidence=_evidence(winner, name)
-            )
+            measured[name] = MeasuredSetting(value=value, reason=prefix + winner.note, evidence=_evidence(winner, name))
         elif losers:
             has_won = any(trial.verdict in ("faster", "likely") for trial in losers)
             reason = reverted if reverted is not None and has_won else _why_kept(losers)
@@ -109,7 +108,7 @@ def _why_kept(losers: Sequence[TuneTrial]) -> str:
     values = dict.fromkeys(trial.settings[trial.setting] for trial in losers)
     closest = [_closest([trial for trial in losers if trial.settings[trial.setting] == value]) for value in values]
     if len(closest) == 1:
-        return closest[0].words
+        return closest[0].note
     listed = [_describe_briefly(trial) for trial in closest[:_MAX_LISTED]]
     num_more = len(closest) - len(listed)
     return "; ".join([*listed, f"and {num_more} more"] if num_more else listed)
@@ -261,7 +260,7 @@ def _describe_briefly(trial: TuneTrial) -> str:
         return f"{short}: {trial.speedup:.2f}x"
     if trial.verdict == "cut off" and trial.speedup is not None:
         return f"{short}: about {1 / trial.speedup:.0f}x slower"
-    return f"{short}: {trial.words.removeprefix(show_setting(trial.setting, value)).lstrip(' :')}"
+    return f"{short}: {trial.note.removeprefix(show_setting(trial.setting, value)).lstrip(' :')}"
 
 
 def _count(result: SpeedupEstimate) -> str:

@@ -67,8 +67,8 @@ def _search(context: SearchContext) -> TuningResult:
     try:
         base = context.prepare({}, seconds=_FIRST_SHARE * budget.seconds)
     except ProbeFailedError as error:
-        words = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
-        return TuningResult(spent_seconds=budget.spent, words=(words,))
+        note = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
+        return TuningResult(spent_seconds=budget.spent, summary=(note,))
     state = _SearchState(context=context, base=base, best=base, seen={_fingerprint(plan)})
     try:
         _climb(state)
@@ -194,18 +194,18 @@ def _confirm(state: _SearchState) -> TuningResult:
             base.prepared.close()
     except ProbeFailedError as error:
         return _unconfirmed(state, f"the final comparison failed ({error.kind}: {error.reason})")
-    verdict, words = _final_verdict(state, base, timing)
+    verdict, note = _final_verdict(state, base, timing)
     spent = context.bench.clock() - started
     state.trials.append(
-        record_trial("plan", best.settings, base, verdict, words, ready=best, timing=timing, spent=spent)
+        record_trial("plan", best.settings, base, verdict, note, ready=best, timing=timing, spent=spent)
     )
     estimate = timing.estimate
     if verdict == "faster" and estimate is not None:
         gain = ConfirmedGain(speedup=estimate.speedup, low=estimate.low, high=estimate.high, repeats=estimate.pairs)
-        return _result(state, best, reason=words, gain=gain, step_seconds=timing.candidate_seconds)
+        return _result(state, best, reason=note, gain=gain, step_seconds=timing.candidate_seconds)
     if verdict == "unclear" and all(log_ratio < 0 for log_ratio in timing.log_ratios):
         return _unconfirmed(state, "there was no time for a full final comparison")
-    return _result(state, base, reason=words, step_seconds=timing.baseline_seconds)
+    return _result(state, base, reason=note, step_seconds=timing.baseline_seconds)
 
 
 def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTiming) -> tuple[Verdict, str]:
@@ -224,16 +224,16 @@ def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
     """Accept the winner on the comparisons that it won one after the other, if nothing speaks against it."""
     won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
     if not won:
-        words = f"what was likely was not confirmed, {reason}: {_show(state.best.settings)}"
-        return _result(state, state.base, reason=words)
+        note = f"what was likely was not confirmed, {reason}: {_show(state.best.settings)}"
+        return _result(state, state.base, reason=note)
     gain = ConfirmedGain(
         speedup=math.prod(trial.speedup or 1.0 for trial in won),
         low=math.prod(trial.interval[0] for trial in won if trial.interval),
         high=math.prod(trial.interval[1] for trial in won if trial.interval),
         repeats=min((trial.repeats for trial in won), default=0),
     )
-    words = f"about {gain.speedup:.3g}x the rules by its trials alone, {reason}: {_show(state.best.settings)}"
-    return _result(state, state.best, reason=words, gain=gain)
+    note = f"about {gain.speedup:.3g}x the rules by its trials alone, {reason}: {_show(state.best.settings)}"
+    return _result(state, state.best, reason=note, gain=gain)
 
 
 def _result(
@@ -253,7 +253,7 @@ def _result(
         gain=gain,
         step_seconds=step_seconds if step_seconds is not None else _last_step_seconds(state, kept),
         preparation_seconds=kept.prepared.preparation_seconds,
-        words=tuple(_summary(state, reason)),
+        summary=tuple(_summary(state, reason)),
     )
 
 
@@ -273,7 +273,7 @@ def _summary(state: _SearchState, reason: str) -> Iterator[str]:
             f"starting took {format_seconds(recovery)} here, and as much is reserved in case a trial has to be stopped: "
             "a larger --budget, or a quieter machine, leaves time for trials"
         )
-    if any("not quiet" in trial.words for trial in state.trials):
+    if any("not quiet" in trial.note for trial in state.trials):
         yield NOT_QUIET
 
 

@@ -146,7 +146,7 @@ class TuningProgress:
 
     def as_event(self) -> dict[str, object]:
         """The fields of a progress event."""
-        return {"words": self.message, **asdict(self)}
+        return {"message": self.message, **asdict(self)}
 
 
 ProgressCallback = Callable[[TuningProgress], None]

@@ -98,9 +98,9 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
     )
     if reason is None:
         return None
-    words = f"{show_setting(candidate.setting, candidate.value)}: not tried, {reason}"
+    note = f"{show_setting(candidate.setting, candidate.value)}: not tried, {reason}"
     return TuneTrial(
-        setting=candidate.setting, settings=settings, against=best.settings, verdict="not tried", words=words
+        setting=candidate.setting, settings=settings, against=best.settings, verdict="not tried", note=note
     )
 
 
@@ -130,10 +130,10 @@ def run_trial(
     settings, name = apply_candidate(best.settings, candidate), show_setting(candidate.setting, candidate.value)
 
     def record(
-        verdict: Verdict, words: str, ready: PreparedSettings | None = None, timing: PairedTiming | None = None
+        verdict: Verdict, note: str, ready: PreparedSettings | None = None, timing: PairedTiming | None = None
     ) -> TuneTrial:
         spent = context.bench.clock() - started
-        return record_trial(candidate.setting, settings, best, verdict, words, ready=ready, timing=timing, spent=spent)
+        return record_trial(candidate.setting, settings, best, verdict, note, ready=ready, timing=timing, spent=spent)
 
     try:
         ready = context.prepare(settings, seconds=prepare_seconds)
@@ -147,8 +147,8 @@ def run_trial(
 
     is_kept = False
     try:
-        verdict, words, timing = _judge(context, best, ready, candidate, until=until)
-        trial = record(verdict, words, ready, timing)
+        verdict, note, timing = _judge(context, best, ready, candidate, until=until)
+        trial = record(verdict, note, ready, timing)
         is_kept = verdict in ("faster", "likely")
         return trial, ready if is_kept else None
     finally:
@@ -189,14 +189,14 @@ def _judge(
         return "not worth it", cost.describe(candidate.setting), timing
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:
-        verdict, words = objection
-        return verdict, f"{name}{words}", timing
+        verdict, note = objection
+        return verdict, f"{name}{note}", timing
     result = timing.estimate
     assert result is not None
-    words = describe_gain(result, show_setting(candidate.setting, best.plan.settings[candidate.setting].value))
+    note = describe_gain(result, show_setting(candidate.setting, best.plan.settings[candidate.setting].value))
     if cost.cost_seconds > _WORTH_MENTIONING.get(candidate.setting, math.inf):
-        words += f"; {cost.describe(candidate.setting)}"
-    return "likely" if is_likely else "faster", words, timing
+        note += f"; {cost.describe(candidate.setting)}"
+    return "likely" if is_likely else "faster", note, timing
 
 
 def _precision_objection(
@@ -240,7 +240,7 @@ def record_trial(
     settings: Settings,
     against: PreparedSettings,
     verdict: Verdict,
-    words: str,
+    note: str,
     *,
     ready: PreparedSettings | None = None,
     timing: PairedTiming | None = None,
@@ -253,7 +253,7 @@ def record_trial(
         settings=dict(settings),
         against=dict(against.settings),
         verdict=verdict,
-        words=words,
+        note=note,
         repeats=result.pairs if result else 0,
         median_seconds=timing.candidate_seconds if timing else None,
         rival_seconds=timing.baseline_seconds if timing else None,

@@ -136,7 +136,7 @@ def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
 
     def show(what: str, done: int, total: int | None) -> None:
         count = f" {done:,}" + (f" of {total:,} ({format_percent(done / total)})" if total else "") if done else ""
-        line("measuring", {"words": what + count})
+        line("measuring", {"message": what + count})
 
     with _progress_line(name) as line:
         yield show

@@ -139,7 +139,7 @@ def _measured_plan(
         result = search(bench.plan, bench, budget_seconds=remaining, on_progress=watch)
     if result.trials:
         cache.save(bench.about, result)
-    for line in (*(batch.lines if batch else ()), *result.words):
+    for line in (*(batch.lines if batch else ()), *result.summary):
         output.note(line)
     made = with_auto_batch(result.applied_to(bench.plan), batch)
     return made, "\n" + finish_estimate(made, result)

@@ -171,7 +171,7 @@ def _explain_auto_batch(plan: Plan) -> str:
     rows = [
         f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
         if point.samples_per_second
-        else f"  {point.batch:>7,}: {point.words}"
+        else f"  {point.batch:>7,}: {point.note}"
         for point in chosen.points
     ]
     return "\n".join(

@@ -51,7 +51,7 @@ class TuneTrial(FrozenModel):
     against: Mapping[str, Scalar] = Field(default_factory=dict)
     """The same for the plan it was compared with; empty for the rule-based plan itself."""
     verdict: Verdict
-    words: str
+    note: str
     repeats: NonNegativeInt = 0
     """Pairs of steps, each pair on the same batches."""
     median_seconds: NonNegativeFloat | None = None

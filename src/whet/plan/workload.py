@@ -26,7 +26,7 @@ class BatchPoint(FrozenModel):
     steps: NonNegativeInt = 0
     micro_batch: PositiveInt | None = None
     peak_bytes: NonNegativeInt | None = None
-    words: str = ""
+    note: str = ""
     """Why there is no number."""
 
 

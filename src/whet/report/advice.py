@@ -58,7 +58,7 @@ def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> Itera
         if trial.verdict == "faster" and trial.setting != "plan" and is_override:
             used = format_value(setting.get("value"))
             text = f"{trial.setting}={format_value(faster)} instead of {used}, which you asked for"
-            yield Advice(try_=text, measured=trial.words)
+            yield Advice(try_=text, measured=trial.note)
 
 
 def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial]) -> Iterator[Advice]:
@@ -94,7 +94,7 @@ def _unclear(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
         best = max(unclear, key=lambda trial: trial.interval[1] if trial.interval else 0.0)
         yield Advice(
             try_=f"measuring longer (`whet plan --measure --budget 120`): no clear result for {names}",
-            measured=best.words,
+            measured=best.note,
         )
 
 

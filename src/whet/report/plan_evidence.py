@@ -123,7 +123,7 @@ def _trial_evidence(trial: TuneTrial, plan: Mapping[str, Any]) -> TrialEvidence:
         label=_settings_text(trial.settings, first=trial.setting) or "the rules",
         against=_settings_text(trial.against, first=trial.setting) or "the rules",
         verdict=trial.verdict,
-        note=trial.words,
+        note=trial.note,
         chosen=all(plan_setting(plan, name).get("value") == value for name, value in trial.settings.items()),
         repeats=trial.repeats,
         speedup=trial.speedup,

@@ -98,7 +98,7 @@ def tune(
         result = search(bench.plan, bench, budget_seconds=left, on_progress=watch)
     if result.trials:
         cache.save(bench.about, result)
-    report_lines(handler, *result.words)
+    report_lines(handler, *result.summary)
     return with_auto_batch(result.applied_to(bench.plan), batch)
 
 
@@ -111,7 +111,7 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
     about = evidence_key(plan, config.model)
     known = cache.load(about)
     if known is not None:
-        report_lines(on_event, f"measured before on this machine: {known.words[0]}")
+        report_lines(on_event, f"measured before on this machine: {known.summary[0]}")
         return known.applied_to(plan)
     try:
         measured = _measure(config, loss, plan, num_steps, open_bench=open_bench)
@@ -123,7 +123,7 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
     if measured is None:
         return None
     plan, result = measured
-    report_lines(on_event, *result.words)
+    report_lines(on_event, *result.summary)
     if not result.trials:
         return None
     cache.save(about, result)
@@ -164,7 +164,7 @@ def _search_in_process(
         with open_bench() as bench:
             return search(plan, bench, budget_seconds=budget, on_progress=watch)
     except ProbeFailedError as error:
-        return TuningResult(words=(f"not measured: {error.reason}",))
+        return TuningResult(summary=(f"not measured: {error.reason}",))
 
 
 def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:

@@ -193,7 +193,7 @@ class ProgressLine:
         elif kind == "vitals":
             self._heat = fields["heat"]
         elif kind == "measuring":
-            self._draw(lambda: f"{self._name}  {fields['words']}")
+            self._draw(lambda: f"{self._name}  {fields['message']}")
         elif kind == "end":
             self._on_end(fields)
         elif (message := _message(kind, fields)) is not None:
