@@ -149,7 +149,7 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
     again.tune(loss)
     assert loss.calls == 0
     assert told[0].startswith("measured before on this machine: ")
-    assert again._request.plan.trials == plan.trials
+    assert again.config.plan.trials == plan.trials
 
     told.clear()
     other = a_session(a_model(), told=told, global_batch_size=16)
