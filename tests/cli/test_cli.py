@@ -1,4 +1,4 @@
-"""The command line as users meet it: exit codes, three-line errors, nothing half-written."""
+"""The command line: exit codes, three-line errors, output streams."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def run_from_the_future(folder: Path) -> Path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_bad_input_is_refused_in_three_lines(whet: Run, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+def test_bad_input_is_a_three_line_error(whet: Run, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.toml").write_text("lr = ")
     (tmp_path / "broken.yaml").write_text("lr: [")
@@ -101,7 +101,7 @@ def test_bad_input_is_refused_in_three_lines(whet: Run, tmp_path: Path, words: t
     assert seconds < 1.2, "refused at once: not even torch was loaded"
 
 
-def test_a_run_from_the_future_is_refused(whet: Run, tmp_path: Path) -> None:
+def test_run_of_a_newer_version_is_an_error(whet: Run, tmp_path: Path) -> None:
     path = run_from_the_future(tmp_path)
     for words in (("report", str(path)), ("plan", str(path))):
         done = whet(*words)
@@ -113,13 +113,13 @@ def test_a_run_from_the_future_is_refused(whet: Run, tmp_path: Path) -> None:
     assert "unreadable" in listed.stdout
 
 
-def test_a_missing_word_has_the_name_that_the_help_gives_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_argument_is_named_as_in_the_help(capfd: pytest.CaptureFixture[str]) -> None:
     for words, what in ((["data", "text"], "FILE|DIR is missing"), (["export", "run"], "--to FORMAT is missing")):
         assert main.run(words) == 2
         assert what in capfd.readouterr().err
 
 
-def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_value_is_reported_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
     for words, what in (
         (["generate", "run", "--max-new-tokens", "0"], "error: --max-new-tokens: input should be greater"),
         (["generate", "run", "--top-k", "1e9"], "error: --top-k: input should be a valid integer"),
@@ -130,7 +130,7 @@ def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]
         assert what in capfd.readouterr().err
 
 
-def test_a_command_leaves_the_screen_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_restores_the_output_switches(capfd: pytest.CaptureFixture[str]) -> None:
     output.rank = 1
     try:
         assert main.run(["plan", "text", "--quiet", "--debug", "--machine", "m2-air-8gb"]) == 0
@@ -146,7 +146,7 @@ def test_debug_shows_the_traceback(whet: Run) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_no_words_and_help_teach(whet: Run) -> None:
+def test_help_shows_commands_and_examples(whet: Run) -> None:
     for words in ((), ("--help",)):
         done = whet(*words)
         assert done.returncode == 0
@@ -164,41 +164,41 @@ def test_version(whet: Run) -> None:
     assert whet("--version").stdout == f"whet {__version__}\n"
 
 
-def test_the_console_script_is_the_module(whet: Run) -> None:
+def test_console_script_equals_the_module(whet: Run) -> None:
     script = Path(sys.executable).parent / "whet"
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.stdout == whet("--version").stdout
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m whet plan text --machine h200 --json | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
 
 
-def test_output_is_plain_where_there_is_no_terminal(whet: Run) -> None:
+def test_output_is_plain_without_a_terminal(whet: Run) -> None:
     done = whet("plan", "text", "--machine", "m2-air-8gb", LANG="C", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.isascii()
 
 
-def test_json_is_the_only_thing_on_standard_output(whet: Run) -> None:
+def test_stdout_has_only_json(whet: Run) -> None:
     for words in (("probe", "--json"), ("plan", "text", "--json"), ("runs", "--json")):
         done = whet(*words)
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
 
 
-def test_a_probe_can_be_planned_for(whet: Run, tmp_path: Path) -> None:
+def test_plan_reads_a_probe(whet: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(whet("probe", "--json").stdout)
     done = whet("plan", "text", "--machine", "mine.json")
     assert done.returncode == 0, done.stderr
     assert "micro_batch" in done.stdout
 
 
-def test_a_recipe_of_yours_is_planned_for(whet: Run, tmp_path: Path) -> None:
+def test_plan_reads_a_user_recipe(whet: Run, tmp_path: Path) -> None:
     assert whet("init", "mine.py").returncode == 0
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\n\nother = recipe\n")
@@ -208,13 +208,13 @@ def test_a_recipe_of_yours_is_planned_for(whet: Run, tmp_path: Path) -> None:
         assert json.loads(done.stdout)["workload"]["global_batch_size"] == 6
 
 
-def test_quiet_leaves_notes_out(whet: Run) -> None:
+def test_quiet_omits_notes(whet: Run) -> None:
     assert "no runs" in whet("runs").stderr
     assert whet("runs", "--quiet").stderr == ""
 
 
 @pytest.mark.skipif(os.name == "nt", reason="whet runs on macOS and Linux")
-def test_config_name_is_understood_as_config(whet: Run, tmp_path: Path) -> None:
+def test_config_name_is_an_alias_of_config(whet: Run, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("micro_batch = 3\n")
     done = whet("plan", "text", "--config-name", "run.toml", "--machine", "h200", "--json")
     assert json.loads(done.stdout)["settings"]["micro_batch"]["source"] == "you"

@@ -1,4 +1,4 @@
-"""Starting is quick and needs no torch."""
+"""Start-up is fast and needs no torch."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_import_takes_under_100_ms() -> None:
     assert best_seconds("-c", "import whet") - best_seconds("-c", "pass") < 0.100
 
 
-def test_torch_is_loaded_only_for_the_names_that_train() -> None:
+def test_torch_is_imported_only_for_names_that_need_it() -> None:
     code = (
         "import sys, whet; training = {'OptimizerChoice', 'Session', 'check', 'compare', 'train', 'tune'};"
         "[getattr(whet, name) for name in whet.__all__ if name not in training]; print('torch' in sys.modules);"
@@ -41,7 +41,7 @@ def test_torch_is_loaded_only_for_the_names_that_train() -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_the_broken_torch_is_in_the_way(whet: Run) -> None:
+def test_broken_torch_is_importable(whet: Run) -> None:
     """Guards the tests below: in their environment `import torch` fails."""
     done = subprocess.run(
         [sys.executable, "-c", "import torch"], env={"PYTHONPATH": str(BROKEN_TORCH)}, capture_output=True, text=True
@@ -50,7 +50,7 @@ def test_the_broken_torch_is_in_the_way(whet: Run) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
-def test_probe_and_plan_work_with_a_torch_that_raises(whet: Run, flags: tuple[str, ...]) -> None:
+def test_probe_and_plan_work_with_a_broken_torch(whet: Run, flags: tuple[str, ...]) -> None:
     probe = whet("probe", *flags, path=BROKEN_TORCH)
     assert probe.returncode == 0, probe.stderr
     assert "this torch raises on import" in probe.stdout
@@ -60,7 +60,7 @@ def test_probe_and_plan_work_with_a_torch_that_raises(whet: Run, flags: tuple[st
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
-def test_runs_and_report_work_with_a_torch_that_raises(whet: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_runs_and_report_work_with_a_broken_torch(whet: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
     from whet.run.events import EventLog
     from whet.run.folder import create_run, installed_versions
 

@@ -1,4 +1,4 @@
-"""whet train --nproc, whet export and torchrun as a user says them: real launchers, real signals, one run folder."""
+"""`whet train --nproc`, `whet export` and torchrun, with real launchers and signals."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], *, number: int) ->
         time.sleep(0.05)
 
 
-def test_under_nohup_the_launcher_outlives_its_terminal() -> None:
+def test_launcher_under_nohup_survives_its_terminal() -> None:
     """torch's launcher would listen to SIGHUP all the same, and end the training when you log out."""
     program = (
         "import os, signal\nfrom whet.distributed import launching\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -68,9 +68,7 @@ def test_under_nohup_the_launcher_outlives_its_terminal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_saves_and_torchrun_goes_on(
-    tmp_path: Path, table: Path, number: signal.Signals
-) -> None:
+def test_signal_to_the_launcher_saves_and_torchrun_resumes(tmp_path: Path, table: Path, number: signal.Signals) -> None:
     alone = start(tmp_path, MODULE, table, "--run", "alone", "--max-restarts", "0")
     first = start(tmp_path, MODULE, table, "--run", "two", "--nproc", "2")
     wait_for_steps(tmp_path / "two", first, number=4)
@@ -93,7 +91,7 @@ def test_a_signal_to_the_launcher_saves_and_torchrun_goes_on(
 
 
 @pytest.mark.slow
-def test_a_model_in_parts_is_exported_to_one_file(tmp_path: Path, report_count: Callable[[str], None]) -> None:
+def test_sharded_model_is_exported_to_one_file(tmp_path: Path, report_count: Callable[[str], None]) -> None:
     """The logits of an export of two processes that share each weight are those of one process's."""
     transformers = pytest.importorskip("transformers")
     model = write_tiny_bert(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""whet report, as one file, as Markdown, side by side; and what it refuses. The runs are simulated."""
+"""`whet report` as HTML, Markdown, text and JSON, and its errors, on simulated runs."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_one_html_file_is_written_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html_file_is_complete(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet(["report", str(runs / "a"), "--html"]) == 0
     assert "wrote a.html" in capsys.readouterr().err
     assert is_report(Path("a.html"))
@@ -94,7 +94,7 @@ def test_one_html_file_is_written_whole(runs: Path, capsys: pytest.CaptureFixtur
         (tuple(["{runs}/a"] * 13), 2),
     ],
 )
-def test_bad_input_is_refused_and_nothing_is_written(
+def test_bad_input_is_an_error_and_writes_nothing(
     runs: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int
 ) -> None:
     simulated_run(runs / "damaged", steps=60)
@@ -106,20 +106,20 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_file_that_is_no_report_stays(runs: Path) -> None:
+def test_file_that_is_not_a_report_is_kept(runs: Path) -> None:
     Path("a.html").write_text("<!doctype html>mine")
     assert whet(["report", str(runs / "a"), "--html"]) == 2
     assert Path("a.html").read_text() == "<!doctype html>mine"
 
 
-def test_a_file_of_a_run_is_never_replaced(runs: Path) -> None:
+def test_file_of_a_run_is_never_replaced(runs: Path) -> None:
     for file in (runs / "b" / "events.jsonl", runs / "b" / "plan.json"):
         before = file.read_bytes()
         assert whet(["report", str(runs / "a"), "--json", "--out", str(file)]) == 2
         assert file.read_bytes() == before
 
 
-def test_standard_output_can_be_meant_closed_or_full(
+def test_stdout_may_be_explicit_closed_or_full(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert whet(["report", str(runs / "a"), "--html", "--out", "-"]) == 0
@@ -135,7 +135,7 @@ def test_standard_output_can_be_meant_closed_or_full(
         sys.stdout.close()
 
 
-def test_runs_side_by_side_as_text_markdown_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_as_text_markdown_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [str(runs / "a"), str(runs / "b")]
     assert whet(["report", *both]) == 0
     text = capsys.readouterr().out
@@ -147,14 +147,14 @@ def test_runs_side_by_side_as_text_markdown_and_json(runs: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["labels"] == ["a", "b"]
 
 
-def test_one_run_as_text_and_json_is_as_ever(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_as_text_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet(["report", str(runs / "a")]) == 0
     assert capsys.readouterr().out.startswith("run       a: text, done at step 60 of 60")
     assert whet(["report", str(runs / "a"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(runs / "a")
 
 
-def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
+def test_text_of_the_markdown_page(tmp_path: Path) -> None:
     now = iter(range(1000, 2000))
     run = create_run(
         tmp_path / "small",
@@ -175,7 +175,7 @@ def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
     assert re.sub(r"````text\nloss by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
 
 
-def test_markdown_calls_nobody_and_fetches_nothing() -> None:
+def test_markdown_has_no_mentions_and_no_remote_content() -> None:
     nasty = "![x](http://evil.example/p.png) [l](javascript:1) <img src=x> @everyone `a` | b\n# c &lt; \x1b[2J"
     text = escape_markdown(nasty)
     assert "\n" not in text
@@ -184,7 +184,7 @@ def test_markdown_calls_nobody_and_fetches_nothing() -> None:
     assert not re.search(r"(?<!\\)[\]\[<>`|]", text), "every sign of Markdown is escaped"
 
 
-def test_all_runs_are_looked_at_before_the_first_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_runs_are_validated_before_the_first_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(run: Path) -> None:
         raise AssertionError(f"{run} was read")
 

@@ -1,4 +1,4 @@
-"""seeds=3: the same training with several seeds in one folder; it goes on after a stop, and tells mean and spread."""
+"""`seeds=3`: several seeds in one folder, resume, mean and spread."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> None:
+def test_interrupted_seeds_resume_exactly(tmp_path: Path) -> None:
     words = ("epochs=4", "seeds=3", "seed=5", "--run", "all")
     process = start(tmp_path, *words)
     second = tmp_path / "all" / "seed-6"
@@ -117,7 +117,7 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return {**found[1].tensors, "step": torch.tensor(found[0])}
 
 
-def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
+def test_two_epochs_per_session_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "line.py").write_text(RECIPE)
@@ -170,13 +170,13 @@ def test_seeds_of_different_data_have_no_mean(tmp_path: Path) -> None:
         check_same_data(tmp_path, (0, 1, 2))
 
 
-def test_seeds_that_cannot_be_meant_are_left_to_the_training() -> None:
+def test_invalid_seeds_are_reported_by_the_training() -> None:
     assert parse_seeds(("seeds=3", "seed=5"), None) == range(5, 8)
     for words in (("seeds=0",), ("seeds=10001",), ("seeds=3", "seed=-3"), ("seeds=true",)):
         assert len(parse_seeds(words, None)) == 1
 
 
-def test_an_interval_is_students() -> None:
+def test_interval_is_students_t() -> None:
     # Known from tables: the half width for n values of deviation 1 is t / sqrt(n).
     two, three = metric_spread("a", [0.0, 2**0.5]), metric_spread("a", [-1.0, 0.0, 1.0])
     assert two.high == pytest.approx(2**0.5 / 2 + 12.706 / 2**0.5)
@@ -188,7 +188,7 @@ def test_an_interval_is_students() -> None:
     assert metric_spread("a", [0.5, float("nan")]).low is None
 
 
-def test_the_interval_of_a_share_is_shown_between_0_and_1() -> None:
+def test_interval_of_a_share_is_within_0_and_1() -> None:
     metrics = (metric_spread("test_accuracy", [0.7, 0.8, 0.9]), metric_spread("test_brier", [0.0, 0.1, 0.6]))
     shown = "\n".join(render_seeds(SeedsResult(recipe="text", seeds=(1, 2, 3), done=(1, 2, 3), metrics=metrics)))
     assert "0.5516 to 1.0000" in shown

@@ -1,4 +1,4 @@
-"""Is a causal model causal? Leaks planted one by one, and how a run meets them."""
+"""Causality checks: planted leaks, explicit masks, the cache, and what a run does with the result."""
 
 import importlib
 import sys
@@ -47,7 +47,7 @@ def test_a_causal_model_is_causal(precision: str) -> None:
     assert probed(model, model.outputs, micro_of(), precision) is None
 
 
-def test_one_place_that_sees_the_next_with_one_head_in_bf16_is_found_planted() -> None:
+def test_planted_leak_of_one_position_in_one_bf16_head_is_found() -> None:
     torch.manual_seed(0)
     model = Gpt()
     with leaking_attention(torch.bfloat16):
@@ -59,7 +59,7 @@ def test_one_place_that_sees_the_next_with_one_head_in_bf16_is_found_planted() -
     assert "from position 6 on" in str(found)
 
 
-def test_a_leak_behind_weights_that_are_zero_at_the_start_is_found_planted() -> None:
+def test_planted_leak_behind_zero_initialized_weights_is_found() -> None:
     """Many models start with zeros in the output projections: nothing would move, whatever leaks."""
     torch.manual_seed(0)
     model = Gpt()
@@ -74,7 +74,7 @@ def test_a_leak_behind_weights_that_are_zero_at_the_start_is_found_planted() -> 
 
 
 @pytest.mark.parametrize("how", ["mean over places", "the last place", "the next place", "a wrapped roll"])
-def test_layers_that_mix_places_are_found_planted(how: str) -> None:
+def test_planted_layers_that_mix_positions_are_found(how: str) -> None:
     torch.manual_seed(0)
     embed, out = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
 
@@ -92,7 +92,7 @@ def test_layers_that_mix_places_are_found_planted(how: str) -> None:
     assert find_leak(lambda micro: out(embed(micro.tokens)), micro_of(4, length=40)) is None
 
 
-def test_floating_point_inputs_get_noise() -> None:
+def test_floating_point_inputs_are_perturbed_with_noise() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 3)
     micro = MicroBatch(fields={"x": torch.randn(4, 9, 3)}, ids=np.arange(4))
@@ -131,7 +131,7 @@ def test_packed_samples() -> None:
     assert found is not None
 
 
-def test_rounding_is_no_leak_and_its_size_is_said() -> None:
+def test_rounding_is_not_a_leak_and_its_size_is_reported() -> None:
     embed = nn.Embedding(VOCABULARY, 4)
 
     def outputs(m: MicroBatch) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_rounding_is_no_leak_and_its_size_is_said() -> None:
     assert f"{found.change:.1e} (at most 1e-12)" in str(found)
 
 
-def test_a_nan_that_comes_from_later_is_a_leak_planted() -> None:
+def test_planted_nan_from_a_later_position_is_a_leak() -> None:
     def outputs(m: MicroBatch) -> torch.Tensor:
         last = (m.tokens[:, -1:] == first[:, -1:]).float()
         return functional.one_hot(m.tokens, VOCABULARY) / last[..., None] * 0
@@ -155,7 +155,7 @@ def test_a_nan_that_comes_from_later_is_a_leak_planted() -> None:
     assert found.change == float("inf")
 
 
-def test_what_cannot_be_shown_is_said() -> None:
+def test_inconclusive_probes_give_their_reason() -> None:
     micro = micro_of()
     with pytest.raises(InconclusiveError, match="do not depend"):
         find_leak(lambda m: torch.ones(*m.tokens.shape, 3), micro)
@@ -174,7 +174,7 @@ def test_what_cannot_be_shown_is_said() -> None:
         find_leak(lambda m: (m.tokens,), micro)  # type: ignore[arg-type,return-value]
 
 
-def test_chosen_places() -> None:
+def test_chosen_start_positions() -> None:
     embed = nn.Embedding(VOCABULARY, 4)
 
     def the_last_place(m: MicroBatch) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_chosen_places() -> None:
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_explicit_mask_computes_the_same() -> None:
+def test_explicit_mask_gives_the_same_outputs() -> None:
     torch.manual_seed(0)
     model, micro = Gpt(), micro_of()
     expected = model.outputs(micro)
@@ -205,7 +205,7 @@ def test_an_explicit_mask_computes_the_same() -> None:
     torch.testing.assert_close(inside, layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0])
 
 
-def test_gradients_through_an_explicit_mask_are_the_same() -> None:
+def test_explicit_mask_gives_the_same_gradients() -> None:
     torch.manual_seed(0)
     model, micro, found = Gpt(), micro_of(), []
     for _ in range(2):
@@ -252,7 +252,7 @@ def value(run: Path, name: str) -> str:
     return str(open_run(run).plan["settings"][name]["value"])
 
 
-def test_on_the_cpu_a_causal_model_is_tried_and_the_training_has_the_same_bits(tmp_path: Path) -> None:
+def test_cpu_check_does_not_change_the_training(tmp_path: Path) -> None:
     models = [
         train(tmp_path / "on"),
         train(tmp_path / "off", overrides={"verify": "off"}),
@@ -266,7 +266,7 @@ def test_on_the_cpu_a_causal_model_is_tried_and_the_training_has_the_same_bits(t
             assert torch.equal(ours, theirs)
 
 
-def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Path) -> None:
+def test_passed_checks_are_cached_and_damaged_entries_ignored(tmp_path: Path) -> None:
     train(tmp_path / "first")
     train(tmp_path / "second")
     assert said(tmp_path / "second") == ["verified before: causal"]
@@ -282,9 +282,7 @@ def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Pat
     assert said(tmp_path / "damaged")[0].startswith("verified: causal")
 
 
-def test_norms_of_our_own_simulated_were_not_verified_by_a_run_with_torchs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulated_own_norms_have_their_own_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: the CPU says that it has such kernels, and the model that they are for it."""
     monkeypatch.setattr(CpuDevice, "has_own_norms", True)
     monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
@@ -295,7 +293,7 @@ def test_norms_of_our_own_simulated_were_not_verified_by_a_run_with_torchs(
     assert said(tmp_path / "again") == ["verified before: causal"]
 
 
-def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_changes_with_code_options_and_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, real = tmp_path / "written.py", cache._user_modules
     source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -348,7 +346,7 @@ def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypat
     assert key(namespace["Nowhere"](2, 3)) is None  # type: ignore[operator]
 
 
-def test_each_sitting_is_verified(tmp_path: Path) -> None:
+def test_each_session_is_checked(tmp_path: Path) -> None:
     train(tmp_path / "run", max_steps=2, overrides={"verify": "always"})
     train(tmp_path / "run", max_steps=4, overrides={"verify": "always"})
     assert len(said(tmp_path / "run")) == 2
@@ -356,7 +354,7 @@ def test_each_sitting_is_verified(tmp_path: Path) -> None:
     assert said(tmp_path / "run")[2] == "not verified: verify=off", "it may change when a run goes on"
 
 
-def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_path: Path) -> None:
+def test_simulated_leak_falls_back_to_an_explicit_mask(tmp_path: Path) -> None:
     with leaking_attention():
         cured = train(tmp_path / "run")
         assert value(tmp_path / "run", "causal_mask") == "explicit"
@@ -370,7 +368,7 @@ def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_p
         assert torch.equal(ours, theirs)
 
 
-def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_wrong_own_norms_fall_back_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: the CPU says that it has such kernels, rules take them, and with them in force the model leaks."""
     monkeypatch.setattr(CpuDevice, "has_own_norms", True)
     monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
@@ -395,13 +393,13 @@ def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, mo
     assert not is_own_kernel_on("norms")
 
 
-def test_a_leak_in_bf16_alone_keeps_the_precision_that_was_asked_for_simulated(tmp_path: Path) -> None:
+def test_simulated_bf16_leak_keeps_the_requested_precision(tmp_path: Path) -> None:
     with leaking_attention(torch.bfloat16):
         train(tmp_path / "run", overrides={"precision": "bf16"})
     assert (value(tmp_path / "run", "causal_mask"), value(tmp_path / "run", "precision")) == ("explicit", "bf16")
 
 
-def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> None:
+def test_planted_non_causal_model_trains_no_step(tmp_path: Path) -> None:
     class Mixer(Gpt):
         def forward(self, tokens):
             return super().forward(tokens) + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True)
@@ -430,7 +428,7 @@ def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_outputs_that_raise_stop_no_training(tmp_path: Path) -> None:
+def test_outputs_that_raise_do_not_stop_the_training(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Gpt()
 

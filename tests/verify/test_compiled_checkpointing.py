@@ -1,4 +1,4 @@
-"""Activations that are computed again in a model that is compiled: both at once, or one of them and a line about it."""
+"""Activation checkpointing in compiled models, together or with one of them switched off."""
 
 from functools import partial
 from pathlib import Path
@@ -113,9 +113,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("switch", ["on", "blocks"])
-def test_a_compiled_model_computes_activations_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
-) -> None:
+def test_compiled_model_recomputes_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     plain = Net()
     train(plain, tmp_path / "plain", compile="off")
     graphs, model = compiled_graphs(monkeypatch), Net()
@@ -127,9 +125,7 @@ def test_a_compiled_model_computes_activations_again(
     assert_same(plain, model)
 
 
-def test_blocks_with_batchnorm_are_computed_again_and_not_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_blocks_with_batchnorm_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, plain, model = compiled_graphs(monkeypatch), Net(nn.BatchNorm1d), Net(nn.BatchNorm1d)
     train(plain, tmp_path / "plain", compile="off", activation_checkpointing="on")
     train(model, tmp_path / "run", compile="on", activation_checkpointing="on")
@@ -141,7 +137,7 @@ def test_blocks_with_batchnorm_are_computed_again_and_not_compiled(
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_a_compiled_run_out_of_memory_simulated_goes_on_as_it_is_written(
+def test_simulated_out_of_memory_of_a_compiled_run_continues_eagerly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With BatchNorm the batch is not cut: activations are computed again, and torch cannot compile that."""
@@ -162,7 +158,7 @@ def test_a_compiled_run_out_of_memory_simulated_goes_on_as_it_is_written(
     assert_same(plain, resumed)
 
 
-def test_what_cannot_be_compiled_wins_no_measurement() -> None:
+def test_model_that_cannot_be_compiled_wins_no_measurement() -> None:
     model, training = Net(nn.BatchNorm1d), parse_training_config({"global_batch_size": 16, "epochs": 1})
     machine, conditions = current_machine()
     plan = make_plan(
@@ -179,7 +175,7 @@ def test_what_cannot_be_compiled_wins_no_measurement() -> None:
         rig.prepare({"activation_checkpointing": "on"}, seconds=60.0).close()
 
 
-def test_only_a_missing_cpp_compiler_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_missing_cpp_compiler_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no rule for this operator")
 

@@ -1,4 +1,4 @@
-"""A compiled model beside its own code: what agrees, what is noticed, and what the run does then."""
+"""Comparison of compiled and eager models: agreement, planted errors, and what the run does with the result."""
 
 import contextlib
 import gc
@@ -159,7 +159,7 @@ def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") ->
         ({"has_memory": True, "dropout": 0.1}, "compiled: 3 of 8 gradients agree with the eager model ("),
     ],
 )
-def test_a_right_model_trains_compiled_as_if_nobody_had_looked(tmp_path: Path, options: Any, words: str) -> None:
+def test_check_does_not_change_a_compiled_training(tmp_path: Path, options: Any, words: str) -> None:
     """Weights, running statistics and all draws of the run with the check are those of the run without."""
     finals = []
     for verify in ("on", "off"):
@@ -178,7 +178,7 @@ def test_a_right_model_trains_compiled_as_if_nobody_had_looked(tmp_path: Path, o
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
+def test_check_restores_the_model(dropout: float, ends: str) -> None:
     model, device, calls = made(dropout=dropout, has_memory=True), FakeDevice(), []
     model.head.bias.grad = mine = torch.ones(4)
     model.dropout.eval() if not dropout else model.head.eval()
@@ -207,7 +207,7 @@ def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
     assert mine.tolist() == [1.0] * 4
 
 
-def test_every_pass_begins_with_the_same_buffers() -> None:
+def test_every_pass_starts_from_the_same_buffers() -> None:
     """As a model that goes on from where it stood in the step before."""
 
     class Counting(nn.Module):
@@ -229,7 +229,7 @@ def test_every_pass_begins_with_the_same_buffers() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 3, 4, 5])
-def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
+def test_loss_that_counts_its_calls_agrees(every: int) -> None:
     """In some calls it does something else, compiled or not."""
     model, calls = made(), []
 
@@ -242,7 +242,7 @@ def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
     assert found.agrees, str(found)
 
 
-def test_a_draw_that_is_rare_is_not_blamed() -> None:
+def test_rare_random_draw_agrees() -> None:
     """Two passes as written may have none of it, and the compiled one some."""
 
     class Skipped(nn.Module):
@@ -260,7 +260,7 @@ def test_a_draw_that_is_rare_is_not_blamed() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
+def test_rounding_agrees(precision: str, dropout: float) -> None:
     """Half precision that is not rounded in between, as compilers do."""
     size = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-3}[precision]
     model = made(dropout=dropout, act=Planted(lambda x: x + size * torch.sin(1e4 * x.detach())))
@@ -269,7 +269,7 @@ def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
     assert found.largest > 0.0
 
 
-def test_a_loss_may_be_a_sum_with_a_weight_and_in_float64() -> None:
+def test_loss_may_be_a_weighted_sum_in_float64() -> None:
     model = made().double()
 
     def loss(micro: MicroBatch) -> tuple[Tensor, int]:
@@ -281,7 +281,7 @@ def test_a_loss_may_be_a_sum_with_a_weight_and_in_float64() -> None:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_what_float32_cannot_tell_is_no_disagreement(is_wrong: bool) -> None:
+def test_float32_rounding_of_the_model_agrees(is_wrong: bool) -> None:
     """As it is written numbers are rounded that a compiler leaves out; float64 says how much that is."""
 
     class Rounding(nn.Module):
@@ -301,7 +301,7 @@ def test_what_float32_cannot_tell_is_no_disagreement(is_wrong: bool) -> None:
 
 
 @pytest.mark.parametrize(("by", "is_judged"), [(1.25, False), (2.0, True), (torch.nan, True)])
-def test_without_memory_for_finer_numbers_only_what_is_far_off_is_wrong(
+def test_without_memory_for_higher_precision_only_large_errors_differ(
     monkeypatch: pytest.MonkeyPatch, by: float, is_judged: bool
 ) -> None:
     def no_memory(_: object) -> None:
@@ -320,9 +320,7 @@ def test_without_memory_for_finer_numbers_only_what_is_far_off_is_wrong(
 # --- a wrong one -----------------------------------------------------------------------------------------------------
 
 
-def test_an_embedding_at_wrong_places_is_found_and_the_run_trains_uncompiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_embedding_is_found_and_the_run_trains_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = made(dropout=0.1)
     train(plain, tmp_path / "plain", compile="off")
     compile_with(monkeypatch, read_from_the_first_number)
@@ -344,9 +342,7 @@ def test_an_embedding_at_wrong_places_is_found_and_the_run_trains_uncompiled(
         assert torch.equal(weights, model.state_dict()[name]), name
 
 
-def test_a_run_that_goes_on_uncompiled_is_not_bit_exact_from_there_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with another torch, whose compiler is wrong; in a run's first step nothing was otherwise before."""
     compile_with(monkeypatch, as_it_is)
     run = train(made(), tmp_path / "run")
@@ -362,7 +358,7 @@ def test_a_run_that_goes_on_uncompiled_is_not_bit_exact_from_there_on(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
+def test_wrong_embedding_is_found_for_any_seed(seed: int) -> None:
     """And a right model is not blamed, whose draws are others."""
     right, wrong = made(dropout=0.1), made(dropout=0.1)
     torch.manual_seed(seed)
@@ -377,7 +373,7 @@ def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 4])
-def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
+def test_few_samples_scatter_and_agree(num_samples: int) -> None:
     model = made(dropout=0.4)
     micro = MicroBatch(
         fields={name: column[:num_samples] for name, column in data().items()}, ids=np.arange(num_samples)
@@ -398,13 +394,13 @@ def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
     ],
     ids=["a scale", "not a number", "a gradient alone", "another sample"],
 )
-def test_a_wrong_result_is_noticed_planted(change: Any, dropout: float, words: str) -> None:
+def test_planted_wrong_result_is_found(change: Any, dropout: float, words: str) -> None:
     found = agreement(made(dropout=dropout, act=Planted(change)))
     assert not found.agrees
     assert words in str(found)
 
 
-def test_a_wrong_loss_is_noticed_planted() -> None:
+def test_planted_wrong_loss_is_found() -> None:
     model, off = made(), Planted(lambda x: x + 0.01)
 
     class Whole(nn.Module):
@@ -427,7 +423,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
     [(lambda by: 0.5 * (by - by.detach()), False), (lambda by: by.square().sqrt(), True)],
     ids=["half more", "not a number"],
 )
-def test_a_few_numbers_are_judged_where_nothing_is_drawn_planted(
+def test_planted_error_in_a_small_tensor_is_found_without_dropout(
     dropout: float, wrong: Any, is_found_behind_dropout: bool
 ) -> None:
     """Of a gradient alone: the numbers themselves are zero."""
@@ -450,7 +446,7 @@ def test_a_few_numbers_are_judged_where_nothing_is_drawn_planted(
 
 
 @pytest.mark.parametrize("error", [ValueError("not now"), torch.OutOfMemoryError("out of memory")])
-def test_a_check_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_failing_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     compile_with(monkeypatch, as_it_is)
     model, calls = made(), []
 
@@ -472,13 +468,13 @@ def test_a_check_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls[-NUM_STEPS:] == [True] * NUM_STEPS
 
 
-def test_a_loss_that_is_not_a_number_is_left_to_the_step() -> None:
+def test_nan_loss_is_left_to_the_step() -> None:
     model = made(act=Planted(lambda x: x))
     with pytest.raises(ArithmeticError, match="its loss is nan"):
         agreement(model, loss=lambda micro: loss_of(model)(micro) * torch.nan)
 
 
-def test_what_the_first_step_made_is_no_garbage_to_look_through(
+def test_objects_of_the_first_step_are_frozen_for_the_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiler keeps hundreds of thousands of objects: a pass over them at the end of each epoch took 0.15 s."""
@@ -498,7 +494,7 @@ def test_what_the_first_step_made_is_no_garbage_to_look_through(
     assert gc.get_freeze_count() == 0, "and back afterwards"
 
 
-def test_blocks_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_with(monkeypatch, as_it_is)
 
     class Block(nn.Module):
@@ -520,7 +516,7 @@ def test_blocks_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_wrong_one_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
+def test_wrong_compiled_model_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
     compile_with(monkeypatch, as_it_is)
     with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
         if not is_wrong:
@@ -559,7 +555,7 @@ class Forbidden(Reader):
 
 
 @pytest.mark.parametrize("kind", [Unfollowed, Forbidden])
-def test_where_nothing_is_compiled_nothing_is_said_to_agree(tmp_path: Path, kind: type[Reader]) -> None:
+def test_no_agreement_is_reported_without_a_compiled_graph(tmp_path: Path, kind: type[Reader]) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     run = train(kind(), tmp_path / "run", epochs=1)
@@ -569,7 +565,7 @@ def test_where_nothing_is_compiled_nothing_is_said_to_agree(tmp_path: Path, kind
     assert (plan["value"], plan["reason"]) == ("off", "torch.compile produced no graph for this model")
 
 
-def test_what_was_compiled_for_an_earlier_training_counts(tmp_path: Path) -> None:
+def test_graph_of_an_earlier_training_counts(tmp_path: Path) -> None:
     torch.compiler.reset()
     for name in ("first", "second"):
         before = num_graphs()
@@ -578,7 +574,7 @@ def test_what_was_compiled_for_an_earlier_training_counts(tmp_path: Path) -> Non
     assert num_graphs() == before, "or the second one shows nothing"
 
 
-def test_a_profiler_of_yours_stays_and_nothing_is_held_against_the_model() -> None:
+def test_user_profiler_stays_active() -> None:
     def yours(*_words: Any) -> None:
         pass
 
@@ -590,7 +586,7 @@ def test_a_profiler_of_yours_stays_and_nothing_is_held_against_the_model() -> No
         sys.setprofile(None)
 
 
-def test_what_is_not_compiled_wins_no_measurement() -> None:
+def test_model_without_a_graph_wins_no_measurement() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="produced no graph"):

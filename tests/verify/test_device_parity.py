@@ -1,4 +1,4 @@
-"""A tiny batch on a device and on the CPU: what agrees, what is noticed, and that nothing is left behind."""
+"""Comparison of a device with the CPU: agreement, planted errors, and restoring the model."""
 
 import random
 import types
@@ -100,14 +100,14 @@ def restless() -> tuple[nn.Module, FakeDevice]:
     return model, device
 
 
-def test_nothing_is_left_behind(restless) -> None:
+def test_check_restores_the_model(restless) -> None:
     model, device = restless
     before = trace_of(model, device)
     verify(model, device, isolation.preserve_model_and_rng)
     assert trace_of(model, device) == before
 
 
-def test_nothing_is_left_behind_by_a_loss_that_raises(restless) -> None:
+def test_model_is_restored_after_an_exception(restless) -> None:
     model, device = restless
     before = trace_of(model, device)
 
@@ -134,7 +134,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_faults_are_noticed(restless, name: str) -> None:
+def test_planted_faults_of_the_restore_are_found(restless, name: str) -> None:
     model, device = restless
     right, wrong, where = MUTANTS[name]
     source = Path(isolation.__file__).read_text()
@@ -179,7 +179,7 @@ def test_rounding_agrees(precision: str, is_trained: bool) -> None:
     assert f"loss and {found.num_gradients} gradients agree with the CPU" in str(found)
 
 
-def test_dropout_is_off_and_batchnorm_as_in_training() -> None:
+def test_dropout_is_off_and_batchnorm_in_training_mode() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(convnet(dropout=0.5), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(100.0)
@@ -209,7 +209,7 @@ def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGr
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_wrong_gradient_is_noticed_by_name_planted(precision: str, name: str, change: Any) -> None:
+def test_planted_wrong_gradient_is_named(precision: str, name: str, change: Any) -> None:
     torch.manual_seed(0)
     model = Gpt()
     found = agreement(model, model.loss, micro_of(), precision=precision, tamper=tampered(change))
@@ -225,7 +225,7 @@ def test_a_wrong_gradient_is_noticed_by_name_planted(precision: str, name: str, 
     assert f"the gradient of {expected} differs from the CPU's" in str(found)
 
 
-def test_a_wrong_loss_is_noticed_planted() -> None:
+def test_planted_wrong_loss_is_found() -> None:
     torch.manual_seed(0)
     model = Gpt()
     wrong = agreement(
@@ -235,7 +235,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
     assert "the loss is" in str(wrong)
 
 
-def test_what_float32_cannot_tell_is_no_disagreement() -> None:
+def test_float32_rounding_of_the_cpu_agrees() -> None:
     """A loss with cancellation: another order of the same sum is off by more than the bound, on the CPU as well."""
     weight = nn.Parameter(torch.full((1000,), 1.0))
     model = nn.ParameterList([weight])
@@ -257,7 +257,7 @@ def test_what_float32_cannot_tell_is_no_disagreement() -> None:
     assert seen.agrees, str(seen)
 
 
-def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
+def test_weighted_sums_and_sparse_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
     micro = MicroBatch(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
@@ -266,7 +266,7 @@ def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
     assert found.num_gradients == 3
 
 
-def test_the_same_bits_twice_or_how_many_differ() -> None:
+def test_repeat_difference_counts_tensors() -> None:
     torch.manual_seed(0)
     model, device = Gpt(), CpuDevice()
     with isolation.preserve_model_and_rng(model, device):

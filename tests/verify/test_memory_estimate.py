@@ -1,4 +1,4 @@
-"""Memory estimates: fake steps against real ones, against arithmetic, and what they say about known machines."""
+"""Memory estimates: fake steps against real ones and formulas, and which machines fit."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def subject(make: Callable[[], Trainable]) -> TrainableSpec:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("make", [transformer, convolutions, perceptron])
-def test_a_fake_step_is_alive_like_a_real_one(
+def test_fake_step_has_the_memory_of_a_real_one(
     make: Callable[[], Trainable], is_checkpointed: bool, precision: str
 ) -> None:
     ways = {"device": "cpu", "activation_checkpointing": is_checkpointed, "precision": precision}
@@ -77,7 +77,7 @@ def test_a_fake_step_is_alive_like_a_real_one(
 
 @pytest.mark.parametrize("make", [transformer, convolutions])
 @pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_two_sizes_tell_all_others(make: Callable[[], Trainable], device: str) -> None:
+def test_two_batch_sizes_determine_all_others(make: Callable[[], Trainable], device: str) -> None:
     from_small = estimate_memory(subject(make), device=device, sizes=(2, 24))
     for size in (3, 10):
         there = estimate_memory(subject(make), device=device, sizes=(size, size + 1)).bytes_at(size)
@@ -85,7 +85,7 @@ def test_two_sizes_tell_all_others(make: Callable[[], Trainable], device: str) -
         assert from_small.bytes_at(size) == pytest.approx(there, rel=0.03 if device == "mps" else 0.01)
 
 
-def test_a_perceptrons_peak_is_what_arithmetic_says() -> None:
+def test_peak_of_a_perceptron_equals_the_formula() -> None:
     weight = 512 * 512 * 4
     guess = estimate_memory(subject(perceptron), device="cpu")
     # With few samples at the end: all weights, gradients and the optimizer's state.
@@ -102,7 +102,7 @@ def test_a_perceptrons_peak_is_what_arithmetic_says() -> None:
     assert guess.fixed_bytes + 64 * guess.per_sample_bytes == guess.bytes_at(64)
 
 
-def test_attention_weights_are_kept_on_mps_and_not_on_cuda() -> None:
+def test_attention_weights_are_saved_on_mps_but_not_on_cuda() -> None:
     kept = {
         device: estimate_memory(subject(partial(transformer, dropout=0.0)), device=device).per_sample_bytes
         for device in ("cuda", "mps")
@@ -130,14 +130,14 @@ def test_checkpointing_and_half_precision_take_less() -> None:
     assert estimate_memory(subject(transformer), device="cuda", precision="bf16").per_sample_bytes < 0.8 * plain
 
 
-def test_cutting_the_batch_keeps_all_gradients_meanwhile() -> None:
+def test_splitting_the_batch_keeps_all_gradients() -> None:
     guess = estimate_memory(subject(perceptron), device="mps")
     gradients = 2 * 512 * 512 * 4
     assert guess.bytes_at(100_000, is_split=True) - guess.bytes_at(100_000) == pytest.approx(gradients, rel=0.5)
     assert guess.parts_at(100_000, is_split=True)["gradients"] >= gradients
 
 
-def test_a_model_larger_than_this_machines_memory_is_estimated_without_taking_any() -> None:
+def test_huge_model_is_estimated_without_memory() -> None:
     def huge() -> Trainable:
         model = nn.Sequential(*(nn.Linear(32_768, 32_768) for _ in range(8)))
         return make_trainable((model, (torch.randn(4, 32_768),)), name="huge")
@@ -148,7 +148,7 @@ def test_a_model_larger_than_this_machines_memory_is_estimated_without_taking_an
     assert psutil.Process().memory_info().rss - before < 500 * 2**20
 
 
-def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
+def test_fake_model_with_real_data() -> None:
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
 
     def micro(size: int) -> MicroBatch:
@@ -165,7 +165,7 @@ def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
     assert estimate_memory(subject(make), device="mps").bytes_at(16) > 650 * 4 * 4
 
 
-def test_an_unknown_device_is_refused() -> None:
+def test_unknown_device_is_an_error() -> None:
     with pytest.raises(UsageError, match="cannot be estimated"):
         estimate_memory(subject(perceptron), device="tpu")
 
@@ -193,7 +193,7 @@ def picks_by_a_mask(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [reads_its_loss, refuses_bad_numbers, picks_by_a_mask])
-def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes(loss) -> None:
+def test_data_dependent_step_is_estimated(loss) -> None:
     ways = {"device": "cpu", "sizes": (32, 64)}
     real = estimate_trainable(looking(loss)(), name="real", **ways)
     fake = estimate_memory(subject(looking(loss)), **ways)
@@ -201,7 +201,7 @@ def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes
 
 
 @pytest.mark.parametrize(("precision", "copies"), [("fp32", 3 * 4), ("bf16", 2 * 4 + 2)])
-def test_a_loss_over_many_words_peaks_with_these_bytes_a_logit_on_a_gpu(precision: str, copies: int) -> None:
+def test_cross_entropy_bytes_per_logit_on_a_gpu(precision: str, copies: int) -> None:
     # bf16: scores in bf16, the same in float32, and their gradient.
     def words() -> Trainable:
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -214,18 +214,18 @@ def test_a_loss_over_many_words_peaks_with_these_bytes_a_logit_on_a_gpu(precisio
     assert slope == pytest.approx(20_000 * copies, rel=0.01)
 
 
-def test_a_model_that_knows_the_size_of_its_inputs_is_estimated_at_that_size() -> None:
+def test_model_with_a_fixed_batch_size_is_estimated_at_that_size() -> None:
     fixed = looking(lambda model, x: model(x.view(8, 8, 256)).square().mean())
     assert estimate_memory(subject(fixed), device="mps").bytes_at(64) > 64 * 256 * 4
 
 
-def test_a_step_that_looks_at_too_many_numbers_is_refused_in_three_lines() -> None:
+def test_step_with_too_many_reads_is_a_three_line_error() -> None:
     large = looking(lambda model, x: model(x)[x > 0].mean(), (2**17, 256))
     with pytest.raises(WhetError, match="depends on data"):
         estimate_memory(subject(large), device="cuda")
 
 
-def test_a_recurrent_layer_keeps_one_reserve_on_a_gpu() -> None:
+def test_recurrent_layer_has_one_reserve_on_a_gpu() -> None:
     def recurrent() -> Trainable:
         model = nn.LSTM(32, 32, 4, batch_first=True)
         return make_trainable((model, (torch.randn(8, 50, 32),), lambda m, x: m(x)[0].sum()), name="recurrent")
@@ -244,7 +244,7 @@ def deep(size: int = 64) -> Trainable:
     return make_trainable((model, (tokens, tokens.clone()), classify), name="deep")
 
 
-def test_the_largest_cut_that_fits_is_named() -> None:
+def test_largest_micro_batch_that_fits_is_reported() -> None:
     (fit,) = fit_machines(subject(partial(deep, 256)), [load_machine("m2-air-8gb")])
     assert fit.limit_bytes is not None
     assert fit.micro_batch is not None
@@ -257,7 +257,7 @@ def test_the_largest_cut_that_fits_is_named() -> None:
     assert fit.summary.endswith(" of 5.3 GB")
 
 
-def test_what_does_not_fit_says_what_would_help() -> None:
+def test_model_that_does_not_fit_gets_a_suggestion() -> None:
     def wide() -> Trainable:
         layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(12))
         model = nn.Sequential(nn.Embedding(1000, 512), *layers, nn.Linear(512, 1000))
@@ -271,20 +271,20 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     assert fit.summary.endswith(f"; with activation_checkpointing=on {fit.micro_batch_checkpointed} fit")
 
 
-def test_a_batch_with_batchnorm_is_not_cut() -> None:
+def test_batch_with_batchnorm_is_not_split() -> None:
     (fit,) = fit_machines(subject(convolutions), [load_machine("m2-air-8gb")], global_batch_size=1_000_000)
     assert (fit.micro_batch, fit.least) == (None, 1_000_000)
     assert "the 1000000 samples that cannot be split need" in fit.summary
 
 
-def test_all_known_machines_answer() -> None:
+def test_all_known_machines_have_a_result() -> None:
     found = fit_machines(subject(transformer))
     assert len(found) >= 6
     assert all(fit.micro_batch == 4 for fit in found)
     assert {fit.device for fit in found} == {"cuda", "mps", "cpu"}
 
 
-def test_unknown_memory_is_said() -> None:
+def test_unknown_memory_is_reported() -> None:
     fit = MachineFit(
         machine="x",
         memory_bytes=None,

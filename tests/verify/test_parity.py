@@ -1,4 +1,4 @@
-"""What agrees is said to agree, what is wrong is named, and nothing is left behind."""
+"""`whet compare`: agreement, planted wrong kernels, determinism, precision, reproducers, options."""
 
 import copy
 import json
@@ -89,7 +89,7 @@ class Functional(nn.Module):
     ],
     ids=["tokens", "conv", "norm", "dropout"],
 )
-def test_sound_models_agree(spec: TrainableSpec) -> None:
+def test_correct_models_agree(spec: TrainableSpec) -> None:
     found = compare_devices(spec, devices=["cpu"], steps=5)
     assert found.agrees, found
     assert found.reference == "cpu float64"
@@ -100,7 +100,7 @@ def test_sound_models_agree(spec: TrainableSpec) -> None:
     assert found.located is None
 
 
-def test_dropout_is_off_in_all_its_disguises_and_back_afterwards() -> None:
+def test_all_kinds_of_dropout_are_disabled_and_restored() -> None:
     model, x = nn.Sequential(Functional(), nn.Dropout(0.5), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
 
     def drawn(seed: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ class StochasticDepth(nn.Module):
         return x * torch.rand(()).round() if self.training else x
 
 
-def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
+def test_eval_mode_disables_draws_but_not_batchnorm_training() -> None:
     model, x = nn.Sequential(Functional(), StochasticDepth(), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
     before = torch.get_rng_state()
     with disable_dropout(model, use_eval_mode=True):
@@ -134,7 +134,7 @@ def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
     assert not torch.equal(torch.get_rng_state(), before), "only quiet modules draw nothing"
 
 
-def test_a_model_at_hand_stays_as_it_is() -> None:
+def test_given_model_is_not_changed() -> None:
     model = norm_net().eval()
     model[0].weight.grad = torch.ones(8, 6)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -148,7 +148,7 @@ def test_a_model_at_hand_stays_as_it_is() -> None:
     assert random.getstate() == drawn[1]
 
 
-def test_a_model_that_does_not_run_in_float64_says_so() -> None:
+def test_model_without_float64_support_gets_a_note() -> None:
     class Narrow(nn.Linear):
         def forward(self, x):
             return f.linear(x, self.weight.float() * 1) + torch.mm(x, torch.ones(3, 3))
@@ -186,7 +186,7 @@ def test_complex_buffers_stay_complex_in_float64() -> None:
         ("clamp_min_", "aten::clamp_min_", "", "forward"),
     ],
 )
-def test_a_wrong_kernel_is_named_and_shown_by_a_program(
+def test_wrong_kernel_is_named_and_reproduced(
     warm_python: WarmPython, tmp_path: Path, operator: str, named: str, module: str, phase: str
 ) -> None:
     program = tmp_path / "shown.py"
@@ -247,7 +247,7 @@ class SlyGradient(nn.Linear):
 
 
 @pytest.mark.parametrize(("kind", "phase"), [(Sly, "forward"), (SlyGradient, "backward")])
-def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], phase: str) -> None:
+def test_module_is_named_if_no_operator_is_wrong(kind: type[nn.Linear], phase: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), kind(4, 4)), nn.Linear(4, 2))
     bench = ReplicaFactory(model_spec(model, (torch.randn(6, 4),)))
     rows = compare_training(bench, Elsewhere(), steps=2).rows
@@ -258,12 +258,12 @@ def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], p
     assert (found.culprit.operator, found.culprit.module, found.culprit.phase) == (None, "1.1", phase)
 
 
-def test_no_module_of_a_sound_model_is_blamed() -> None:
+def test_no_module_of_a_correct_model_is_wrong() -> None:
     for model, x in ((norm_net(), torch.randn(16, 6)), (Functional(), torch.randn(3, 5, 8))):
         assert first_wrong_module(ReplicaFactory(model_spec(model, (x,))), Elsewhere()) is None
 
 
-def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Path) -> None:
+def test_nondeterministic_model_is_found(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import itertools, torch\n"
         "from torch import nn\n"
@@ -280,7 +280,7 @@ def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Pa
     assert done.stdout.count("DIFFERS") == 1, "by rounding only, so nothing else does"
 
 
-def test_what_draws_is_told() -> None:
+def test_random_operators_are_listed() -> None:
     class Noisy(nn.Linear):
         def forward(self, x):
             return super().forward(x) + torch.rand_like(x)
@@ -292,7 +292,7 @@ def test_what_draws_is_told() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_formula_for_attention_is_that_of_autograd(is_causal: bool, has_bias: bool) -> None:
+def test_attention_formula_agrees_with_autograd(is_causal: bool, has_bias: bool) -> None:
     """CUDA's kernel has none on the CPU; the formula stands in for it."""
     q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 3, 6, 6, dtype=torch.float64) if has_bias else None
@@ -315,7 +315,7 @@ def test_the_formula_for_attention_is_that_of_autograd(is_causal: bool, has_bias
                 torch.testing.assert_close(ours, theirs)
 
 
-def test_the_measure_of_agreement() -> None:
+def test_relative_errors() -> None:
     one = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([0.0])}
     noisy = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-9])}
     assert relative_errors(noisy, one) == {"a": 0.0, "zero": pytest.approx(5e-8)}
@@ -333,7 +333,7 @@ def micro_of(x: torch.Tensor) -> MicroBatch:
     return MicroBatch(fields={"x": x}, ids=np.arange(len(x)))
 
 
-def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
+def test_bf16_agrees_and_the_model_is_restored() -> None:
     torch.manual_seed(0)
     model = norm_net().eval()
     for parameter in model.parameters():
@@ -357,7 +357,7 @@ def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
 
 
-def test_bf16_is_refused_where_it_cancels() -> None:
+def test_bf16_differs_after_cancellation() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     nn.init.constant_(model.bias, 1000.0)
@@ -392,7 +392,7 @@ def layouts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", list(layouts()))
-def test_a_program_keeps_how_a_tensor_lay_in_memory(name: str) -> None:
+def test_reproducer_keeps_memory_layouts(name: str) -> None:
     tensor = layouts()[name]
     was = TensorLayout(size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
     flat, layout = _memory(tensor.clone(), was)
@@ -425,7 +425,7 @@ def test_overlapping_memory_becomes_contiguous() -> None:
         (["--out", "weights.py"], "the reproducer's data would replace a file"),
     ],
 )
-def test_bad_words_are_refused_in_three_lines(
+def test_bad_options_are_three_line_errors(
     words: list[str], what: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whet.cli.main import run
@@ -440,7 +440,7 @@ def test_bad_words_are_refused_in_three_lines(
     assert len(error.strip().splitlines()) == 3
 
 
-def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
+def test_invalid_models_are_errors(warm_whet: Run, tmp_path: Path) -> None:
     done = warm_whet("compare", "nothing.py")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
     with pytest.raises(UsageError, match="nothing to train"):
@@ -450,7 +450,7 @@ def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
         compare_devices(uneven, devices=["cpu"], size=1)
 
 
-def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
+def test_only_reproducers_are_overwritten(tmp_path: Path) -> None:
     ours = tmp_path / "ours.py"
     ours.write_text(f'"""{MARKER}"""\n')
     found = compare_devices(model_spec(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
@@ -458,6 +458,6 @@ def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
     assert ours.read_text() == f'"""{MARKER}"""\n', "nothing is written where nothing is wrong"
 
 
-def test_infinities_are_printed_as_json() -> None:
+def test_infinities_are_valid_json() -> None:
     row = ParityRow(what="loss", error=math.inf, bound=1.0)
     assert json.loads(json.dumps(row.as_json(), allow_nan=False))["error"] == "inf"

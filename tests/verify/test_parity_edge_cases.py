@@ -1,4 +1,4 @@
-"""whet compare with models of unlucky users: no false alarm, no damage, a refusal in words."""
+"""`whet compare` with unusual models."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class _Writes(nn.Linear):
         return super().forward(x)
 
 
-def test_a_model_that_writes_to_its_inputs_gets_fresh_ones_in_each_step() -> None:
+def test_model_that_writes_to_its_inputs_gets_fresh_ones() -> None:
     x = torch.randn(4, 4)
     before = x.clone()
     found = whet.compare(_Writes(4, 4), (x,), devices=["cpu"], steps=5)
@@ -30,12 +30,12 @@ def test_a_model_that_writes_to_its_inputs_gets_fresh_ones_in_each_step() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_cpu_alone_has_nothing_to_compare_other_formats_with(dtype: torch.dtype) -> None:
+def test_half_precision_model_needs_another_device(dtype: torch.dtype) -> None:
     with pytest.raises(UsageError, match="on the CPU alone"):
         whet.compare(nn.Linear(4, 4).to(dtype), (torch.randn(4, 4, dtype=dtype),), devices=["cpu"])
 
 
-def test_a_model_that_a_file_keeps_is_copied(tmp_path: Path) -> None:
+def test_module_level_model_is_copied(tmp_path: Path) -> None:
     file = tmp_path / "kept.py"
     file.write_text(
         "import torch\nNET = torch.nn.Linear(4, 4)\nX = torch.randn(4, 4)\ndef model():\n"
@@ -44,7 +44,7 @@ def test_a_model_that_a_file_keeps_is_copied(tmp_path: Path) -> None:
     assert compare_devices(load_spec(str(file)), devices=["cpu"], steps=3).agrees
 
 
-def test_a_folder_is_no_program(tmp_path: Path) -> None:
+def test_folder_is_not_a_reproducer_path(tmp_path: Path) -> None:
     folder = tmp_path / "folder.py"
     folder.mkdir()
     with pytest.raises(UsageError, match="cannot be written there"):

@@ -1,4 +1,4 @@
-"""whet check finds what was planted, on its line, and reports nothing where nothing is wrong."""
+"""`whet check` finds planted flaws on their lines and reports nothing for correct models."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def matters(found: PreflightResult) -> set[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_was_planted_is_found_on_its_line(name: str) -> None:
+def test_planted_flaws_are_found_on_their_lines(name: str) -> None:
     found = checked(name)
     kind, line = marked(name)
     told = [finding for finding in found.findings if finding.id == kind]
@@ -75,7 +75,7 @@ def test_what_was_planted_is_found_on_its_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_nothing_else_is_told(name: str) -> None:
+def test_flawed_models_have_no_other_findings(name: str) -> None:
     also = {
         # It is there twice: as the weight is, and as the convolution meets it.
         "strided_conv_weight": {"known-fault/conv-weights"},
@@ -93,37 +93,37 @@ def test_other_devices_do_not_have_the_limits_of_mps(name: str, device: str) -> 
 
 
 @pytest.mark.parametrize("name", ["item_in_the_loop", "dynamic_shapes", "host_only"])
-def test_waits_concern_gpus_alone(name: str) -> None:
+def test_host_syncs_are_reported_for_gpus_only(name: str) -> None:
     assert marked(name) in matters(checked(name, device="cuda", machine=None))
     assert not checked(name, device="cpu", machine=None).findings
 
 
-def test_a_wait_is_counted_for_each_step() -> None:
+def test_host_syncs_are_counted_per_step() -> None:
     [finding] = checked("item_in_the_loop").findings
     assert finding.count == 4
 
 
-def test_state_of_another_format_is_seen_in_the_second_update() -> None:
+def test_optimizer_state_of_another_dtype_is_found() -> None:
     [finding] = [finding for finding in checked("changing_dtype").findings if finding.id == "mixed-dtypes"]
     assert finding.severity == "error"
     assert finding.during == "the optimizer's step"
 
 
-def test_what_the_backward_pass_lacks_names_the_line_of_the_forward_pass() -> None:
+def test_missing_backward_operator_names_the_forward_line() -> None:
     backward = [finding for finding in checked("ctc").findings if "backward" in finding.what]
     assert [(finding.place.line, finding.place.is_backward) for finding in backward if finding.place] == [
         (marked("ctc")[1], True)
     ]
 
 
-def test_a_buffer_is_too_large_for_the_small_machine_only() -> None:
+def test_buffer_limit_depends_on_the_machine() -> None:
     assert checked("five_gigabytes").findings
     assert not checked("five_gigabytes", machine="m3-max-64gb").findings
     [finding] = checked("five_gigabytes").findings
     assert "assumed to be three quarters" in finding.what
 
 
-def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine() -> None:
+def test_recipe_is_traced_with_the_planned_micro_batch() -> None:
     words = ["global_batch_size=4096"]
     anywhere, there = (check("text", words, device="mps", machine=machine) for machine in (None, "m2-air-8gb"))
     assert anywhere.num_samples == 4096
@@ -134,7 +134,7 @@ def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine
     assert f"micro-batch {planned}" in "\n".join(render_text(there))
 
 
-def test_a_large_head_is_told_with_a_way_out() -> None:
+def test_large_output_head_gets_a_suggestion() -> None:
     def large_head() -> tuple[object, ...]:
         return torch.nn.Linear(8, 40_000), (torch.randn(4, 8, requires_grad=True),)
 
@@ -144,7 +144,7 @@ def test_a_large_head_is_told_with_a_way_out() -> None:
     assert all(way in finding.try_ for way in ("in chunks", "torch after 2.13", "--device cpu"))
 
 
-def test_attention_on_mps_is_traced_by_its_formula() -> None:
+def test_attention_on_mps_is_decomposed() -> None:
     def long_attention() -> tuple[object, ...]:
         class Attention(flawed_models.Net):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_attention_on_mps_is_traced_by_its_formula() -> None:
     assert not check(long_attention, machine="h200").findings
 
 
-def test_real_samples_help_where_fake_ones_cannot_go_on() -> None:
+def test_data_dependent_model_is_traced_with_real_samples() -> None:
     found = checked("decides_by_value")
     assert not found.is_fake
     assert found.num_samples == 2
@@ -167,7 +167,7 @@ def test_real_samples_help_where_fake_ones_cannot_go_on() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "convnet", "lstm"])
 @pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
-def test_nothing_is_told_of_sound_models(name: str, device: str) -> None:
+def test_correct_models_have_no_findings(name: str, device: str) -> None:
     machine = {"mps": "m2-air-8gb", "cuda": "h200", "cpu": "linux-2core"}[device]
     found = check(getattr(sound_models, name), device=device, machine=machine)
     assert found.findings == (), render_text(found)
@@ -175,7 +175,7 @@ def test_nothing_is_told_of_sound_models(name: str, device: str) -> None:
     assert found.num_operators > 100
 
 
-def test_a_large_model_is_traced_without_memory() -> None:
+def test_large_model_is_traced_without_memory() -> None:
     found = check(sound_models.gpt_350m, machine="m3-max-64gb")
     assert found.num_parameters > 350_000_000
     assert found.is_fake
@@ -191,14 +191,14 @@ def test_a_causal_model_is_causal() -> None:
     assert check(sound_models.causal_gpt).is_causal is None
 
 
-def test_torchs_generator_is_left_alone() -> None:
+def test_torch_generator_is_restored() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     checked("decides_by_value")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_error_of_a_model_that_does_not_run_is_its_own() -> None:
+def test_exception_of_the_model_is_raised() -> None:
     def broken() -> tuple[object, ...]:
         return torch.nn.Linear(8, 8), (torch.randn(4, 9),)
 
@@ -206,7 +206,7 @@ def test_the_error_of_a_model_that_does_not_run_is_its_own() -> None:
         check(broken)
 
 
-def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> None:
+def test_command_prints_every_format(warm_whet: Run, tmp_path: Path) -> None:
     word, machine = f"{FLAWED}:ctc", ("--machine", "m2-air-8gb")
     text = warm_whet("check", word, *machine)
     assert text.returncode == 1
@@ -226,14 +226,14 @@ def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_warnings_fail_only_when_asked(warm_whet: Run) -> None:
+def test_warnings_fail_only_with_strict(warm_whet: Run) -> None:
     word = f"{FLAWED}:item_in_the_loop"
     assert warm_whet("check", word).returncode == 0
     assert warm_whet("check", word, "--strict").returncode == 1
     assert warm_whet("check", word, "--for", "cpu", "--strict").returncode == 0
 
 
-def test_forms_are_escaped() -> None:
+def test_formats_are_escaped() -> None:
     found = checked("item_in_the_loop")
     odd = found.findings[0].model_copy(update={"what": "100 %\nof it"})
     other = found.model_copy(update={"findings": (odd,)})
@@ -241,7 +241,7 @@ def test_forms_are_escaped() -> None:
     assert render_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
 
 
-def test_every_sarif_result_has_a_place() -> None:
+def test_every_sarif_result_has_a_location() -> None:
     found = checked("item_in_the_loop")
     homeless = found.findings[0].model_copy(update={"place": None, "during": "the step"})
     (result,) = render_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
@@ -250,7 +250,7 @@ def test_every_sarif_result_has_a_place() -> None:
     assert place["region"]["startLine"] > 0
 
 
-def test_what_makes_no_sense_is_refused(warm_whet: Run) -> None:
+def test_contradictory_options_are_errors(warm_whet: Run) -> None:
     done = warm_whet("check", "text", "--for", "mps", "--machine", "h200")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
     with pytest.raises(UsageError, match="does not return the outputs of its model"):
@@ -260,13 +260,13 @@ def test_what_makes_no_sense_is_refused(warm_whet: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_text_recipe_is_sound(warm_whet: Run) -> None:
+def test_text_recipe_has_no_findings(warm_whet: Run) -> None:
     done = warm_whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
     assert done.returncode == 0, done.stdout
     assert "found     nothing" in done.stdout
 
 
-def test_a_factory_of_any_name_may_give_a_recipe(warm_whet: Run, tmp_path: Path) -> None:
+def test_factory_of_any_name_may_return_a_recipe(warm_whet: Run, tmp_path: Path) -> None:
     assert warm_whet("init", "mine.py").returncode == 0
     source = (tmp_path / "mine.py").read_text()
     (tmp_path / "mine.py").write_text(source + "\n\ndef another_name():\n    return recipe()\n")
@@ -275,7 +275,7 @@ def test_a_factory_of_any_name_may_give_a_recipe(warm_whet: Run, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(warm_whet: Run) -> None:
+def test_commands_of_the_docs_page_run(warm_whet: Run) -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     commands = re.findall(r"^\$ whet (.*?)(?:\s+# exit code (\d))?$", page, re.MULTILINE)
     assert len(commands) > 4

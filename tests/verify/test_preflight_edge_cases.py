@@ -1,4 +1,4 @@
-"""whet check with models of unlucky users: kept, endless, loud, lazy, nested; each is answered or refused in words."""
+"""`whet check` with unusual models: shared, endless, printing, lazy, nested."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from whet.verify.preflight.render import render_sarif
 pytestmark = pytest.mark.torch
 
 
-def test_a_model_that_the_factory_keeps_is_left_as_it_was() -> None:
+def test_shared_model_is_not_changed() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LSTM(4, 4)).eval()
     x = torch.randn(8, 4)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -37,13 +37,13 @@ class _Waits(torch.nn.Linear):
         return y
 
 
-def test_a_loop_that_waits_for_a_number_ends() -> None:
+def test_endless_loop_over_values_ends() -> None:
     found = check(lambda: (_Waits(4, 4), (torch.randn(2, 4),)), device="mps")
     assert not found.is_fake
     assert {finding.id for finding in found.findings} == {"wait-for-device"}
 
 
-def test_nested_inputs_with_words_and_numbers_are_given_as_they_are() -> None:
+def test_nested_inputs_keep_strings_and_numbers() -> None:
     class Nested(torch.nn.Linear):
         def forward(self, given: dict[str, object], how: str, scale: float) -> torch.Tensor:  # type: ignore[override]
             assert (how, scale) == ("sum", 2.0)
@@ -63,17 +63,17 @@ def test_nested_inputs_with_words_and_numbers_are_given_as_they_are() -> None:
         ((torch.nn.Linear(2, 2), (torch.randn(2, 2),), 5), "loss is not callable"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_words(made: tuple[object, ...], words: str) -> None:
+def test_untrainable_models_are_errors(made: tuple[object, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         check(lambda: made)
 
 
-def test_batch_norm_with_one_sample_is_not_saved_by_a_second_one() -> None:
+def test_batch_norm_with_one_sample_raises() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         check(lambda: (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), (torch.randn(1, 2),)))
 
 
-def test_complex_weights_have_an_optimizer() -> None:
+def test_complex_weights_are_traced() -> None:
     class Complex(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,7 +85,7 @@ def test_complex_weights_have_an_optimizer() -> None:
     assert not check(lambda: (Complex(), (torch.randn(2, 2),)), device="cuda").findings
 
 
-def test_labels_are_the_losss_where_a_causal_model_does_not_take_them() -> None:
+def test_labels_are_passed_to_the_loss_only() -> None:
     def made() -> tuple[object, ...]:
         net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
         tokens, labels = torch.randint(0, 9, (2, 2, 8))
@@ -116,7 +116,7 @@ def ends():
 """
 
 
-def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -> None:
+def test_prints_exits_and_odd_names_are_handled(warm_whet: Run, tmp_path: Path) -> None:
     file = tmp_path / "my model, 5% #1.py"
     file.write_text(_LOUD)
     assert json.loads(warm_whet("check", str(file), "--json").stdout)["findings"]
@@ -142,7 +142,7 @@ def wrong():
 
 
 @pytest.mark.slow
-def test_torchs_own_logs_of_a_trace_are_not_shown(warm_whet: Run, tmp_path: Path) -> None:
+def test_torch_logs_of_a_trace_are_hidden(warm_whet: Run, tmp_path: Path) -> None:
     file = tmp_path / "noisy.py"
     file.write_text(_NOISY)
     compiled = warm_whet("check", f"{file}:compiled")
@@ -154,7 +154,7 @@ def test_torchs_own_logs_of_a_trace_are_not_shown(warm_whet: Run, tmp_path: Path
     assert len(wrong.stderr.splitlines()) == 3
 
 
-def test_a_scripted_model_and_nested_tensors_are_no_error() -> None:
+def test_scripted_models_and_nested_tensors_are_traced() -> None:
     def nested() -> tuple[object, ...]:
         ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
         return torch.nn.Linear(4, 4), (ragged,), lambda net, x: net(x).values().sum()
