@@ -1,1 +1,1 @@
-"""Checkpoints: everything an exact resume needs, as safetensors and JSON, published whole or not at all."""
+"""Checkpoints: the complete state of a run as safetensors and JSON, written atomically and verified when read."""

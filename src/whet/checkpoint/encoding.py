@@ -121,6 +121,7 @@ class FileLayout:
             for name, p in self.slots.items()
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Padding aligns the first tensor to 8 bytes.
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
             got = f"{len(entries):,} tensors, {len(text):,} bytes of names"
@@ -191,6 +192,7 @@ def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Te
     if len(header) > MAX_TENSORS:
         raise ValueError(f"{len(header):,} tensors")
     if is_foreign:
+        # Other writers may list tensors in any order; offsets must still be gapless.
         header = dict(sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])))
     tensors: dict[str, Tensor] = {}
     end = 0

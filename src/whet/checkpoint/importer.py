@@ -197,6 +197,7 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
 
 def _open_regular(path: Path) -> BufferedReader:
     try:
+        # Opened once and inspected by descriptor, so that the file cannot be exchanged in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError("the file cannot be read", got=f"{path}: {error.strerror}", try_="check the path") from None

@@ -131,6 +131,7 @@ class CheckpointManifest(FrozenModel):
 def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
     """Decode the manifest of the folder `path` and validate every field."""
     try:
+        # Canonical JSON only: a manifest with another encoding was not written by whet.
         fields = encoding.load_json(data)
         expected = fields.pop("sha256", None)
         if expected != _digest(fields):
@@ -179,6 +180,7 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
     for name, tensor in manifest.tensors.items():
         _check_role(name, tensor.role)
         _check_file(name, tensor.file, manifest)
+    # Each format has exactly one kind of tensors.
     if bool(manifest.sharded) != (manifest.format_version == SHARDED_VERSION):
         raise ValueError(f"format {manifest.format_version} with {len(manifest.sharded):,} sharded tensors")
     for name, sharded in manifest.sharded.items():

@@ -113,6 +113,7 @@ def _save_as_leader(
     def fill(draft: Path) -> None:
         nonlocal num_bytes
         _post(exchange, f"{turn}/draft", _ExchangeMessage(draft=draft.name))
+        # While the others write theirs.
         own = write_shard(draft, snapshot.tensors, snapshot.rows, rank=0)
         others = (_receive_shard(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size))
         try:
@@ -125,6 +126,7 @@ def _save_as_leader(
         store.publish_checkpoint(folder, step=step, fill=fill)
     except BaseException as error:
         failed = _ExchangeMessage(failure=WriteFailure.of(error, rank=0))
+        # Both, since followers may wait for either.
         for name in ("draft", "done"):
             _post(exchange, f"{turn}/{name}", failed)
         raise

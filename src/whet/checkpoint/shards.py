@@ -136,6 +136,7 @@ def read_rows(
         if asked is not None:
             rows[name] = asked
         for piece in tensor.pieces:
+            # Pieces that overlap the wanted rows; ranks may have changed in number.
             if piece.start < part.stop and part.start < piece.stop:
                 parts[piece.file].append((name, piece, part))
     for file_name, needed in parts.items():
@@ -170,6 +171,7 @@ def _read_pieces(
     with open_verified(path, expected=expected) as file:
         if read_exactly(file, len(header), path=path) != header:
             raise ValueError(f"{path.name} has another header than the manifest implies")
+        # In the order of the file, so that the disk reads forward.
         for name, piece, part in sorted(needed, key=lambda item: layout.slots[item[0]].start):
             slot = layout.slots[name]
             file.seek(len(header) + slot.start)

@@ -64,6 +64,7 @@ def take_snapshot(
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
     rng, rng_facts = capture_rng(device)
     tensors |= optimizer_tensors | rng
+    # Read before the tensors are replaced by their local parts.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
@@ -102,6 +103,7 @@ def restore_snapshot(
 ) -> dict[str, Any]:
     """Restore everything, and return the caller's own part."""
     try:
+        # Only trained parameters must be finite; buffers and masks may hold Inf.
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
         restore_model(snapshot, model)
@@ -239,6 +241,7 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                 "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
             )
         for key, value in saved["values"].items():
+            # The current plan selects kernels; it may differ from the plan that saved.
             if key in _EXECUTION_KEYS:
                 continue
             if isinstance(group.get(key), Tensor):

@@ -77,6 +77,7 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
 
     `shards` are the files that ranks have already written to the draft.
     """
+    # Sharded tensors are already in the files of their ranks.
     whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
     written = {
         TENSORS: durable.write_draft(draft / TENSORS, data=encode_tensors(whole)),
@@ -93,6 +94,7 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
         info=snapshot.info,
         sharded=sharded,
     ).to_bytes()
+    # Written last: a folder without a valid manifest is not a checkpoint.
     durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
     return sum(file.size for file in files.values()) + len(manifest)
 
@@ -163,8 +165,10 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
 
     `wanted` selects the rows of each tensor that this rank needs; all by default.
     """
+    # Cheap checks first: a truncated file is found without reading the others.
     manifest = check_sizes(path)
     try:
+        # Shards are read piece by piece below.
         shared = shard_files(manifest)
         data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in shared}
         facts = encoding.load_json(data.pop(FACTS))

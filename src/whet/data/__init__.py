@@ -1,1 +1,1 @@
-"""Which samples a step sees, in which order, cut how, and how they reach the device."""
+"""Data: sources of global batches, their order, their split into micro-batches, and worker processes."""

@@ -148,6 +148,7 @@ class TensorSource(AbstractSource):
         share: RankShare | None = None,
     ) -> None:
         self.num_samples: int = len(next(iter(columns.values())))
+        # Hashed on the host, before the columns move to the device.
         self._fingerprint = _hash_columns(columns, self.num_samples)
         if is_resident:
             columns = {name: map_field(name, column, device.put) for name, column in columns.items()}
@@ -249,9 +250,11 @@ class MapStyleSource(AbstractSource):
 
     def _hash_samples(self, ids: list[int]) -> str | None:
         if self._loading.workers:
+            # In a worker, since reading may open files that workers must not inherit.
             digests = self._make_workers(1).sample_digests(ids)
         else:
             digests = [sample_digest(self._read((0, number))) for number in (*ids, ids[0])]
+        # The first sample is read twice: data with its own randomness cannot be identified.
         is_repeatable = digests is not None and digests[-1] == digests[0]
         known = [str(self.num_samples).encode(), *(digests or ())]
         return hashlib.sha256(b"".join(known)).hexdigest() if is_repeatable else None

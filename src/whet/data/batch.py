@@ -159,6 +159,7 @@ class Ragged:
         lengths = self.starts[rows + 1] - starts
         offsets = torch.arange(length, device=self.values.device)
         is_real = offsets < lengths[:, None]
+        # Padding reads element 0, which always exists, and is overwritten below.
         values = self.values[torch.where(is_real, starts[:, None] + offsets, 0)]
         mask = is_real.reshape(*is_real.shape, *(1,) * (values.dim() - 2))
         return Padded(values=torch.where(mask, values, self.pad_value).to(values.dtype), lengths=lengths)
@@ -168,6 +169,7 @@ class Ragged:
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
         ends = lengths.cumsum(0)
+        # output_size is given, since torch would read it from the device otherwise.
         owner = torch.repeat_interleave(torch.arange(len(rows), device=ends.device), lengths, output_size=total)
         index = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
         packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)

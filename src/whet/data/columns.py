@@ -86,6 +86,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     shapes = {value.shape for value in values}
+    # A field that was ragged once stays ragged, so that every batch has the same type.
     if len(shapes) == 1 and name not in ragged:
         return torch.stack(values)
     if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):

@@ -69,6 +69,7 @@ def _explain(error: Exception, sample: int) -> BadSampleError:
 def seeded_rng(seed: int) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's generators while entered, and restore them on exit."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    # All three, since datasets use any of them for augmentation.
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

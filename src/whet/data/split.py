@@ -58,6 +58,7 @@ class RankShare:
         if self.size == 1:
             return RankPart(indices=np.arange(num_samples))
         order = np.arange(num_samples) if lengths is None else np.argsort(lengths, kind="stable")
+        # Rounds alternate direction (0 1 1 0 0 1 ...), so no rank gets the longer sample in every round.
         rounds, turns = np.divmod(np.arange(num_samples), self.size)
         owners = np.where(rounds % 2 == 0, turns, self.size - 1 - turns)
         mine = np.sort(order[owners == self.rank])
@@ -115,6 +116,7 @@ def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthM
 def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
     """Deal samples back and forth by length: sizes differ by at most one sample."""
     order = np.argsort(lengths, kind="stable")
+    # The same dealing over micro-batches: forward, then backward.
     turn = np.arange(len(lengths)) % (2 * num_pieces)
     piece_of = np.minimum(turn, 2 * num_pieces - 1 - turn)
     for piece in range(num_pieces):
@@ -130,6 +132,7 @@ def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: i
     longest = int(lengths.max())
     if length_mode != "few shapes":
         return longest
+    # -(-a // b) is the quotient rounded up.
     grain = -(-max_length // _NUM_PADDED_LENGTHS)
     return min(max_length, -(-longest // grain) * grain)
 
@@ -190,6 +193,7 @@ class BatchSplitter:
         if len(rows) <= micro_batch and not self._lengths:
             yield self._whole(rows, ids)
             return
+        # All pieces are needed before the first: with "packed few" they share one total.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
             {name: self._total(name, rows, pieces) for name in self._lengths} if length_mode == "packed few" else {}

@@ -86,6 +86,7 @@ class Workers:
                 except _WorkerLostError as lost:
                     self._record_loss(str(lost), ids)
                     self.close()
+                    # Restart at the batch that did not arrive; batches read ahead are lost, not wrong.
                     self._begin(current)
                     turn = 0
             turn, current = turn + 1, after
@@ -202,6 +203,7 @@ def _read_exactly(source: Connection, size: int) -> bytearray:
     while filled < size:
         if not poll.poll(WORKER_TIMEOUT_SECONDS * 1000):
             raise TimeoutError
+        # Into the preallocated buffer: batches can be large.
         count = os.readv(source.fileno(), [view[filled:]])
         if count == 0:
             raise EOFError
@@ -228,6 +230,7 @@ def worker_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _exit_with_parent(parent)
     torch.set_num_threads(1)
+    # Bounded, so that a worker reads at most `prefetch` batches ahead.
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
     threading.Thread(target=_send, args=(outbox, results), daemon=True).start()
     while True:

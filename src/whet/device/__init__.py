@@ -1,1 +1,1 @@
-"""The only room that names a backend: one small interface, and CUDA, MPS, CPU and a fake device behind one door."""
+"""Devices: CUDA, MPS, CPU and a fake one behind one interface. The only package that calls a backend of torch."""

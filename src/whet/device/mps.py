@@ -163,6 +163,7 @@ class MpsMonitor(DeviceMonitor):
         with ExitStack() as stack:
             stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
             self._timer = FallbackTimer(sync=self._sync) if has_fallback else None
+            # Metal reports a failed command buffer on standard error only.
             self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
             yield
 

@@ -71,6 +71,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
                 try_="--device cuda",
             )
         return CudaDevice(index, overlaps_copies=overlaps_copies)
+    # Checked above: only known kinds get here.
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
 
 

@@ -60,6 +60,7 @@ def restore_rng(tensors: dict[str, Tensor], facts: dict[str, Any], device: Abstr
     own = tensors.get(f"rng/{device.kind}")
     if own is not None and device.generator is not None:
         device.generator.set_state(own)
+    # Last, since the calls above may draw.
     torch.set_rng_state(tensors["rng/torch"])
 
 

@@ -1,1 +1,1 @@
-"""One optimizer step: the only code that trains."""
+"""Optimizer steps: applying a plan to a model, forward, backward, clipping, update, EMA, graphs and rollback."""

@@ -95,6 +95,7 @@ def place_model(
 
     Raises UsageError for settings that the device does not support, before the layout changes.
     """
+    # Moved first: the layout is set on the device, where the weights stay.
     device.put_model(model, optimizer)
     layout = layout or WeightLayout(model)
     device.check_settings(attention=plan.attention, norms=plan.norms, layout=plan.layout)
@@ -137,6 +138,7 @@ def build_stepper(
         base_rates = choice.base_rates(optimizer)
     else:
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    # Needs the built optimizer: whether it is fused decides.
     if plan.loss_scaling == "dynamic":
         device.check_loss_scaling(optimizer)
     options: dict[str, Any] = {

@@ -48,6 +48,7 @@ class Ema:
         now = [local_tensor(live[name].detach()) for name in self.average]
         if not isinstance(share, Tensor):
             # Sharded tensors are updated by their local rows.
+            # One call for all tensors.
             torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):

@@ -28,9 +28,11 @@ def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device:
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) is not torch.optim.SGD and not all(group.get("capturable") for group in groups):
         return f"{name} may keep per-step values on the host; with capturable=True it does not"
+    # A schedule changes the learning rate between replays, which works only in place on the device.
     rates = [group["lr"] for group in groups]
     if not all(isinstance(rate, Tensor) and rate.device == device for rate in rates):
         return f"the learning rate of {name} is on the host; only a tensor on {device} can change in a graph"
+    # The scaler reads whether gradients are finite, unless a fused optimizer skips the update on the device.
     if scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"loss scaling waits for the device in every step of {name}, unless it is fused"
     return None

@@ -131,6 +131,7 @@ class GraphedStepper(Stepper):
         made = [micro if micro.is_on_device else micro.map_tensors(self.device.put) for micro in read]
         moved = mark()
         fetching = ("data", start, loaded), ("transfer", loaded, moved)
+        # A graph is valid only for these shapes, this loss and these modes.
         key = (num_samples, *map(signature, made), loss_key(loss), self._tensors.modes())
         captured = self._valid_capture(key) or self._capture(key, loss, made, num_samples=num_samples)
         if captured is None:
@@ -141,6 +142,7 @@ class GraphedStepper(Stepper):
         is_due = not captured.is_verified or _is_check_due(self._num_replays)
         expected = self._eager_loss(loss, made, num_samples) if is_due else None
         captured.is_verified = True
+        # A replay reads its inputs from fixed addresses.
         captured.inputs.fill(made)
         self.is_updating = True
         captured.replay()
@@ -227,6 +229,7 @@ class GraphedStepper(Stepper):
         if self.graph_obstacle is not None:
             return None
         start = time.perf_counter()
+        # Python runs once more during the capture; its side effects must not differ from those of a replay.
         before, inputs = HostSnapshot(self.model), StaticInputs(made)
         if all(inputs.num_bytes > captured.inputs.num_bytes for captured in self._captured.values()):
             # Memory that smaller graphs returned is too fragmented for this one, while all of them fit into its memory.

@@ -1,8 +1,9 @@
 """Detect NaN and Inf, and decide which steps are repeated or skipped.
 
-Losses are read late and in bulk, so that no step waits for the device. When one is not finite, the run is rolled back to
-its last checkpoint, and every step up to the bad one is checked before its update. A step that is bad again is skipped
-and logged with its samples; if all are finite now, it was a transient fault. Skipped steps stay skipped after a resume.
+Losses are read late and in bulk, so that no step waits for the device. When one is not finite, the run is rolled back
+to its last checkpoint, and every step up to the bad one is checked before its update. A step that is bad again is
+skipped and logged with its samples; if all are finite now, it was a transient fault. Skipped steps stay skipped after a
+resume.
 """
 
 import math

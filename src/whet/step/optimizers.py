@@ -57,6 +57,7 @@ def build_optimizer(
     if name == "adamw":
         adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
         # Eager steps before a capture are intended.
+        # torch warns once about eager steps of a capturable optimizer.
         adamw._warned_capturable_if_run_uncaptured = True
         return adamw
     if name == "sgd":
@@ -167,6 +168,7 @@ class AdamATan2(Optimizer):
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
         steps = [state["step"] for state in states]
+        # The order of operations is that of torch's AdamW: first decay, then moments, then the update.
         torch._foreach_add_(steps, 1.0)
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -176,6 +178,7 @@ class AdamATan2(Optimizer):
         scales = torch._foreach_sqrt(squares)
         corrections = [_correction(step, beta1, beta2, group) for step in steps]
         torch._foreach_div_(scales, [second for _, second in corrections])
+        # atan2 has no foreach kernel.
         for param, mean, scale, (first, _) in zip(params, means, scales, corrections, strict=True):
             param.sub_(torch.atan2(mean, scale).mul_(lr / first))
 

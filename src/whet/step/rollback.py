@@ -150,6 +150,7 @@ class StepRollback:
 def release_traceback(error: BaseException) -> str:
     """Clear the frames of an error, which hold activations, and return its first line."""
     for raised in _error_chain(error):
+        # Local variables of the frames hold activations, which must be freed before the retry.
         traceback.clear_frames(raised.__traceback__)
         raised.__traceback__ = None
     return (str(error).splitlines() or [type(error).__name__])[0]

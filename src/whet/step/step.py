@@ -108,19 +108,25 @@ class Stepper:
     ) -> Outcome:
         mark = mark or self.device.mark
         self._zero_grad()
+        # 1. Gradients of all micro-batches, accumulated in .grad.
         loss_sum, weight_sum, marks = self._forward_backward(loss, micro_batches, num_samples=num_samples, mark=mark)
+        # 2. Sums over all ranks; gradients were summed in the last backward pass.
         loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._check_has_gradients()
+        # 3. Remove the loss scale before anything looks at the gradients.
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
             # The weights of all micro-batches are known only now.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
+        # 4. Clip, or measure the norm now and then.
         grad_norm = self._clip_gradients(step)
+        # 5. Only a checked step waits for the device, before any weight changes.
         if is_checked:
             self._check_finite(loss_sum)
+        # 6. Update. From here on a failure can only be repaired from a checkpoint.
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -143,6 +149,7 @@ class Stepper:
         loss_sum: Tensor | None = None
         weight_sum: Tensor | float | None = None
         start = mark()
+        # Only several ranks need to know the last micro-batch in advance: it triggers the gradient exchange.
         for loaded_micro, is_last in (
             zip(micro_batches, repeat(True)) if strategy.is_alone else mark_last(micro_batches)
         ):

@@ -165,7 +165,7 @@ def span_attention_op(
     qkv: Tensor, starts: Tensor, tiles: Tensor, rotary: list[Tensor], num_heads: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k / sqrt(D)) v, (T, H D); and for the backward pass the base-2 log-sum-exp of each row, (H, T)."""
-    from whet.device.kernels.attention_triton import span_forward
+    from whet.device.kernels.span_attention_triton import span_forward
 
     qkv, grid = qkv.contiguous(), (len(tiles) * num_heads,)
     out, lses = _empty_span_outputs(qkv, num_heads)
@@ -187,7 +187,7 @@ def span_attention_backward_op(
     is_causal: bool,
 ) -> Tensor:
     """Return grad_qkv (T, 3 H D) from grad_out (T, H D)."""
-    from whet.device.kernels.attention_triton import span_backward_keys_values, span_backward_queries
+    from whet.device.kernels.span_attention_triton import span_backward_keys_values, span_backward_queries
 
     qkv, grad_out, grid = qkv.contiguous(), grad_out.contiguous(), (len(tiles) * num_heads,)
     grad_qkv, deltas = torch.empty_like(qkv), torch.empty_like(lses)

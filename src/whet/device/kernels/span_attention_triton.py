@@ -1,0 +1,344 @@
+"""Triton kernels of span attention. Imported only where triton is installed.
+
+A program holds a tile of tokens of one head, and loops over the tokens that any of them may attend to; nothing else is
+loaded. So the cost of many short spans grows with their tokens, not with the longest span or the row. In the backward
+pass one kernel computes gradients of queries, another those of keys and values; no program adds to what another wrote,
+so results are deterministic. Nothing is prefetched: enough programs fit on a processor to hide the loads.
+
+Parameters have no type annotations but triton's: it reads all others as its own.
+"""
+
+import triton
+import triton.language as tl
+
+from whet.device.kernels.attention_triton import rotate, rotate_back
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+"""Powers of e as powers of 2, for which the GPU has an instruction."""
+_MIN_SCORE = tl.constexpr(-1e30)
+"""Below every score, and finite: the difference of two infinities is NaN."""
+
+
+@triton.jit
+def _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size: tl.constexpr):
+    """The tables' rows of these tokens: a token's position is its distance from the start of its span."""
+    at = (tokens - span)[:, None] * head_size + half_cols
+    cos = tl.load(cos_table + at, mask=is_valid[:, None], other=0.0)
+    return cos, tl.load(sin_table + at, mask=is_valid[:, None], other=0.0)
+
+
+@triton.jit
+def _load_rotated(
+    x_ptr,
+    offsets,
+    is_valid,
+    cos_table,
+    sin_table,
+    tokens,
+    span,
+    half_cols,
+    head_size: tl.constexpr,
+    is_rotary: tl.constexpr,
+):
+    """Load the two halves of queries or keys, and rotate them if is_rotary."""
+    x1 = tl.load(x_ptr + offsets, mask=is_valid[:, None], other=0.0)
+    x2 = tl.load(x_ptr + head_size // 2 + offsets, mask=is_valid[:, None], other=0.0)
+    if is_rotary:
+        cos, sin = _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size)
+        x1, x2 = rotate(x1, x2, cos, sin)
+    return x1, x2
+
+
+@triton.jit
+def _store_rotated_back(
+    x_ptr,
+    x1,
+    x2,
+    offsets,
+    is_valid,
+    cos_table,
+    sin_table,
+    tokens,
+    span,
+    half_cols,
+    head_size: tl.constexpr,
+    is_rotary: tl.constexpr,
+):
+    """Rotate gradients back and store them where `_load_rotated` loaded the halves."""
+    dtype = x_ptr.dtype.element_ty
+    if is_rotary:
+        cos, sin = _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size)
+        x1, x2 = rotate_back(x1, x2, cos, sin)
+    tl.store(x_ptr + offsets, x1.to(dtype), mask=is_valid[:, None])
+    tl.store(x_ptr + head_size // 2 + offsets, x2.to(dtype), mask=is_valid[:, None])
+
+
+@triton.jit
+def _scores(a1, a2, b1, b2):
+    return tl.dot(a2, tl.trans(b2), acc=tl.dot(a1, tl.trans(b1)))
+
+
+@triton.jit
+def _tile(tiles, heads: tl.constexpr):
+    """This program's head, and the four numbers of its tile (`Spans.tiles`)."""
+    tiles += tl.program_id(0) // heads * 4
+    head = tl.program_id(0) % heads
+    return head, tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_forward(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    out,
+    lses,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute out (T, H D) from qkv (T, 3 H D), and lses (H, T), the base-2 logarithms of the softmax sums."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width)
+    q1, q2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    if is_causal:
+        high = end
+    max_score = tl.full((block,), _MIN_SCORE, tl.float32)
+    total = tl.zeros((block,), tl.float32)
+    acc = tl.zeros((block, head_size), tl.float32)
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        keys = start + piece_rows
+        is_key = keys < high
+        key_span = tl.load(span_starts + keys, mask=is_key, other=-2)
+        kv_piece = qkv + start.to(tl.int64) * (3 * width) + width
+        k1, k2 = _load_rotated(
+            kv_piece,
+            piece_offsets + half_cols,
+            is_key,
+            cos_table,
+            sin_table,
+            keys,
+            key_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        v = tl.load(kv_piece + width + piece_offsets + cols, mask=is_key[:, None], other=0.0)
+        is_visible = span[:, None] == key_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] >= keys[None, :]
+        scores = tl.where(is_visible, _scores(q1, q2, k1, k2) * (scale * _LOG2_E), float("-inf"))
+        # Online softmax: rescale what was accumulated under the old maximum.
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        probs = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        total = total * rescale + tl.sum(probs, axis=1)
+        acc = tl.dot(probs.to(v.dtype), v, acc=acc * rescale[:, None])
+        max_score = new_max
+    acc = acc / total[:, None]
+    at = (begin.to(tl.int64) * width + head * head_size) + rows[:, None] * width + cols
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_valid[:, None])
+    # The backward pass recomputes probabilities from this alone.
+    tl.store(lses + head * num_tokens + tokens, max_score + tl.log2(total), mask=is_valid)
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_backward_queries(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    out,
+    lses,
+    deltas,
+    grad_out,
+    grad_qkv,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute the gradients of queries, recomputing the softmax; and deltas (H, T), sums of grad_out * out."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width)
+    q1, q2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    out_offsets = begin.to(tl.int64) * width + head * head_size + rows[:, None] * width + cols
+    grad = tl.load(grad_out + out_offsets, mask=is_valid[:, None], other=0.0)
+    out_tile = tl.load(out + out_offsets, mask=is_valid[:, None], other=0.0)
+    lse = tl.load(lses + head * num_tokens + tokens, mask=is_valid, other=0.0)
+    # sum(grad_out * out) equals the sum of probs * grad_probs over all keys.
+    delta = tl.sum(grad.to(tl.float32) * out_tile.to(tl.float32), axis=1)
+    tl.store(deltas + head * num_tokens + tokens, delta, mask=is_valid)
+    grad_q1, grad_q2 = tl.zeros((block, head_size // 2), tl.float32), tl.zeros((block, head_size // 2), tl.float32)
+    if is_causal:
+        high = end
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        keys = start + piece_rows
+        is_key = keys < high
+        key_span = tl.load(span_starts + keys, mask=is_key, other=-2)
+        kv_piece = qkv + start.to(tl.int64) * (3 * width) + width
+        k1, k2 = _load_rotated(
+            kv_piece,
+            piece_offsets + half_cols,
+            is_key,
+            cos_table,
+            sin_table,
+            keys,
+            key_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        v = tl.load(kv_piece + width + piece_offsets + cols, mask=is_key[:, None], other=0.0)
+        is_visible = span[:, None] == key_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] >= keys[None, :]
+        scores = _scores(q1, q2, k1, k2) * (scale * _LOG2_E)
+        probs = tl.where(is_visible, tl.exp2(scores - lse[:, None]), 0.0)
+        grad_probs = tl.dot(grad, tl.trans(v))
+        grad_scores = (probs * (grad_probs - delta[:, None]) * scale).to(grad.dtype)
+        grad_q1 = tl.dot(grad_scores, k1, acc=grad_q1)
+        grad_q2 = tl.dot(grad_scores, k2, acc=grad_q2)
+    grad_qkv += head * head_size + begin.to(tl.int64) * (3 * width)
+    _store_rotated_back(
+        grad_qkv,
+        grad_q1,
+        grad_q2,
+        row_offsets + half_cols,
+        is_valid,
+        cos_table,
+        sin_table,
+        tokens,
+        span,
+        half_cols,
+        head_size,
+        is_rotary,
+    )
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_backward_keys_values(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    lses,
+    deltas,
+    grad_out,
+    grad_qkv,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute the gradients of keys and values; deltas come from `span_backward_queries`."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    grad_out += head * head_size
+    lses += head * num_tokens
+    deltas += head * num_tokens
+    grad_qkv += head * head_size + begin.to(tl.int64) * (3 * width)
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width) + width
+    k1, k2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    v = tl.load(qkv_tile + width + row_offsets + cols, mask=is_valid[:, None], other=0.0)
+    dtype = v.dtype
+    grad_k1, grad_k2 = tl.zeros((block, head_size // 2), tl.float32), tl.zeros((block, head_size // 2), tl.float32)
+    grad_v = tl.zeros((block, head_size), tl.float32)
+    if is_causal:
+        low = begin
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        queries = start + piece_rows
+        is_query = queries < high
+        query_span = tl.load(span_starts + queries, mask=is_query, other=-2)
+        q_piece = qkv + start.to(tl.int64) * (3 * width)
+        q1, q2 = _load_rotated(
+            q_piece,
+            piece_offsets + half_cols,
+            is_query,
+            cos_table,
+            sin_table,
+            queries,
+            query_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        out_offsets = start.to(tl.int64) * width + piece_rows[:, None] * width + cols
+        grad = tl.load(grad_out + out_offsets, mask=is_query[:, None], other=0.0)
+        lse = tl.load(lses + queries, mask=is_query, other=0.0)
+        delta = tl.load(deltas + queries, mask=is_query, other=0.0)
+        is_visible = span[:, None] == query_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] <= queries[None, :]
+        scores = _scores(k1, k2, q1, q2) * (scale * _LOG2_E)
+        probs = tl.where(is_visible, tl.exp2(scores - lse[None, :]), 0.0)
+        grad_v = tl.dot(probs.to(dtype), grad, acc=grad_v)
+        grad_probs = tl.dot(v, tl.trans(grad))
+        grad_scores = (probs * (grad_probs - delta[None, :]) * scale).to(dtype)
+        grad_k1 = tl.dot(grad_scores, q1, acc=grad_k1)
+        grad_k2 = tl.dot(grad_scores, q2, acc=grad_k2)
+    tl.store(grad_qkv + 2 * width + row_offsets + cols, grad_v.to(dtype), mask=is_valid[:, None])
+    grad_qkv += width
+    _store_rotated_back(
+        grad_qkv,
+        grad_k1,
+        grad_k2,
+        row_offsets + half_cols,
+        is_valid,
+        cos_table,
+        sin_table,
+        tokens,
+        span,
+        half_cols,
+        head_size,
+        is_rotary,
+    )
