@@ -21,10 +21,8 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.values import SETTING_NAMES
 from whet.plan.workload import Workload
-from whet.recipes.chat.config import ChatConfig
-from whet.recipes.chat.config import describe as describe_chat
-from whet.recipes.hex.config import HexConfig
-from whet.recipes.hex.config import describe as describe_hex
+from whet.recipes.chat.config import ChatConfig, describe_chat
+from whet.recipes.hex.config import HexConfig, describe_hex
 from whet.recipes.puzzle.config import PuzzleConfig
 from whet.recipes.puzzle.config import describe as describe_puzzle
 from whet.recipes.text.config import TextConfig, describe

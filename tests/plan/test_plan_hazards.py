@@ -120,4 +120,4 @@ def test_the_hazards_page_lists_every_hazard() -> None:
 def test_rule_pages_about_mps_state_that_no_mac_was_used() -> None:
     for page in (ROOT / "docs" / "rules").glob("*-*.md"):
         text = page.read_text()
-        assert ("not run on a Mac" in text) is bool(re.search(r"\b(MPS|Metal|Macs?|Apple)\b", text)), page.name
+        assert ("not tested on a Mac" in text) is bool(re.search(r"\b(MPS|Metal|Macs?|Apple)\b", text)), page.name
