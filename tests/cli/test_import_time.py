@@ -33,7 +33,7 @@ def test_import_takes_under_100_ms() -> None:
 
 def test_torch_is_imported_only_for_names_that_need_it() -> None:
     code = (
-        "import sys, whet; training = {'OptimizerChoice', 'Session', 'check', 'compare', 'train', 'tune'};"
+        "import sys, whet; training = {'Action', 'Callback', 'OptimizerChoice', 'Session', 'check', 'compare', 'train', 'tune'};"
         "[getattr(whet, name) for name in whet.__all__ if name not in training]; print('torch' in sys.modules);"
         "[getattr(whet, name) for name in whet.__all__]; print('torch' in sys.modules)"
     )
@@ -53,7 +53,7 @@ def test_broken_torch_is_importable(whet: Run) -> None:
 def test_probe_and_plan_work_with_a_broken_torch(whet: Run, flags: tuple[str, ...]) -> None:
     probe = whet("probe", *flags, path=BROKEN_TORCH)
     assert probe.returncode == 0, probe.stderr
-    assert "this torch raises on import" in probe.stdout
+    # The child of a probe is isolated from PYTHONPATH: tests/machine/test_torch_info.py has a torch that raises there.
     plan = whet("plan", "text", *flags, path=BROKEN_TORCH)
     assert plan.returncode == 0, plan.stderr
     assert "micro_batch" in plan.stdout
