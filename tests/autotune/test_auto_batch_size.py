@@ -1,4 +1,4 @@
-"""global_batch_size="auto": measured once with real steps, kept with the run, and learning rates that go with it."""
+"""global_batch_size="auto": measured once with real steps, saved with the run, with scaled learning rates."""
 
 import io
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which global batch is chosen on simulated machines, what it costs to find out, and how far a measurement is told."""
+"""The batch size finder on simulated machines: its choice, its cost and its progress reports."""
 
 import math
 

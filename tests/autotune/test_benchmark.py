@@ -1,4 +1,4 @@
-"""Benchmarks on simulated benches: ratios hold under drift, budgets hold, what fails is a row; tables and the picture."""
+"""Benchmarks on simulated benches: ratios under drift, budgets, failures as rows, tables and the picture."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A measured plan: for a run that earns it back, with evidence, remembered, and without a trace in the training."""
+"""Measured plans: evidence, the cache, and training that is unchanged by measuring."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Comparisons between simulated rivals: fair under drift, short where the answer is clear, never past their time."""
+"""Paired timing on simulated benches: unbiased under drift, short for clear results, never past its time limit."""
 
 import math
 import random

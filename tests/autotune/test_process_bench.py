@@ -1,4 +1,4 @@
-"""A probe in a process of its own that dies, hangs or takes too much is reported, and what comes after it works."""
+"""Step benches in a child process: deaths, hangs and excess memory are reported, and the next probe works."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Measuring borrows a model and leaves no trace; a training that follows is the one that would have been."""
+"""Measuring restores the model; the training that follows is unchanged."""
 
 import random
 

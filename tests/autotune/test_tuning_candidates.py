@@ -1,4 +1,4 @@
-"""What a search may try, and what becomes of it: candidates, your own word, and a plan that holds the evidence."""
+"""Candidates of a search, overrides, and plans with their evidence."""
 
 import json
 

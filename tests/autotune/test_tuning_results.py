@@ -1,4 +1,4 @@
-"""What is kept of a measurement, whether it pays, what fits, and where the knee of a curve is."""
+"""The cache of tuning results, break-even points, the memory model and evidence."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The search on simulated machines: it finds what is best, claims no noise, keeps its budget, survives bad probes."""
+"""The search on simulated machines: it finds the best settings, claims no noise, keeps its budget and survives failures."""
 
 import itertools
 

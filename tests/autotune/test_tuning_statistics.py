@@ -1,4 +1,4 @@
-"""Is a difference real? False claims are counted under simulated noise of several kinds."""
+"""False claims and coverage of the statistics under several kinds of simulated noise."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ NOISES = {
 
 
 def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05) -> tuple[str, float]:
-    """One comparison between equals, or against a rival that is slower by `gain`."""
+    """Time two equal settings, or one against a baseline that is slower by `gain`."""
 
     def true(plan: Plan) -> float:
         return seconds if plan.optimizer_kernels == "loop" else seconds * (1 + gain)

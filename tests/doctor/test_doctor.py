@@ -1,4 +1,4 @@
-"""The self-test finds what is planted, survives what misbehaves, and names nobody."""
+"""The doctor detects planted faults, survives checks that misbehave, and reports no personal data."""
 
 import getpass
 import json

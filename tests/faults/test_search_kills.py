@@ -1,4 +1,4 @@
-"""Workers that are killed: no finished trial is lost, none is stuck, none is made twice, and trials go on."""
+"""Killed search workers: no finished trial is lost or repeated, and trials continue."""
 
 import os
 import random

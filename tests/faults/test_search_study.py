@@ -1,4 +1,4 @@
-"""The study of a search under real processes that die or race: nothing lost, nothing twice, never too many."""
+"""The study of a search with processes that die or race: no trial is lost, repeated or superfluous."""
 
 import subprocess
 import sys

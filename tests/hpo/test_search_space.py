@@ -1,4 +1,4 @@
-"""What the words of a search mean, and what is refused before anything is written."""
+"""Search spaces, samplers, the saved configuration and rendered results."""
 
 import json
 

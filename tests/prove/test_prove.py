@@ -1,4 +1,4 @@
-"""`whet prove` tells a training that resumes exactly from one that does not, and knows when it has shown nothing."""
+"""`whet prove` detects trainings that do not resume exactly, and knows when it has proved nothing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""The command `whet prove`: recipes, files and runs; what it refuses, and what it leaves behind."""
+"""The command `whet prove`: recipes, files and runs, its errors, and what it leaves behind."""
 
 import json
 import os

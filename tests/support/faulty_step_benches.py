@@ -1,4 +1,4 @@
-"""Rigs that misbehave on request, opened in a process of their own by `test_measure_remote.py`."""
+"""Step benches that misbehave on request, opened in child processes by `test_process_bench.py`."""
 
 import os
 import signal

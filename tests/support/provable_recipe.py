@@ -1,4 +1,4 @@
-"""A small recipe with all that an exact resume must bring back, and faults that a proof must find: mutant=NAME."""
+"""A small recipe with everything that an exact resume must restore, and faults that a proof must detect: mutant=NAME."""
 
 import os
 import sys

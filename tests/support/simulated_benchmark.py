@@ -1,4 +1,4 @@
-"""A simulated bench on a clock of its own: step times and memory are given by a function, faults on request."""
+"""A simulated bench for sweeps: step times and memory are functions, with faults on request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -35,7 +35,7 @@ def trial(setting: str, value: Any, verdict: str, speedup: float | None, **more:
         "verdict": verdict,
         "note": words,
         "median_seconds": step,
-        "rival_seconds": None if step is None else 0.04,
+        "baseline_seconds": None if step is None else 0.04,
         "speedup": speedup,
         "interval": interval,
         **known,

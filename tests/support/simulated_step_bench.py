@@ -1,4 +1,4 @@
-"""A simulated workload on a simulated machine: a clock, a memory and noise of its own. Nothing is computed."""
+"""A simulated workload on a simulated machine with its own clock, memory and noise. Nothing is computed."""
 
 import math
 import random

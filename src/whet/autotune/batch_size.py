@@ -27,22 +27,22 @@ from whet.plan.plan import Plan, read_plan
 from whet.plan.workload import AutoBatch, BatchPoint, Scaling
 from whet.run.folder import RUN_FILE, open_run
 
+# With fewer optimizer steps an epoch, scaling the learning rate is guesswork.
 MIN_STEPS_PER_EPOCH = 20
-"""With fewer optimizer steps an epoch, scaling the learning rate is guesswork."""
 _MIN_BATCH = 8
 _WITHIN = 0.10
+# A visit lasts at least this many steps and seconds: a few quick steps may fall into one hiccup of the machine.
 _MIN_STEPS, _MIN_SECONDS, _MAX_STEPS = 8, 0.3, 200
-"""A visit lasts at least this many steps and seconds: a few quick steps may fall into one hiccup of the machine."""
+# Of the budget, for the timed steps of one visit at most.
 _VISIT_SHARE = 0.1
-"""Of the budget, for the timed steps of one visit at most."""
 _EXTRA_ROUNDS = 2
 _MIN_GAIN = 1.05
+# This many sizes in a row with less gain end the way up.
 _MAX_FLAT = 2
-"""This many sizes in a row with less gain end the way up."""
+# Sizes slower than this share of the best cannot win and are not visited again.
 _NEAR_BEST = 0.8
-"""Sizes slower than this share of the best cannot win and are not visited again."""
+# The next larger size may take this much longer than the last one.
 _GROWTH = 2.5
-"""The next larger size may take this much longer than the last one."""
 
 _SCALING: Mapping[str, Scaling] = {
     "sgd": "linear",

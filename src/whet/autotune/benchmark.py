@@ -33,12 +33,12 @@ _SHOWN = (
 )  # fmt: skip
 _ROUNDS = 2
 _PAIRS_PER_ROUND = 20
+# A visit may take this much longer than the longest before it; one that could end too late is not begun.
 _MARGIN = 1.3
-"""A visit may take this much longer than the longest before it; one that could end too late is not begun."""
+# Of a sweep's time, for the first run of each variant: a few values with intervals are better than many without.
 _FIRST_RUN_SHARE = 0.5
-"""Of a sweep's time, for the first run of each variant: a few values with intervals are better than many without."""
+# For a meaningful interval.
 _MIN_PAIRS = 5
-"""For a meaningful interval."""
 _MIN_PREPARE_SECONDS = 5.0
 
 _THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")

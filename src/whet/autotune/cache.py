@@ -18,8 +18,8 @@ from whet.run.disk import read_regular_file
 FORMAT_VERSION = 1
 _MAX_DAYS = 90
 _MAX_FILES = 200
+# Files of other names are not ours and are never removed.
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
-"""Files of other names are not ours and are never removed."""
 
 
 class _CacheEntry(FrozenModel):
@@ -27,7 +27,7 @@ class _CacheEntry(FrozenModel):
     about: Mapping[str, Any]
     saved: float
     """Seconds since 1970."""
-    found: TuningResult
+    result: TuningResult
 
 
 def folder() -> Path:
@@ -50,7 +50,7 @@ def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | No
         return None
     age = (time.time() if now is None else now) - entry.saved
     matches = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
-    return entry.found if matches and 0 <= age <= _MAX_DAYS * 86_400 else None
+    return entry.result if matches and 0 <= age <= _MAX_DAYS * 86_400 else None
 
 
 def save(
@@ -60,21 +60,21 @@ def save(
     if not result.is_reusable:
         return False
     saved = time.time() if now is None else now
-    entry = _CacheEntry(format_version=FORMAT_VERSION, about=about, saved=saved, found=result)
+    entry = _CacheEntry(format_version=FORMAT_VERSION, about=about, saved=saved, result=result)
     try:
-        place = where or folder()
-        durable.make_directory(place)
-        path = place / f"{key(about)}.json"
+        target = where or folder()
+        durable.make_directory(target)
+        path = target / f"{key(about)}.json"
         durable.write_file(path, data=json.dumps(entry.as_json(), allow_nan=False).encode())
-        _remove_old(place, now=saved, keep=path)
+        _remove_old(target, now=saved, keep=path)
     except (OSError, RuntimeError, ValueError, WhetError):
         return False
     return True
 
 
-def _remove_old(place: Path, *, now: float, keep: Path) -> None:
-    """Remove expired entries and the oldest of too many; never the new one, whatever the clock says."""
-    others = (path for path in place.iterdir() if _NAME.fullmatch(path.name) and path != keep)
+def _remove_old(target: Path, *, now: float, keep: Path) -> None:
+    """Remove expired entries and the oldest of too many; never the new one, even if the clock is wrong."""
+    others = (path for path in target.iterdir() if _NAME.fullmatch(path.name) and path != keep)
     newest_first = sorted(((path.lstat().st_mtime, path) for path in others), reverse=True)
     for number, (written, path) in enumerate(newest_first, start=1):
         if number >= _MAX_FILES or now - written > _MAX_DAYS * 86_400:

@@ -12,12 +12,12 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
+# Of the memory limit, for data on the device if a measurement decides.
 _MAX_RESIDENT_SHARE = 0.4
-"""Of the memory limit, for data on the device if a measurement decides."""
+# The first CUDA compute capability whose tensor cores support bf16 and tf32.
 _MIN_TF32_CAPABILITY = 8
-"""The first CUDA compute capability whose tensor cores support bf16 and tf32."""
+# Kernels in half precision. The only alternative in float32 is math, which was 5 to 20 times slower (CPU: 1.2 to 4.7).
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
-"""Kernels in half precision. The only alternative in float32 is math, which was 5 to 20 times slower (CPU: 1.2 to 4.7)."""
 _CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 
@@ -254,5 +254,5 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "graph": _graphs,
     "compile": _compiles,
 }
+# What usually matters most comes first, because time may run out; what is slowest to prepare comes last.
 ORDER = tuple(_ABOUT)
-"""What usually matters most comes first, because time may run out; what is slowest to prepare comes last."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from whet.autotune.step_bench import Settings
 from whet.base.units import format_bytes
 
+# Micro-batch, measured bytes, predicted bytes.
 _Point = tuple[int, int, int | None]
-"""Micro-batch, measured bytes, predicted bytes."""
 
 
 @dataclass(slots=True)

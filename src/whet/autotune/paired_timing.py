@@ -19,13 +19,13 @@ from whet.autotune.statistics import (
 )
 from whet.autotune.step_bench import PreparedStep
 
+# A candidate that is this many times slower in its first step is stopped.
 HOPELESS = 20.0
-"""A candidate that is this many times slower in its first step is stopped."""
 
+# The first pair of shorter steps does not count. Longer steps have warmed up in their preparation.
 _WARM_SECONDS = 0.25
-"""The first pair of shorter steps does not count. Longer steps have warmed up in their preparation."""
+# A step may take this many times the longest so far, the first few more; one that could end too late is not begun.
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
-"""A step may take this many times the longest so far, the first few more; one that could end too late is not begun."""
 _FEW_VISITS = 3
 _TARGET_PAIRS = 8
 

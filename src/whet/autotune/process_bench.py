@@ -25,10 +25,10 @@ from whet.base.worker import (
 )
 from whet.plan.plan import Plan, read_plan
 
+# For importing torch, reading the data and building the model, at worst.
 START_SECONDS = 120.0
-"""For importing torch, reading the data and building the model, at worst."""
+# No step is awaited longer, unless the first ones were long.
 _STEP_SECONDS = 30.0
-"""No step is awaited longer, unless the first ones were long."""
 
 
 class ProcessStepBench:
@@ -147,7 +147,7 @@ class ProcessStepBench:
         except (WorkerTimeoutError, WorkerExitError):
             raise
         except BaseException:
-            # Ctrl-C: nobody will read this response, and it must not be taken for the next one.
+            # Ctrl-C: the late response must not be taken for the next one.
             self._stop()
             raise
 

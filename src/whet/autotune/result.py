@@ -16,8 +16,8 @@ from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
 MAX_BUDGET_SECONDS = 60.0
 _SHARE_OF_RUN = 0.03
+# A run of unknown length is taken for a short one.
 _ASSUMED_STEPS = 100
-"""A run of unknown length is taken for a short one."""
 _MAX_LISTED = 3
 _MAX_INTERVAL_RATIO = 2.0
 NOT_QUIET = "the machine is not quiet: step times changed during the measurement"
@@ -124,7 +124,7 @@ def _evidence(trial: TuneTrial, name: str) -> Evidence:
         "verdict": trial.verdict,
         "repeats": trial.repeats,
         "median": trial.median_seconds,
-        "rival_median": trial.rival_seconds,
+        "baseline_median": trial.baseline_seconds,
         "speedup": trial.speedup,
         "interval": trial.interval,
         "bytes": trial.peak_bytes,

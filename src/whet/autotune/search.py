@@ -24,22 +24,22 @@ from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
 _PASSES = 3
+# Changes with a lower speedup are not retried when other settings have changed: at first, and after all else.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
-"""Changes with a lower speedup are not retried when other settings have changed: at first, and after all else."""
+# Changes with a lower speedup are not tried together with another change.
 _COMBINE_ABOVE = 0.5
-"""Changes with a lower speedup are not tried together with another change."""
+# Beyond a micro-batch with a lower speedup nothing better is expected.
 _FLAT = 0.97
-"""Beyond a micro-batch with a lower speedup nothing better is expected."""
+# Of the budget, for preparing the rule-based plan: without time for a candidate there is nothing to compare.
 _FIRST_SHARE = 0.5
-"""Of the budget, for preparing the rule-based plan: without time for a candidate there is nothing to compare."""
+# Of the remaining time, for preparing one candidate; one that is known to prepare slowly may take all of it.
 _TRIAL_SHARE = 0.34
-"""Of the remaining time, for preparing one candidate; one that is known to prepare slowly may take all of it."""
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 _MIN_PREPARE_SECONDS = 2.0
+# The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
-"""The first use of a kernel may load hundreds of megabytes of libraries from a cold disk."""
+# A first step this many times slower is still awaited: a measured factor is better evidence than a timeout.
 _PATIENT_STEPS = 50
-"""A first step this many times slower is still awaited: a measured factor is better evidence than a timeout."""
 _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
 
@@ -285,7 +285,7 @@ def _last_step_seconds(state: _SearchState, kept: PreparedSettings) -> float:
     """Return the median step time in the last comparison of these settings."""
     for trial in reversed(state.trials):
         if kept.settings in (trial.settings, trial.against):
-            seconds = trial.median_seconds if trial.settings == kept.settings else trial.rival_seconds
+            seconds = trial.median_seconds if trial.settings == kept.settings else trial.baseline_seconds
             if seconds is not None:
                 return seconds
     return kept.prepared.step_seconds

@@ -18,25 +18,25 @@ from typing import Literal
 from whet.autotune.step_bench import PreparedStep
 from whet.run.bench_result import BenchInterval
 
+# A smaller gain is not worth changing the plan.
 MIN_GAIN = 0.02
-"""A smaller gain is not worth changing the plan."""
+# The gain must be at least this at the confidence of the look.
 _CERTAIN_GAIN = 0.01
-"""The gain must be at least this at the confidence of the look."""
 
+# Pairs after which a gain may be claimed, with the probability of a false claim there. The sum is below 1 in 200.
 _LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0001}
-"""Pairs after which a gain may be claimed, with the probability of a false claim there. The sum is below 1 in 200."""
 MAX_PAIRS = max(_LOOKS)
 
+# If every one of this many pairs shows a gain this large, and they differ by less than that, they rule out noise.
 _LARGE_GAIN_PAIRS, _LARGE_GAIN = 5, 0.25
-"""If every one of this many pairs shows a gain this large, and they differ by less than that, they rule out noise."""
+# The probability of missing a gain that is just worth having; three pairs are enough for it.
 _GIVE_UP_LEVEL = 0.2
-"""The probability of missing a gain that is just worth having; three pairs are enough for it."""
+# The probability that the true median lies below a reported interval, and above it, at most.
 _TAIL = 1 / 32
-"""The probability that the true median lies below a reported interval, and above it, at most."""
 _MIN_STABLE_PAIRS, _STABLE_CHANGE = 8, 0.05
 
+# Shorter steps are timed several at a time: the clock and the scheduler would disturb single ones too much.
 _MIN_VISIT_SECONDS = 0.02
-"""Shorter steps are timed several at a time: the clock and the scheduler would disturb single ones too much."""
 MAX_STEPS_PER_VISIT = 16
 _MIN_STEPS_FOR_PERCENTILE = 20
 _MIN_VISITS_FOR_DRIFT = 8

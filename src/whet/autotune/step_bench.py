@@ -8,14 +8,14 @@ from whet.base.errors import WhetError
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 
+# Settings that differ from the rule-based plan; the rules decide all others again (`candidates.plan_with`).
 Settings = Mapping[str, Scalar]
-"""Settings that differ from the rule-based plan; the rules decide all others again (`candidates.plan_with`)."""
 
+# refused: the bench cannot run these settings and did not try.
 FailureKind = Literal["crash", "oom", "timeout", "error", "refused"]
-"""refused: the bench cannot run these settings and did not try."""
 
+# Callers plan with their budget; whatever hangs is killed by the bench this much later.
 TIMEOUT_FACTOR = 1.08
-"""Callers plan with their budget; whatever hangs is killed by the bench this much later."""
 _MIN_REPORT_SECONDS = 0.25
 
 
@@ -149,8 +149,8 @@ class TuningProgress:
         return {"message": self.message, **asdict(self)}
 
 
+# Called a few times a second at most; its own time counts against the budget.
 ProgressCallback = Callable[[TuningProgress], None]
-"""Called a few times a second at most; its own time counts against the budget."""
 
 
 class ProgressReporter:

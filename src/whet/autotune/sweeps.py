@@ -10,8 +10,8 @@ from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
+# In the order of measuring: settings that may be very slow and end their process come last.
 SWEEPS = ("device", "micro_batch", "threads", "workers", "precision")
-"""In the order of measuring: settings that may be very slow and end their process come last."""
 _MAX_VALUES = 7
 
 
@@ -62,16 +62,18 @@ def why_not_swept(plan: Plan, setting: str) -> str | None:
     return None
 
 
-def select_sweeps(plan: Plan, asked: Sequence[str]) -> list[str]:
+def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
     """Return the requested sweeps, or all that have something to vary. Raises UsageError."""
-    for setting in asked:
+    for setting in requested:
         reason = why_not_swept(plan, setting)
         if reason is not None:
             others = [f"--sweep {other}" for other in SWEEPS if why_not_swept(plan, other) is None]
             raise UsageError(
                 f"{setting} cannot be swept here", got=reason, try_=" or ".join(others) or "--against naive"
             )
-    return [setting for setting in SWEEPS if (setting in asked if asked else why_not_swept(plan, setting) is None)]
+    return [
+        setting for setting in SWEEPS if (setting in requested if requested else why_not_swept(plan, setting) is None)
+    ]
 
 
 def plain_loop(rule_plan: Plan, own: Settings) -> Variant:

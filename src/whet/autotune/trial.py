@@ -23,13 +23,13 @@ from whet.plan.plan import Plan
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
+# A candidate that needs more pairs is not worth the time; the final comparison may take more.
 _MAX_PAIRS = 24
-"""A candidate that needs more pairs is not worth the time; the final comparison may take more."""
 _EXACT = ("fp32",)
+# Seconds of preparation from which on the break-even point is described.
 _WORTH_MENTIONING = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
-"""Seconds of preparation from which on the break-even point is described."""
+# More than any core reaches in float32: two 512-bit units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
-"""More than any core reaches in float32: two 512-bit units at 3 GHz."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,7 +256,7 @@ def record_trial(
         note=note,
         repeats=result.pairs if result else 0,
         median_seconds=timing.candidate_seconds if timing else None,
-        rival_seconds=timing.baseline_seconds if timing else None,
+        baseline_seconds=timing.baseline_seconds if timing else None,
         speedup=result.speedup if result else None,
         interval=(result.low, result.high) if result else None,
         preparation_seconds=ready.prepared.preparation_seconds if ready else None,

@@ -34,11 +34,9 @@ _TICK_SECONDS = 0.5
 _MEMORY_CHECK_SECONDS = 0.02
 _DRAIN_SECONDS = 1.0
 _STDERR_TAIL_BYTES = 10_000
+# Removed while the interpreter starts, and set again for the processes that the child starts itself. `python -I` would
+# do the same, but also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
 _PATH_VARIABLE = "PYTHONPATH"
-"""Removed while the interpreter starts, and set again for the processes that the child starts itself.
-
-`python -I` would do the same, but also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
-"""
 
 Message = dict[str, Any]
 

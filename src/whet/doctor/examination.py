@@ -43,8 +43,8 @@ GROUPS = (
     CheckGroup(name="speeds", table="whet.doctor.checks.speeds:CHECKS"),
 )
 
+# Gets the name of a group when it starts, and each result when it is done.
 CheckCallback = Callable[[str, CheckResult | None], None]
-"""Gets the name of a group when it starts, and each result when it is done."""
 
 
 class DoctorReport(FrozenModel):
@@ -175,8 +175,8 @@ def _now() -> str:
 # --- Personal data ---------------------------------------------------------------------------------------------------
 
 _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:/[^\s/:'\"<>,;()]+){2,}/?")
+# In quotes a path may contain spaces.
 _QUOTED_PATH = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
-"""In quotes a path may contain spaces."""
 _MIN_NAME_LENGTH = 2
 
 

@@ -10,8 +10,8 @@ from whet.machine.render import conditions_lines, machine_line
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
 _MAX_LINES = 25
+# The load per core above which speeds are unreliable.
 _BUSY_LOAD = 0.5
-"""The load per core above which speeds are unreliable."""
 
 
 def render_report(report: DoctorReport) -> Iterator[str]:

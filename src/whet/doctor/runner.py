@@ -21,10 +21,10 @@ from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, Devi
 if TYPE_CHECKING:
     from whet.device.abstract import AbstractDevice
 
+# For importing torch and opening the device, at worst.
 START_SECONDS = 90.0
-"""For importing torch and opening the device, at worst."""
+# Metal prints these and lets the program continue with whatever is in memory (MPSStream.mm of torch 2.13).
 _SILENT_FAULTS = ("command buffer exited with error status", "Execution of the command buffer was aborted")
-"""Metal prints these and lets the program continue with whatever is in memory (MPSStream.mm of torch 2.13)."""
 
 
 class CheckListing(FrozenModel):
@@ -36,8 +36,8 @@ class CheckListing(FrozenModel):
     issue: int | None
 
 
+# Stands for the checks of a group that could not be loaded.
 _ALL = CheckListing(name="all", limit_seconds=0, is_quick=True, issue=None)
-"""Stands for the checks of a group that could not be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
+# They walk through one sequence, with the same seed for every trial.
 _SEQUENTIAL = ("GridSampler", "QMCSampler", "BruteForceSampler")
-"""They walk through one sequence, with the same seed for every trial."""
 _OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
+# Optional packages that Optuna imports in the middle of a search.
 _PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
-"""Optional packages that Optuna imports in the middle of a search."""
 
 
 def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "BaseSampler":

@@ -12,8 +12,8 @@ from whet.run import durable, strict_json
 
 SEARCH_FILE = "search.json"
 FORMAT_VERSION = 1
+# Of one trial, evenly spread; the first two never prune (samplers).
 EVALUATIONS = 9
-"""Of one trial, evenly spread; the first two never prune (samplers)."""
 
 
 class SearchConfig(FrozenModel):

@@ -33,8 +33,8 @@ _NOT_SEARCHED = {
 _NOT_SET = ("seeds", "epochs_per_session")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
+# More points than this are not a grid.
 MAX_VALUES = 100_000
-"""More points than this are not a grid."""
 Choice = bool | int | float | str | None
 
 

@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 # User attributes of a trial.
 OWNER, HEARTBEAT, RUN, TASK = "owner", "heartbeat", "run", "task"
 FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
+# Why a trial does not count: it is continued as another one, or is a copy.
 DROPPED = "dropped"
-"""Why a trial does not count: it is continued as another one, or is a copy."""
 
 DUPLICATE = "another trial does the same"
 OWNER_DIED, STOPPED = "its process has died", "stopped"
 _CONTINUED = (OWNER_DIED, STOPPED)
+# The task of a trial that continues another one: "continues 7".
 _CONTINUES = "continues"
-"""The task of a trial that continues another one: "continues 7"."""
 
 HEARTBEAT_SECONDS = 10.0
+# A worker on another machine without a heartbeat for this long is taken for dead.
 _SILENCE_SECONDS = 60.0
-"""A worker on another machine without a heartbeat for this long is taken for dead."""
+# A trial that was taken from the queue gets its owner at once, unless that process died.
 _UNOWNED_SECONDS = 15.0
-"""A trial that was taken from the queue gets its owner at once, unless that process died."""
 
 
 class TrialOwner(FrozenModel):

@@ -16,14 +16,14 @@ from whet.base.process import TerminatedError
 from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object, signal_name
 
 OUT_OF_MEMORY = 75
+# Exit codes of trials without a value.
 DIVERGED = 76
-"""Exit codes of trials without a value."""
 
 _POLL_SECONDS = 0.5
+# How long a process that was asked to stop may take to save.
 _SAVE_SECONDS = 60.0
-"""How long a process that was asked to stop may take to save."""
+# Gets the number of an evaluation, its value and whether it is the last; returns whether the trial may continue.
 EvaluationCallback = Callable[[int, float, bool], bool]
-"""Gets the number of an evaluation, its value and whether it is the last; returns whether the trial may continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,8 +35,8 @@ from whet.training.supervisor import prepare_restart
 
 _WAIT_SECONDS = 0.5
 _MAX_KILLS = 3
+# After this many failures in a row the search stops and reports why.
 _MAX_FAILURES = 3
-"""After this many failures in a row the search stops and reports why."""
 
 TrialKind = Literal["trial", "seed"]
 EndState = Literal["complete", "pruned", "infeasible", "failed", "stopped", "given up"]

@@ -56,9 +56,9 @@ class TuneTrial(FrozenModel):
     """Pairs of steps, each pair on the same batches."""
     median_seconds: NonNegativeFloat | None = None
     """Of one optimizer step."""
-    rival_seconds: NonNegativeFloat | None = None
+    baseline_seconds: NonNegativeFloat | None = None
     speedup: NonNegativeFloat | None = None
-    """The rival's time divided by this one's: above 1 is faster."""
+    """The baseline's time divided by this one's: above 1 is faster."""
     interval: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     """Distribution-free confidence interval of the speed-up."""
     preparation_seconds: NonNegativeFloat | None = None

@@ -22,15 +22,15 @@ from whet.run.proof import MIN_RESUMED_FRACTION, KillCounts, ProofDifference
 if TYPE_CHECKING:
     from whet.prove.compare import RunResult
 
+# For a process of unknown duration.
 MAX_SECONDS = 3600.0
-"""For a process of unknown duration."""
 MAX_KILLS_PER_RUN = 8
+# The share of kills at any time from the start of the process; the others come while it trains.
 EARLY_SHARE = 0.1
-"""The share of kills at any time from the start of the process; the others come while it trains."""
+# Kills reach this share of the training beyond its first checkpoint, so that each next process is killed later.
 REACH = 0.35
-"""Kills reach this share of the training beyond its first checkpoint, so that each next process is killed later."""
+# If the kills covered too little, this many more are tried, and at least as many as were requested.
 MAX_EXTRA_KILLS = 10
-"""If the kills covered too little, this many more are tried, and at least as many as were requested."""
 
 Log = Callable[[str], None]
 

@@ -31,10 +31,10 @@ from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, V
 
 MAX_STEPS, MIN_STEPS = 48, 12
 NUM_CHECKPOINTS = 12
+# Of the first process, which shows how fast the training is, and on which device.
 TRIAL_STEPS = 8
-"""Of the first process, which shows how fast the training is, and on which device."""
+# The duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
-"""The duration of one uninterrupted run."""
 DISK_SECONDS = 60.0
 
 

@@ -27,11 +27,11 @@ from whet.run import durable
 from whet.run.disk import Disk
 from whet.run.folder import CHECKPOINTS
 
+# Every method of Disk; a new one is counted without a change here.
 DISK_CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
-"""Every method of Disk; a new one is counted without a change here."""
 
+# By then the first file of a checkpoint exists, and no manifest.
 _CALLS_INTO_DRAFT = 4
-"""By then the first file of a checkpoint exists, and no manifest."""
 _POLL_SECONDS = 0.002
 _LIBRARY_PATHS = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
 

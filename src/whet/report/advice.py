@@ -76,9 +76,9 @@ def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial]) -> Iterator[Advi
 
 def _too_short(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
     for trial in trials:
-        if trial.verdict != "not worth it" or not (trial.median_seconds and trial.rival_seconds):
+        if trial.verdict != "not worth it" or not (trial.median_seconds and trial.baseline_seconds):
             continue
-        saved = trial.rival_seconds - trial.median_seconds
+        saved = trial.baseline_seconds - trial.median_seconds
         if saved <= 0 or not trial.preparation_seconds:
             continue
         value = f"{trial.setting}={format_value(trial.settings.get(trial.setting))}"

@@ -42,7 +42,7 @@ class TrialEvidence(FrozenModel):
     low: float | None
     high: float | None
     median_seconds: float | None
-    rival_seconds: float | None
+    baseline_seconds: float | None
     preparation_seconds: float | None
     peak_bytes: int | None
 
@@ -130,7 +130,7 @@ def _trial_evidence(trial: TuneTrial, plan: Mapping[str, Any]) -> TrialEvidence:
         low=low,
         high=high,
         median_seconds=trial.median_seconds,
-        rival_seconds=trial.rival_seconds,
+        baseline_seconds=trial.baseline_seconds,
         preparation_seconds=trial.preparation_seconds,
         peak_bytes=trial.peak_bytes,
     )
@@ -202,11 +202,11 @@ def _planned_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
     plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
     if plans:
         last = plans[-1]
-        return last.median_seconds if last.verdict == "faster" else last.rival_seconds
+        return last.median_seconds if last.verdict == "faster" else last.baseline_seconds
     winners = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
     if winners:
         return winners[-1].median_seconds
-    by_rules = [trial.rival_seconds for trial in trials if not trial.against and trial.rival_seconds]
+    by_rules = [trial.baseline_seconds for trial in trials if not trial.against and trial.baseline_seconds]
     return median(by_rules) if by_rules else None
 
 

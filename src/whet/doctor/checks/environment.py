@@ -24,10 +24,10 @@ _VARIABLES = (
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
 )
+# Read when this module is imported, before the device is opened: that sets the watermarks.
 _AS_STARTED = {name: env.read(name) for name in _VARIABLES}
-"""Read when this module is imported, before the device is opened: that sets the watermarks."""
+# A number or a switch; anything else, such as the identifier of a GPU, is private.
 _PLAIN = re.compile(r"[0-9.,]{1,8}")
-"""A number or a switch; anything else, such as the identifier of a GPU, is private."""
 _SENSORS = ("thermal", "memory_pressure", "swap_used_bytes", "power_source", "low_power_mode", "gpu_busy_percent")
 
 

@@ -16,8 +16,8 @@ from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, first_line, 
 from whet.doctor.checks.compare import compare_results, draw, forward_and_backward
 from whet.verify.tolerance import FP32_TOLERANCE, HALF_TOLERANCES
 
+# Returns the device's result and the right one.
 Attempt = Callable[[DeviceUnderTest], tuple[Any, Any]]
-"""Returns the device's result and the right one."""
 
 CHECKS: list[Check] = []
 _CPU = torch.device("cpu")

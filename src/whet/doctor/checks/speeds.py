@@ -19,8 +19,8 @@ from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
 
 REPEATS = 7
+# Shorter products are timed in a larger size.
 _MIN_SECONDS = 0.004
-"""Shorter products are timed in a larger size."""
 _MAX_SIZE = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

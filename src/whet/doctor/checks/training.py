@@ -24,8 +24,8 @@ from whet.verify.tolerance import relative_error, relative_errors
 # --- Parity with the CPU -----------------------------------------------------------------------------------------------
 
 PARITY_STEPS = 20
+# The largest relative errors that count as agreement; rounding grows along a trajectory.
 GRADIENTS, UPDATE, TRAJECTORY = 1e-3, 1e-4, 1e-2
-"""The largest relative errors that count as agreement; rounding grows along a trajectory."""
 
 
 def _one_step(task: ModelTask, where: torch.device) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -112,8 +112,8 @@ PARITY: list[Check] = [
 RESUME_STEPS = 14
 _STOPS = (5, 9)
 _LIMIT_SECONDS = 60.0
+# For weights after a move: rounding differs between devices, and AdamW amplifies it.
 _MOVE_TOLERANCE = 1e-2
-"""For weights after a move: rounding differs between devices, and AdamW amplifies it."""
 
 
 def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | None, is_move: bool = False) -> int:
