@@ -58,8 +58,8 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], *, number: int) ->
 def test_launcher_under_nohup_survives_its_terminal() -> None:
     """torch's launcher would listen to SIGHUP all the same, and end the training when you log out."""
     program = (
-        "import os, signal\nfrom whet.distributed import launching\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "code = launching.launch(['--version'], num_processes=1).code\n"
+        "import os, signal\nfrom whet.distributed import launcher\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "code = launcher.launch(['--version'], num_processes=1).code\n"
         "print(code, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM).__module__)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)

@@ -90,6 +90,7 @@ def bench(
         output.result(render_bench(result))
     for path in _write(result, out=out, is_page=markdown, is_silent=json):
         output.note(f"written: {path}")
+    # Nothing could be measured: every process failed or ran out of time.
     if not any(row.samples_per_second for sweep_result in result.sweeps for row in sweep_result.rows):
         raise typer.Exit(1)
 

@@ -158,6 +158,7 @@ def serve(
     from whet.web.server import require_libraries
     from whet.web.server import serve as serve_routes
 
+    # Fails before the model is loaded if the web extra is not installed.
     require_libraries()
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
     from whet.recipes.chat.server.responses import error_format

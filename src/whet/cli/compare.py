@@ -52,6 +52,7 @@ def compare(
     names = _split(devices) or []
     precisions = _split(precision)
     validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
+    # The model's own prints must not mix with the result on stdout.
     with output.user_output_to_stderr():
         result = compare_devices(
             load_spec(target, settings or (), file=config),

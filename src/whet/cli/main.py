@@ -132,26 +132,28 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
     if sys.stdout is None:  # Closed by the caller (whet train ... >&-), who may still want the run.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    # --quiet and --debug are accepted anywhere on the command line, so typer never sees them.
     switches = {"--quiet", "--debug"}
-    words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
-    if " ".join(words[:2]) in COMMANDS:
-        words[:2] = [" ".join(words[:2])]
+    args = ["--help" if arg == "-h" else arg for arg in arguments if arg not in switches] or ["--help"]
+    # `whet data chat` is one command to typer.
+    if " ".join(args[:2]) in COMMANDS:
+        args[:2] = [" ".join(args[:2])]
     debug = "--debug" in arguments
     with output.configured(quiet="--quiet" in arguments, debug=debug):
-        return _run(words, debug=debug)
+        return _run(args, debug=debug)
 
 
-def _run(words: list[str], *, debug: bool) -> int:
+def _run(args: list[str], *, debug: bool) -> int:
     try:
         _check_platform()
-        return app(words, standalone_mode=False) or 0
+        return app(args, standalone_mode=False) or 0
     except WhetError as error:
         if debug:
             raise
         output.error(error)
         return error.exit_code
     except _ClickUsageError as error:
-        output.error(_as_usage_error(error, words))
+        output.error(_as_usage_error(error, args))
         return _EXIT_USAGE
     except typer.Exit as error:
         return error.exit_code
@@ -240,13 +242,13 @@ def _is_library(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith(sysconfig.get_path("stdlib"))
 
 
-def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
+def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:
     """Convert a usage error of typer, naming parameters as the help does."""
-    command = next((word for word in words if not word.startswith("-")), "")
+    command = next((arg for arg in args if not arg.startswith("-")), "")
     if command not in COMMANDS:
         close = closest_match(command, COMMANDS)
         return UsageError(
-            "no such command", got=command or " ".join(words), try_=f"whet {close}" if close else "whet --help"
+            "no such command", got=command or " ".join(args), try_=f"whet {close}" if close else "whet --help"
         )
     what = str(error)[:1].lower() + str(error)[1:].rstrip(".")
     parameter = getattr(error, "param", None)
@@ -257,7 +259,7 @@ def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
             what = " ".join([*options, name, "is missing"])
         elif isinstance(error, typer.BadParameter):
             what = f"{options[0] if options else name}: {what}"
-    return UsageError(what, got="whet " + " ".join(words), try_=f"whet {command} --help")
+    return UsageError(what, got="whet " + " ".join(args), try_=f"whet {command} --help")
 
 
 def _check_platform() -> None:

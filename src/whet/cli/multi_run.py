@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 _SEED_KEYS = ("seeds", "seed")
+# Trains with these settings in this folder; returns an exit code.
 TrainRun = Callable[[list[str], Path], int]
-"""Trains with these settings in this folder; returns an exit code."""
 
 
 def parse_seeds(settings: Sequence[str], file: Path | None) -> range:

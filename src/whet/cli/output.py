@@ -15,14 +15,14 @@ from whet.base.units import format_percent, printable
 if TYPE_CHECKING:
     from whet.autotune.step_bench import ProgressCallback
 
+# Set by --quiet: no notes.
 quiet = False
-"""Set by --quiet: no notes."""
 
+# Set by --debug: failures show their traceback.
 debug = False
-"""Set by --debug: failures show their traceback."""
 
+# Set once by a distributed training: only rank 0 prints.
 rank = 0
-"""Set once by a distributed training: only rank 0 prints."""
 
 _RANK_ZERO_GRACE_SECONDS = 4.0
 

@@ -10,8 +10,8 @@ from whet.cli.options import ConfigFile, Device, Settings
 if TYPE_CHECKING:
     from whet.plan.plan import Plan
 
+# Share of the budget for finding a global batch size (global_batch_size=auto).
 _BATCH_SHARE = 1 / 3
-"""Share of the budget for finding a global batch size (global_batch_size=auto)."""
 
 
 def plan(

@@ -64,6 +64,7 @@ def prove(
         loaded, training = training_from_run(run, file=recipe, device=device)
     else:
         loaded, training = training_from_args(target, settings or (), file=config, device=device)
+    # A random seed is printed with the command that repeats the proof.
     seed = secrets.randbelow(10**6) if seed is None else seed
     options = [*(("--recipe", recipe) if recipe else ()), *(("--config", str(config)) if config else ())]
     options += [*(("--device", device) if device != "auto" else ()), *(("--steps", str(steps)) if steps else ())]

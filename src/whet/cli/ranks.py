@@ -13,8 +13,8 @@ from pathlib import Path
 from whet.base import env
 
 _POLL_SECONDS = 1.0
+# Memory of a process that has imported torch and nothing else.
 _TORCH_BYTES = 200_000_000
-"""Memory of a process that has imported torch and nothing else."""
 
 
 def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:

@@ -43,10 +43,12 @@ def report(
     if len(runs) == 1 and not formats and out is None and (seeds := _seeds_text(runs[0])) is not None:
         output.result(seeds)
         return
+    # A folder may be a run, a group of seeds (handled above) or a search.
     is_one_search = len(runs) == 1 and is_search(runs[0].expanduser())
     for run in runs if not is_one_search else ():
         _check_no_search(run.expanduser())
         read_header(run.expanduser().absolute())
+    # Validate the output path before runs are read, which may take long.
     if html and out is None:
         out = _default_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
     if out == Path("-"):

@@ -97,6 +97,7 @@ def search(
             on_trial=_print_trial,
             stop=stop,
         )
+    # The page is written even if the search was interrupted: it shows the trials so far.
     page = prepared.folder / "report.html"
     durable.write_file(page, data=search_page(result).encode())
     if json:

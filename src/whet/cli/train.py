@@ -129,6 +129,7 @@ def train(
         max_restarts=max_restarts,
         nproc=nproc,
     )
+    # Fails fast: no process is started and torch is not imported for a command that cannot work.
     ranks.validate(target, settings, nproc, config=config, device=device)
     seeds = parse_seeds(settings, config)
     if len(seeds) == 1 or supervisor.is_supervised():
@@ -157,6 +158,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
     def child_command(path: Path | None) -> list[str]:
         return options.child_command(settings, path or run)
 
+    # A training process is supervised already; a simulated Mac exists only in this process and cannot be restarted.
     is_parent = not supervisor.is_supervised() and not ranks.has_virtual_mac()
     if options.nproc > 1 or (options.max_restarts and is_parent and not ranks.is_distributed()):
         with (
@@ -170,6 +172,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
             return ranks.launch(
                 child_command, folder, num_processes=options.nproc, max_restarts=options.max_restarts, notify=notify
             )
+    # From here on this process trains: as one of several ranks, as the supervised child, or alone.
     if ranks.is_distributed():
         ranks.check_run_named(run)
         ranks.stop_with_launcher()
@@ -190,6 +193,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
     recipe = load_recipe(options.target)
     resolved = resolve_config(recipe.Config, settings, file=options.config, can_measure=True)
     recipe.describe(resolved.config)
+    # Every rank would find a different next free folder, so rank 0 decides.
     path = ranks.broadcast_path(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():
         check_writable(path)

@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+# Raised by fake tensors where only real ones can continue.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""Raised by fake tensors where only real ones can continue."""
 _MAX_REAL_ELEMENTS = 2**24
+# Values that Python may read in one trace: a loop that waits for a value would never end.
 _MAX_READS = 2_000
-"""Values that Python may read in one trace: a loop that waits for a value would never end."""
+# Functions that read or compare values without dispatching an operator.
 _READ_FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.equal, torch.allclose)
-"""Functions that read or compare values without dispatching an operator."""
 _CONVERSIONS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.__float__: float}
 
 

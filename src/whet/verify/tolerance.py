@@ -13,14 +13,14 @@ RelativeError = Annotated[
     float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value), when_used="json")
 ]
 
+# Largest relative error that counts as float32 rounding: far above rounding, far below a wrong result.
 FP32_TOLERANCE = 1e-4
-"""Largest relative error that counts as float32 rounding: far above rounding, far below a wrong result."""
 HALF_TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# A device may be this many times less accurate than the CPU is in the same dtype.
 CPU_ERROR_FACTOR = 20
-"""A device may be this many times less accurate than the CPU is in the same dtype."""
+# Errors of small tensors are relative to this share of the largest value of the whole tree: a gradient that should be
+# zero is rounding noise on every device.
 SMALL_TENSOR_SHARE = 1e-2
-"""Errors of small tensors are relative to this share of the largest value of the whole tree: a gradient that should be
-zero is rounding noise on every device."""
 _FLOAT32_SUFFICES = (torch.float32, torch.bfloat16, torch.float16)
 _TINY = 1e-30
 

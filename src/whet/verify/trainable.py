@@ -21,9 +21,9 @@ from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 
+# Returns the outputs of a causal model, of shape (batch, length, ...): each position may depend only on itself and
+# earlier positions.
 OutputFunction = Callable[[MicroBatch], Tensor]
-"""Returns the outputs of a causal model, of shape (batch, length, ...): each position may depend only on itself and
-earlier positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +110,8 @@ def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -
     )
 
 
+# Models returned by a factory before: a factory that returns one again owns it.
 _SEEN_MODELS: WeakSet[nn.Module] = WeakSet()
-"""Models returned by a factory before: a factory that returns one again owns it."""
 
 
 def _copy_if_shared(model: nn.Module) -> nn.Module:

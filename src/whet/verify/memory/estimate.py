@@ -33,8 +33,8 @@ from whet.verify.memory.lifetimes import FIXED_SCRATCH_BYTES, LiveBytes, Storage
 from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
+# Bytes that allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment.
 _ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
-"""Bytes that allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+# Vectors of the hidden size that cuDNN saves for each layer and time step, besides the input of the next layer.
+#
+# Derived from two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for a GRU,
+# both with hidden size 320 over 25,000 steps. The workspace there was little more than the weights. MPS is assumed to
+# be the same.
 _SAVED_VECTORS = {"lstm": 5, "gru": 6}
-"""Vectors of the hidden size that cuDNN saves for each layer and time step, besides the input of the next layer.
-
-Derived from two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for a GRU, both
-with hidden size 320 over 25,000 steps. The workspace there was little more than the weights. MPS is assumed to be the
-same."""
 
 
 class FusedRnn(Function):
@@ -101,6 +101,7 @@ _run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
 _cross_entropy = functional.cross_entropy
+# Functions that autocast computes in float32 on CUDA and MPS but not on the CPU; only those that save tensors.
 _FLOAT32_UNDER_AUTOCAST = (
     functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm,
     functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, torch.log_softmax, Tensor.log_softmax,
@@ -108,7 +109,6 @@ _FLOAT32_UNDER_AUTOCAST = (
     torch.sum, Tensor.sum, torch.pow, Tensor.pow, torch.exp, Tensor.exp, torch.log, Tensor.log,
     torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
 )  # fmt: skip
-"""Functions that autocast computes in float32 on CUDA and MPS but not on the CPU; only those that save tensors."""
 
 
 class DeviceKernels(TorchFunctionMode):

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from whet.verify.fake_tensors import FakeExecutor
 
+# Returns the bytes that a kernel allocates and frees besides its outputs, from operator, inputs and outputs.
 ScratchFunction = Callable[[Any, tuple[Any, ...], Any], int]
-"""Returns the bytes that a kernel allocates and frees besides its outputs, from operator, inputs and outputs."""
 
 
 @dataclass(slots=True)
@@ -128,11 +128,11 @@ class StorageTracker(TorchDispatchMode):
 # --- scratch memory of kernels ----------------------------------------------------------------------------------------
 
 _MB = 1024**2
+# cuBLAS keeps a workspace for each thread and stream that multiplied: 32 MiB on Hopper (8 before) for the forward
+# pass and as much for autograd's own thread. torch takes them from its allocator, so they count as allocated.
 FIXED_SCRATCH_BYTES = {"cuda": 64 * _MB, "mps": 0, "cpu": 0}
-"""cuBLAS keeps a workspace for each thread and stream that multiplied: 32 MiB on Hopper (8 before) for the forward
-pass and as much for autograd's own thread. torch takes them from its allocator, so they count as allocated."""
+# Operators that copy the argument at this position if it is not contiguous.
 _COPIES_STRIDED_INPUT = {"aten::native_layer_norm": 0, "aten::native_layer_norm_backward": 1}
-"""Operators that copy the argument at this position if it is not contiguous."""
 
 
 def scratch_function(device: str) -> ScratchFunction:

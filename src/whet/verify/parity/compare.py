@@ -25,8 +25,8 @@ from whet.verify.trainable import TrainableSpec
 # --- determinism ------------------------------------------------------------------------------------------------------
 
 DETERMINISM_STEPS = 3
+# Sums whose order changes between runs on a GPU differ by less than this.
 ROUNDING_TOLERANCE = 1e-4
-"""Sums whose order changes between runs on a GPU differ by less than this."""
 _WEIGHT = "the weight "
 
 
@@ -101,12 +101,12 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 # --- precision --------------------------------------------------------------------------------------------------------
 
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
+# Largest relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
+# transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, because rounding decides which value is
+# pooled.
 GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
-"""Largest relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
-transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, because rounding decides which value is
-pooled."""
+# Tried in this order until no gradient overflows, as a loss scaler does.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-"""Tried in this order until no gradient overflows, as a loss scaler does."""
 
 
 class PrecisionResult(FrozenModel):

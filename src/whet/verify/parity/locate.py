@@ -18,8 +18,8 @@ from whet.verify.parity.reproducer import write_reproducer
 from whet.verify.parity.training import ReplicaFactory
 from whet.verify.tolerance import RelativeError, relative_error
 
+# Largest relative error of a module that counts as rounding: a module may contain many operators.
 MODULE_BOUND = 1e-3
-"""Largest relative error of a module that counts as rounding: a module may contain many operators."""
 
 
 class WrongOperator(FrozenModel):

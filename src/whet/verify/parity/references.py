@@ -140,8 +140,8 @@ def _efficient_attention_backward(
     return grad_scores @ k * factor, grad_scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
 
 
+# CUDA operators that the CPU does not have; only the results that the formula returns are compared.
 FORMULAS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
-"""CUDA operators that the CPU does not have; only the results that the formula returns are compared."""

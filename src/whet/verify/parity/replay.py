@@ -96,20 +96,20 @@ def _line() -> str | None:
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
+# Largest error of a single float32 operator that counts as rounding: however accurate the CPU is, and if the CPU's
+# own error is unknown. A convolution's gradient before a BatchNorm cancels: 4e-5 was seen there on a correct CPU.
 MIN_BOUND, BOUND_WITHOUT_REFERENCE = 1e-5, 1e-4
-"""Largest error of a single float32 operator that counts as rounding: however accurate the CPU is, and if the CPU's own
-error is unknown. A convolution's gradient before a BatchNorm cancels: 4e-5 was seen there on a correct CPU."""
+# Operators whose minimum bound is `BOUND_WITHOUT_REFERENCE`. GPUs may compute convolutions with Winograd transforms,
+# which round more than a plain sum; fused updates on CUDA round 1 - beta in float32, an error of 1e-5 (1.3e-5 seen on
+# an H200).
 COARSE_OPERATORS = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
-"""Operators whose minimum bound is `BOUND_WITHOUT_REFERENCE`. GPUs may compute convolutions with Winograd transforms,
-which round more than a plain sum; fused updates on CUDA round 1 - beta in float32, an error of 1e-5 (1.3e-5 seen on an
-H200)."""
+# Rounding error of a dtype relative to float32.
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
-"""Rounding error of a dtype relative to float32."""
 _EPSILON = 2.0**-24
+# Operators whose result is uninitialized or not a tensor.
 _WITHOUT_VALUES = ("aten::empty", "aten::new_empty", "aten::resize", "aten::set_", "aten::_local_scalar_dense")
-"""Operators whose result is uninitialized or not a tensor."""
+# Operators that may return equal values in any order.
 _UNSTABLE_ORDER = ("aten::argmax", "aten::argmin", "aten::argsort", "aten::sort", "aten::topk")
-"""Operators that may return equal values in any order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

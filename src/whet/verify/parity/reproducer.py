@@ -138,8 +138,8 @@ if __name__ == "__main__":
 
 
 MARKER = "Written by whet compare"
+# Largest number of values written into the program itself; more go to a file next to it.
 _MAX_INLINE_NUMBERS = 200
-"""Largest number of values written into the program itself; more go to a file next to it."""
 
 
 @dataclass

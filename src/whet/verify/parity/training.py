@@ -23,13 +23,13 @@ from whet.verify.isolation import disable_dropout, force_eager
 from whet.verify.tolerance import RelativeError, error_bound, relative_errors
 from whet.verify.trainable import Trainable, TrainableSpec
 
+# Errors up to these count as agreement, however accurate the CPU is.
 MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
-"""Errors up to these count as agreement, however accurate the CPU is."""
+# The same if the reference is float32, so that the CPU's own error is unknown.
 BOUNDS_WITHOUT_FLOAT64 = {"loss": 1e-4, "gradients": 1e-3, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2}
-"""The same if the reference is float32, so that the CPU's own error is unknown."""
 _SEED = 0
+# Batch size limit unless the user asks for more: a wrong operator shows with few samples.
 _MAX_DEFAULT_SAMPLES = 32
-"""Batch size limit unless the user asks for more: a wrong operator shows with few samples."""
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment
 from whet.verify.start.causality import InconclusiveError, find_leak
 from whet.verify.trainable import Trainable, TrainableSpec
 
+# Larger models are not run with real tensors.
 _MAX_REAL_PARAMETERS = 50_000_000
-"""Larger models are not run with real tensors."""
 
 
 class PreflightResult(FrozenModel):
@@ -153,7 +153,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Pr
         return
     if traced.num_parameters > _MAX_REAL_PARAMETERS:
         yield PreflightFinding(
-            id="not-asked",
+            id="causality-unknown",
             severity="note",
             what="causality was not checked: the model is too large to be run with real tensors",
             try_="a smaller version of the same model",
@@ -170,7 +170,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Pr
             leak = find_leak(trainable.outputs, trainable.make_batch(batch_size))
         except InconclusiveError as error:
             yield PreflightFinding(
-                id="not-asked",
+                id="causality-unknown",
                 severity="note",
                 what=f"causality could not be determined: {error}",
                 try_="inputs with several different tokens, and weights that are not zero",
@@ -188,7 +188,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Pr
 
 
 def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool | None:
-    if trainable.outputs is None or any(finding.id == "not-asked" for finding in findings):
+    if trainable.outputs is None or any(finding.id == "causality-unknown" for finding in findings):
         return None
     return not findings
 

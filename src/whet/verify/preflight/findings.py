@@ -14,15 +14,15 @@ from torch import Tensor
 from whet.base.model import FrozenModel
 from whet.base.origin import _WHET_FOLDER, code_origin
 
+# File, line number and function. The code itself is read only when a finding is shown.
 SourceLine = tuple[str, int, str]
-"""File, line number and function. The code itself is read only when a finding is shown."""
+# Functions of whet that call user code (None: all of a file): frames further out belong to the command.
 _CALLERS = {
     str(_WHET_FOLDER / "step/step.py"): None,
     str(_WHET_FOLDER / "verify/trainable.py"): None,
     # The same file contains the recorder, whose frames are innermost.
     str(_WHET_FOLDER / "verify/preflight/trace.py"): ("trace_steps", "_train"),
 }
-"""Functions of whet that call user code (None: all of a file): frames further out belong to the command."""
 
 
 def user_line() -> SourceLine | None:

@@ -16,8 +16,8 @@ from whet.verify.preflight.host_sync import HOST_READS
 _HUGE_BATCH = 65_536
 _LARGE_KERNEL = 256
 _MAX_BMM_ELEMENTS = 2**32
+# Positions of the two factors among the arguments of each product.
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
-"""Positions of the two factors among the arguments of each product."""
 
 
 class KnownFaultDetector(Detector):

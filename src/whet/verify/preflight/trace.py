@@ -36,8 +36,8 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
 _FEW_SAMPLES = 2
+# Operators. After a longer step only the update is traced a second time.
 _LONG_STEP = 3_000
-"""Operators. After a longer step only the update is traced a second time."""
 _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -333,8 +333,8 @@ def _last_node() -> int:
 
 _RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _TRACED_STEPS = 2
+# Position of the argument batch_first. Packed sequences have other arguments and are traced in full.
 _BATCH_FIRST = 8
-"""Position of the argument batch_first. Packed sequences have other arguments and are traced in full."""
 
 
 def is_long_rnn(function: Any, args: tuple[Any, ...]) -> bool:

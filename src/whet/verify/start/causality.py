@@ -20,15 +20,15 @@ from whet.verify.isolation import perturb_zero_weights
 from whet.verify.tolerance import max_abs
 from whet.verify.trainable import OutputFunction
 
+# Largest change of an earlier output, relative to the largest output. Most devices give the same bits for the same
+# shapes.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
-"""Largest change of an earlier output, relative to the largest output. Most devices give the same bits for the same
-shapes."""
 MAX_PASSES = 8
+# Positions that are tried, a different one in each sample, in as many passes as needed.
 _MAX_POSITIONS = 64
-"""Positions that are tried, a different one in each sample, in as many passes as needed."""
 _ROWS_PER_COPY = 4096
+# Approximate work for a CPU; other devices get three times as much. Two passes are made in any case.
 _MAX_PROBE_FLOPS = 4e10
-"""Approximate work for a CPU; other devices get three times as much. Two passes are made in any case."""
 
 
 class InconclusiveError(Exception):

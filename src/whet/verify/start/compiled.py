@@ -34,20 +34,20 @@ from whet.verify.start.device_parity import (
 )
 from whet.verify.tolerance import SMALL_TENSOR_SHARE
 
+# The nearest compiled pass may be this many times as far from the first eager pass as the farthest eager one.
 _DRAW_FACTOR = 1.2
-"""The nearest compiled pass may be this many times as far from the first eager pass as the farthest eager one."""
+# Rounds of one eager and one compiled pass, until the compiled ones are near enough. For a correct model all passes
+# have the same distribution: the nearest of 6 compiled ones is beyond the farthest of 6 eager ones in one of 924
+# cases per tensor, and a fifth beyond it never happened in 1,200 tries. A wrong result is in every compiled pass.
 _MAX_ROUNDS = 6
-"""Rounds of one eager and one compiled pass, until the compiled ones are near enough. For a correct model all passes
-have the same distribution: the nearest of 6 compiled ones is beyond the farthest of 6 eager ones in one of 924 cases
-per tensor, and a fifth beyond it never happened in 1,200 tries. A wrong result is in every compiled pass."""
+# Draws of dropout added up in one pass, which halves the scatter of a tensor.
 _DRAWS_PER_PASS = 4
-"""Draws of dropout added up in one pass, which halves the scatter of a tensor."""
+# The same for rounding: compiled code rounds no more than eager code, so both differ at most twice as much.
 _ROUNDING_FACTOR = 2.0
-"""The same for rounding: compiled code rounds no more than eager code, so both differ at most twice as much."""
+# Half-precision error that may be rounding if rounding cannot be measured: recursive models had 0.2 in bf16.
 _PLAUSIBLE_HALF_ROUNDING = 0.5
-"""Half-precision error that may be rounding if rounding cannot be measured: recursive models had 0.2 in bf16."""
+# Smaller tensors scatter most and are not compared under dropout, except the loss.
 _MIN_ELEMENTS = 256
-"""Smaller tensors scatter most and are not compared under dropout, except the loss."""
 _LOSS_NAME = "the loss"
 
 _Distances = dict[str, float]
@@ -300,8 +300,8 @@ def _nan_as_inf(value: float) -> float:
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------
 
+# Name that torch.compile gives to a compiled graph in the bytecode that it rewrites.
 _COMPILED_NAME_PREFIX = "__compiled_fn"
-"""Name that torch.compile gives to a compiled graph in the bytecode that it rewrites."""
 
 
 def num_graphs() -> int:

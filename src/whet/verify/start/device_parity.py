@@ -15,14 +15,14 @@ from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
 MAX_SAMPLES = 8
+# Approximate work for the CPU, a second or two on a slow one. A large model gets fewer samples.
 _MAX_CPU_FLOPS = 4e10
-"""Approximate work for the CPU, a second or two on a slow one. A large model gets fewer samples."""
+# Largest relative errors of loss and gradients; more is allowed where the CPU itself is inaccurate.
 PARITY_BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
-"""Largest relative errors of loss and gradients; more is allowed where the CPU itself is inaccurate."""
+# Errors of a smaller loss are relative to this: what remains of such a loss is the rounding of larger numbers.
 MIN_LOSS_SCALE = 1e-2
-"""Errors of a smaller loss are relative to this: what remains of such a loss is the rounding of larger numbers."""
+# Without a scale, fp16 gradients underflow.
 FP16_LOSS_SCALE = 1024.0
-"""Without a scale, fp16 gradients underflow."""
 
 
 class LossAndGradients(NamedTuple):
