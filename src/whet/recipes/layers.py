@@ -48,6 +48,7 @@ def truncated_normal_(weights: Tensor, *, deviation: float) -> Tensor:
     (0.5, True)
     """
     limit = _TRUNCATE_AT * _RESCALE * deviation
+    # Inverse transform sampling: uniform within the truncated range of the error function.
     weights.uniform_(-_INSIDE, _INSIDE).erfinv_()
     return weights.mul_(math.sqrt(2) * _RESCALE * deviation).clamp_(-limit, limit)
 
@@ -80,7 +81,8 @@ def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILO
 
 
 def rotary_angles(positions: Tensor, size: int, *, base: float = _ROTARY_BASE) -> RotaryAngles:
-    """Rotary embedding for heads of `size` at positions (S) or (B, S): pair i turns by position * base^(-2 i / size)."""
+    """Return rotary angles for heads of `size` at positions (S) or (B, S), position * base^(-2 i / size) for pair i."""
+    # Computed in float32: in bf16, positions beyond 256 would collide.
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions.to(torch.float32)[..., None] * base**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -149,6 +151,7 @@ class SelfAttention(nn.Module):
         if args.rotation is not None:
             queries, keys = apply_rotary(queries, args.rotation), apply_rotary(keys, args.rotation)
         if args.memory is not None:
+            # After rotation: cached keys already carry their positions.
             keys, values = args.memory.extend(keys, values)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=args.mask, is_causal=args.is_causal

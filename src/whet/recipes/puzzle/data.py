@@ -139,9 +139,11 @@ def _from_files(paths: list[Path], config: PuzzleConfig, rng: np.random.Generato
             got=f"augment={config.augment}",
             try_="augment=0",
         )
+    # Shuffle, then group equal solutions, so that no solution is in two splits.
     order = rng.permutation(len(puzzles))
     order = order[_grouped_by_solution(solutions[order])]
     number = _num_held_out(len(puzzles), config)
+    # The limit counts training puzzles; held-out ones are added.
     if config.puzzles != "auto":
         order = order[: config.puzzles + 2 * number]
     puzzles, solutions = puzzles[order], solutions[order]
@@ -184,6 +186,7 @@ def _sudoku_data(
     """Augment the training split and convert cells to tokens: 0 is padding, 1 a blank, and k + 1 the digit k."""
     both = np.stack([puzzles, solutions])
     train = both[:, : held_out[0][0]]
+    # Only training puzzles are augmented, puzzle and solution with the same symmetry.
     train = np.concatenate([train, *(shuffle_grids(train, rng) for _ in range(config.augment))], axis=1)
     splits = [train, *(both[:, rows] for rows in held_out)]
     train_columns, val, test = (

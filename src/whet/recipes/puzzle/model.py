@@ -120,6 +120,7 @@ class PuzzleModel(nn.Module):
                 state = block(state, args)
             return state
 
+        # z and y are detached between supervision steps: gradients stay within one step.
         y, z = refine(net, y, z, x, outer=self.shape.outer_cycles, inner=self.shape.inner_cycles)
         logits = self.to_tokens(y[:, self.shape.prefix :])
         return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
@@ -201,7 +202,8 @@ class PuzzleLosses(NamedTuple):
 def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
     """Return the mean loss over the slots of a micro-batch: the tokens, and whether the model knows when it is right.
 
-    In training mode the slots advance by one step; in evaluation mode every puzzle starts from the initial state and no slot changes.
+    In training mode the slots advance by one step. In evaluation mode every puzzle starts from the initial state, and no
+    slot changes.
     """
     offered = slot_input(micro)
     batch = model.slots.load(offered) if model.training else new_batch(model, offered)
@@ -216,6 +218,7 @@ def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
     """Compute the losses of each puzzle; the target of `halt` is whether the solution is correct."""
     is_counted = labels != IGNORED_LABEL
     num_counted = is_counted.sum(-1).clamp(min=1)
+    # A puzzle is right only if every counted token is.
     is_right = ((logits.argmax(-1) == labels) | ~is_counted).all(-1)
     halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
     tokens = stablemax_loss(logits, labels).sum(-1) / num_counted

@@ -102,6 +102,7 @@ class Slots(nn.Module):
     def store(self, first: int, batch: SlotBatch, *, y: Tensor, z: Tensor, halt: Tensor) -> None:
         """Store the states after a step of the slots from `first` on; a slot whose `halt` is above 0 is free again."""
         at, steps = slice(first, first + len(batch.steps)), batch.steps + 1
+        # A slot halts at the maximum, or when the model says so, but not before its drawn minimum.
         is_done = steps >= self.max_steps
         if self.max_steps > 1:
             is_done = (is_done | (halt > 0)) & (steps >= self._min_steps(first, self.age[at]))

@@ -132,6 +132,7 @@ def solve(
     while len(states):
         now, now_owners = states[-chunk:], owners[-chunk:]
         states, owners = states[:-chunk], owners[:-chunk]
+        # Drop states of puzzles that already have enough solutions.
         is_wanted = missing[now_owners] > 0
         now, is_possible = _propagate(now[is_wanted], board)
         now, now_owners = now[is_possible], now_owners[is_wanted][is_possible]
@@ -155,8 +156,10 @@ def _propagate(states: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarra
         now = states[active]
         is_decided = board.num_bits[now] == 1
         taken, taken_twice = _digits_in_units(np.where(is_decided, now, 0), board)
+        # Naked singles: remove the digits of decided cells from their units.
         allowed = now & ~np.where(is_decided, 0, np.bitwise_or.reduce(taken[:, board.of_cell], axis=2))
         seen, seen_twice = _digits_in_units(allowed, board)
+        # Hidden singles: a digit that fits in only one cell of a unit belongs there.
         hidden_single = allowed & np.bitwise_or.reduce((seen & ~seen_twice)[:, board.of_cell], axis=2)
         after = np.where(hidden_single != 0, hidden_single, allowed).astype(np.uint16)
         is_wrong = (taken_twice != 0).any(1) | (seen != full).any(1) | (board.num_bits[hidden_single] > 1).any(1)
@@ -182,6 +185,7 @@ def _branch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Replace each state by one for every digit of the undecided cell with the fewest candidates."""
     counts = board.num_bits[states]
+    # Minimum remaining values: the fewest candidates give the smallest tree.
     cell = np.where(counts == 1, 255, counts).argmin(1)
     digits = np.arange(round(states.shape[1] ** 0.5) if states.shape[1] else 0)
     if order is not None:

@@ -61,6 +61,7 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
         text = torch.bucketize(indices, starts, right=True) - 1
         positions = indices - starts[text]
         spans = Spans.of(starts[text], starts[text + 1]) if is_own_kernel_on("attention") else None
+        # The index of the token in the flattened B x L rectangle.
         cells = text * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]
@@ -82,6 +83,7 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
     that takes B x L^2 scores, where a block-diagonal mask would take T^2.
     """
     head_size = qkv.shape[-1] // 3 // num_heads
+    # Fastest first: whet's kernels, torch's variable-length kernel, then a padded rectangle.
     if layout.spans is not None and dropout == 0 and has_span_kernel(qkv, head_size):
         return span_attention(qkv, layout.spans, num_heads=num_heads)
     if layout.starts is not None and has_varlen_kernel(qkv, num_heads=num_heads):
@@ -89,6 +91,7 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
         return varlen_attention(qkv, layout.starts, num_heads=num_heads, max_length=longest, dropout=dropout)
     padded = layout.to_padded(qkv)
     queries, keys, values = padded.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, W / H)
+    # True where attention is allowed, broadcast over heads and queries.
     mask = layout.is_seen[:, None, None]
     out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
     return layout.from_padded(out.transpose(1, 2).flatten(2))

@@ -257,6 +257,7 @@ def _download(name: str) -> Path:
         )
         return Path(path)
 
+    # The cache is tried first, so that a downloaded model needs no network.
     with contextlib.suppress(Exception):
         cached = snapshot(is_local=True)
         # An interrupted download leaves a snapshot without its weights.

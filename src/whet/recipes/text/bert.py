@@ -35,6 +35,7 @@ class Bert(nn.Module):
     @classmethod
     def of(cls, network: Any) -> "Bert":
         """Wrap a transformers classifier; the weights are shared."""
+        # On meta, so that no second copy of the weights is allocated before they are assigned.
         with torch.device("meta"):
             bert = cls(network.config)
         bert.network.load_state_dict(network.state_dict(), assign=True)
@@ -82,12 +83,14 @@ class _BertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, ids: Tensor, layout: TokenLayout) -> Tensor:
+        # Token ids carry the segment in their high bits (`tokenizer.py`).
         words = ids % SEGMENT_OFFSET
         # Padding may reach beyond the last learned position; attention never looks there.
         positions = self._positions(words, layout).clamp(max=self.position_embeddings.num_embeddings - 1)
         if self.token_type_embeddings.num_embeddings > 1:
             segments = self.token_type_embeddings(ids // SEGMENT_OFFSET)
         else:
+            # RoBERTa has a single segment: broadcasting saves a lookup per token.
             segments = self.token_type_embeddings.weight[0]
         embedded = self.word_embeddings(words) + segments + self.position_embeddings(positions)
         return self.dropout(self.LayerNorm(embedded))
@@ -138,6 +141,7 @@ class _BertBlock(nn.Module):
 
     def _qkv(self, x: Tensor) -> Tensor:
         """Queries, keys and values side by side, 3 W wide: one matrix product instead of three."""
+        # Concatenated in every pass: the parameters must stay those of transformers, for checkpoints and exports.
         layers = list(self.attention["self"].children())
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         return functional.linear(x, weight, bias)

@@ -198,6 +198,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     """
     _check_data_exists(config)
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if config.is_embedded else None
+    # Sizes of a hub model are those of BERT base until its files are here (`backbone.py`).
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
     can_pack = can_read_packed(config, backbone)
     if config.lengths in ("packed", "packed few") and not can_pack:
@@ -216,6 +217,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         max_length=max_length,
         lengths_vary=True,
         can_pack=can_pack,
+        # int64 token ids and a label.
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,

@@ -70,6 +70,7 @@ class Corpus:
         """SHA-256 of classes, texts, labels and splits."""
         splits = []
         for part in (self.train, self.val, self.test):
+            # Added only if present, so fingerprints of plain corpora do not depend on these fields.
             optional = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
             splits.append([part.texts, part.labels, *optional])
         return hashlib.sha256(json.dumps([self.classes, splits]).encode()).hexdigest()
@@ -125,6 +126,7 @@ def _assign_splits(sizes: Sequence[int]) -> list[str]:
     total = val = test = 0
     for size in sizes:
         total += size
+        # Of single rows, val gets the 5th, 15th, ... and test the 10th, 20th, ...: both stay at 10 % at any size.
         if 10 * val + 5 * size <= total:
             names.append("val")
             val += size
@@ -153,6 +155,7 @@ def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> 
             links.append(("group", str(groups[row])))
         for link in links:
             one, other = root(row), root(first_row.setdefault(link, row))
+            # The smaller row is the root: units are named by their first row.
             parent[max(one, other)] = min(one, other)
     units: defaultdict[int, list[int]] = defaultdict(list)
     for row in range(len(examples)):
@@ -168,6 +171,7 @@ def _majority_label(labels: Sequence[int], frequency: Counter[int]) -> int:
 
 def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
     text = examples.texts[row] + (f"\0{examples.pairs[row]}" if examples.pairs else "")
+    # Seed 0 hashes the text alone, so that the default split depends on nothing else.
     return hashlib.sha256((f"{seed}\0{text}" if seed else text).encode()).digest()
 
 

@@ -76,6 +76,7 @@ def read_files(
         _read_source(source, overrides or ColumnOverrides(), rows) for path in paths for source in find_sources(path)
     ]
     is_multi = _split_labels(rows, separator=separator, has_lists=any(has_lists))
+    # Classes come from the training rows; held-out labels must be among them.
     splits = rows.splits
     classes = _class_names(splits["train"], held_out=[*splits["val"], *splits["test"]], where=rows.where)
     train, val, test = (_to_examples(splits[name], classes=classes, is_multi=is_multi) for name in splits)
@@ -211,6 +212,7 @@ def _with_missing_splits(
     if val and test:
         return Corpus(classes=tuple(classes), train=train, val=val, test=test)
     corpus = split(train, classes=classes, seed=seed, groups=groups)
+    # A given split is used as it is: the rows that `split` held out for it return to the training.
     if val:
         corpus = Corpus(classes=corpus.classes, train=corpus.train.joined(corpus.val), val=val, test=corpus.test)
     elif test:

@@ -145,6 +145,7 @@ def baseline_accuracy(corpus: Corpus) -> float:
             counts[vocabulary[word], label] += 1
     log_likelihood = np.log(counts / counts.sum(0))
     frequency = Counter(corpus.train.labels)
+    # A class without training rows gets probability 0.
     log_prior = np.array(
         [math.log(frequency[label]) if frequency[label] else -math.inf for label in range(num_classes)]
     )

@@ -72,6 +72,7 @@ def _collect(rows_per_class: int) -> Examples:
     seen: set[str] = set()
     texts: list[str] = []
     labels: list[int] = []
+    # `seen` is shared: a paragraph that two libraries copied from each other has no clear label.
     for label, library in enumerate(LIBRARIES):
         paragraphs = _read_library(library, seen=seen, enough=rows_per_class)
         texts += paragraphs
@@ -84,6 +85,7 @@ def _read_library(library: str, *, seen: set[str], enough: int) -> list[str]:
     texts: list[str] = []
     for paragraph in _paragraphs(_files(_root(library))):
         text = remove_library_names(paragraph)
+        # Compare letters only, so that near-identical paragraphs of two libraries count once.
         letters = re.sub(r"[\W\d_]+", "", text).casefold()
         if MIN_LENGTH <= len(text) <= MAX_LENGTH and letters not in seen:
             seen.add(letters)

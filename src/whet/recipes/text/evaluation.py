@@ -107,6 +107,7 @@ class Scores:
             self._squares += float(((probabilities - is_true) ** 2).sum())
             self._fill_bins(probabilities.max(1), is_right)
             if self.confusion is not None:
+                # add.at counts repeated index pairs; plain indexing would count each pair once.
                 np.add.at(self.confusion, (truth, predicted), 1)
         self.num_texts += len(probabilities)
         self._num_right += int(is_right.sum())
@@ -173,6 +174,7 @@ class Scores:
         }
 
     def _fill_bins(self, confidence: Array, is_right: Array) -> None:
+        # A probability of exactly 1 belongs to the last bin.
         bins = np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         for row, weights in zip(self._bins, (None, confidence, is_right), strict=True):
             row += np.bincount(bins, weights=weights, minlength=NUM_BINS)
@@ -246,6 +248,7 @@ def tally(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextD
             error = float(np.abs(predicted[row] - truth[row]).max())
             classes = (tuple(np.flatnonzero(matrix[row] > 0.5).tolist()) for matrix in (truth, chosen))
             mistakes.append(Mistake(error, micro, int(row), *classes))
+        # Pruned after every micro-batch: a mistake holds a reference to its micro-batch.
         mistakes = nlargest(NUM_MISTAKES, mistakes, key=lambda mistake: mistake.rank)
     shown = [] if data is None else [(mistake.rank, _show_mistake(mistake, data)) for mistake in mistakes]
     return {"loss": loss, "scores": None if scores is None else scores.as_json(), "mistakes": shown}

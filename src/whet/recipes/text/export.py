@@ -62,6 +62,7 @@ def save_onnx(model: "Classifier", folder: Path, *, max_length: int, vocab_size:
     """Write `model.onnx`, check that it computes the same logits, and return the names of its inputs."""
     check_onnx_installed()
     network, names = _with_onnx_inputs(model)
+    # Two texts: torch.export specializes dimensions of size 1.
     sample = _sample_inputs(names, num_texts=2, length=min(8, max_length), vocab_size=vocab_size)
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=max(2, max_length))}
     with _quiet_exporter():

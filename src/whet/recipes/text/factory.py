@@ -28,6 +28,7 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
         metadata: that of the run `init_from`; None without one.
     """
     if metadata is not None:
+        # Only pretrained runs have this key.
         if (MODEL_CONFIG in metadata) != config.is_pretrained:
             raise UsageError(
                 "init_from is a run of another model",
@@ -50,6 +51,7 @@ def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
     """`arch.max_length`, limited to the positions of a pretrained model."""
     if not isinstance(tokenizer, PretrainedTokenizer):
         return config.arch.max_length
+    # Both may limit the length: positions of the model, and the tokenizer's declared maximum.
     limit = read_backbone(str(model_folder(config.model))).max_tokens
     return min(config.arch.max_length, limit, tokenizer.max_length)
 

@@ -53,6 +53,7 @@ class Encoder(nn.Module):
         embedded = self.tokens(ids)
         if not (self.training and self.word_dropout):
             return embedded
+        # A mask per token, not per feature: the model must not rely on single words.
         is_kept = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
         return embedded * is_kept[..., None]
 

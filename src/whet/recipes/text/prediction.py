@@ -91,6 +91,7 @@ class TextPredictor:
                 known = [index for index, truth in enumerate(truths) if truth is not None]
                 if known:
                     scores.add([predicted[index] for index in known], [truths[index] for index in known])
+            # Results exist for valid queries only; `next` keeps them aligned with the window.
             rows = iter(predicted)
             for query in window:
                 yield Prediction(query=query, result=None if query.error is not None else self._result(next(rows)))

@@ -88,6 +88,7 @@ class QueryReader:
     def _resolve_columns(self, overrides: ColumnOverrides, trained_on: ColumnOverrides) -> ColumnOverrides:
         source = self._source
         names = column_names(source)
+        # Columns of the command line win over those of the training.
         resolved = _present_columns(names, trained_on).model_copy(update=overrides.model_dump(exclude_none=True))
         if names:
             try:
@@ -278,6 +279,7 @@ def prediction_lines(
         if result is None:
             yield _csv_line([query.row, *texts, "", "", *[""] * len(classes), query.error or ""])
             continue
+        # Multi-label results are joined with the separator that the readers detect.
         label = "|".join(result["labels"]) if "labels" in result else result["label"]
         probabilities = (f"{result['probabilities'][name]:.7g}" for name in classes)
         yield _csv_line([query.row, *texts, label, f"{result['probability']:.7g}", *probabilities, ""])

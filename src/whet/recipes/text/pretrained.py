@@ -79,6 +79,7 @@ class Pretrained(nn.Module):
         """Return the logits, (B, C)."""
         ids, lengths = tokens.values, tokens.lengths
         position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        # Shift each row to the right, so that its padding is on the left.
         if self._pools_last:
             position = position + (lengths[:, None] - ids.shape[1])
             ids = ids.gather(1, position.clamp(min=0))
@@ -177,6 +178,7 @@ def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, 
         label2id={name: index for index, name in enumerate(classes)},
         problem_type="multi_label_classification" if is_multi_label else "single_label_classification",
     )
+    # The names differ between architectures: set those that this config has.
     for name in _DROPOUTS:
         if hasattr(config, name):
             is_separate = tuning.attention_dropout is not None and name in _ATTENTION_DROPOUTS
@@ -247,6 +249,7 @@ def freeze_layers(network: Any, what: Freeze) -> None:
     assert isinstance(num_frozen, int)
     trained = {id(parameter) for layer in layers[num_frozen:] for parameter in layer.parameters()}
     pooler = getattr(network.base_model, "pooler", None)
+    # id() rather than names, because tied parameters appear under several names.
     trained |= {id(parameter) for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())}
     for parameter in network.base_model.parameters():
         parameter.requires_grad_(id(parameter) in trained)

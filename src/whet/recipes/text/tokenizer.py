@@ -97,6 +97,7 @@ class PretrainedTokenizer:
                 "the model's tokenizer has no tokenizer.json", got=str(folder), try_="a model with a fast tokenizer"
             )
         with tempfile.TemporaryDirectory() as scratch:
+            # Saved by transformers itself, so the files are complete whatever the tokenizer class.
             engine.save_pretrained(scratch)
             files = {
                 file.name: _without_source_path(file) for file in sorted(Path(scratch).iterdir()) if file.is_file()
@@ -163,6 +164,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
 def _join_pair(first: list[int], second: list[int], *, separator: list[int], max_length: int) -> list[int]:
     """Join two encoded texts; if they do not fit, the longer one is truncated first."""
     room = max(2, max_length - len(separator))
+    # The first text gets what the second leaves free, and at least half.
     kept_first = max(room - len(second), room // 2)
     kept_second = room - min(len(first), kept_first)
     return [*first[:kept_first], *separator, *second[:kept_second]][:max_length]

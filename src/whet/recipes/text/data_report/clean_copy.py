@@ -159,9 +159,11 @@ class _CleanCopyWriter:
         for position, sample in enumerate(samples):
             row = first_row + position
             where, code = self._index.where(row), self._codes[row]
+            # A code means that the whole sample is removed; otherwise its cells are fixed.
             why = [_KIND_OF_CODE[code]] if code else []
             if not why:
                 fixed, why = self._fix_sample(cells, sample, reader)
+                # A text that is empty after fixing (only HTML, say) is removed too.
                 if not why or not emptiness(_sample_text(fixed, sample, reader)):
                     cells = fixed
                     kept.append(position)

@@ -147,6 +147,7 @@ class DatasetInspector:
         defects = text_defects(text if sample.pair is None else f"{text} {sample.pair}")
         for defect in defects:
             self._add(defect, row, shows=snippet(text))
+        # Fixed before comparing: broken characters would hide duplicates.
         normalized = normalize_text(*fix_pair(text, sample.pair)) if defects else normalize_text(text, sample.pair)
         exact = text if sample.pair is None else f"{text}\0{sample.pair}"
         index.hashes.add(exact, normalized, label=label, split=split)
@@ -177,10 +178,12 @@ class DatasetInspector:
             self._mentions.add_text(normalized, sample.labels, row=row)
 
     def _check_group(self, group: str, *, split: int, row: int) -> None:
+        # A bit mask of splits per group: two integers, whatever the length of its name.
         key, bit = hash(group), 1 << split
         before = self._splits_of_group.setdefault(key, bit)
         if not before & bit:
             self._splits_of_group[key] = before | bit
+            # Report a group once, when its second split is seen.
             if before.bit_count() == 1:
                 self._add("group-leak", row, shows=group)
 
@@ -346,6 +349,7 @@ def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
         for row, labels in enumerate(_label_sets(part)):
             pair = part.pairs[row] if part.pairs else None
             normalized = normalize_text(*fix_pair(part.texts[row], pair))
+            # Only equality of label sets matters; the mask keeps the hash within int32, non-negative.
             hashes.add(f"{part.texts[row]}\0{pair}", normalized, label=hash(labels) & 0x7FFFFFFF, split=split)
             counts.update(corpus.classes[label] for label in labels)
             if any(states_label(normalized, names[label]) for label in labels):

@@ -87,6 +87,7 @@ def _normalized(label: str) -> str:
 def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, int]) -> str | None:
     """Return the frequent label that a rare one probably stands for."""
     for other in by_frequency:
+        # Candidates are sorted by frequency: once one is too rare, all later ones are.
         if counts[label] > max(_RARE_ROWS, _RARE_SHARE * counts[other]) or counts[other] < 10 * counts[label]:
             return None
         if other != label and _is_typo(label.casefold(), other.casefold()):
@@ -129,6 +130,7 @@ def _edit_distance(one: str, other: str, *, limit: int) -> int:
 def _tag_pattern(label: str) -> re.Pattern[str]:
     name = re.escape(label)
     patterns = [rf"__label__{name}(?!\w)", rf"\b(?:{_TAG_KEYS})\s*[:=]\s*[\"'\[(]?{name}(?!\w)"]
+    # Short labels and numbers occur in brackets for other reasons, such as citations.
     if len(label) >= 3 and any(map(str.isalpha, label)):
         opening, closing = r"[\[(<{#]", r"[\])>}]"
         patterns += [

@@ -83,6 +83,7 @@ class TextHashes:
         labels = np.frombuffer(self.label, dtype=np.int32) if self.label else np.empty(0, dtype=np.int32)
         rows = np.flatnonzero(labels >= 0)
         hashes = np.frombuffer(self.normalized, dtype=np.int64)[rows] if len(rows) else np.empty(0, dtype=np.int64)
+        # Stable, so that rows of equal texts stay in file order.
         order = np.argsort(hashes, kind="stable")
         hashes, rows = hashes[order], rows[order]
         bounds = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1], [True])))
@@ -115,6 +116,7 @@ class TextHashes:
                 first_with.setdefault((split, label), row)
                 in_this_split.setdefault(exact, row)
                 by_label.setdefault(label, row)
+            # Splits are visited in ascending order, so these are all lower ones.
             in_lower_splits = {**in_this_split, **in_lower_splits}
         if len(by_label) > 1:
             for row in rows:

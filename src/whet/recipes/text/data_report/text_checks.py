@@ -27,8 +27,8 @@ _ENTITY = re.compile(
 def emptiness(text: str) -> str | None:
     """Return the kind of defect of a text without content, or None.
 
-    >>> hollow(""), hollow(" \\u200b\\n"), hollow("?! ..."), hollow("no"), hollow("\\N{THUMBS UP SIGN}")
-    ('empty', 'spaces', 'punctuation', None, None)
+    >>> [emptiness(text) for text in ("", " \\u200b\\n", "?! ...", "no", "\\N{THUMBS UP SIGN}")]
+    ['empty', 'spaces', 'punctuation', None, None]
     """
     if _WORD.search(text):
         return None
@@ -62,7 +62,7 @@ def text_defects(text: str) -> list[str]:
 def fix_text(text: str, kinds: set[str]) -> str:
     """Remove the defects of these kinds from a text.
 
-    >>> cleaned("it\\u00e2\\u20ac\\u2122s a caf\\u00c3\\u00a9<br />&amp; bar\\x00", {"mojibake", "html", "nul"})
+    >>> fix_text("it\\u00e2\\u20ac\\u2122s a caf\\u00c3\\u00a9<br />&amp; bar\\x00", {"mojibake", "html", "nul"})
     'it\\u2019s a caf\\xe9 & bar'
     """
     if "nul" in kinds:
@@ -152,7 +152,7 @@ def has_mojibake(text: str) -> bool:
 def fix_mojibake(text: str) -> str:
     """Restore the characters that were decoded in the wrong encoding.
 
-    >>> read_again("caf\\u00c3\\u00a9"), read_again("it\\u201a\\u00c4\\u00f4s")
+    >>> fix_mojibake("caf\\u00c3\\u00a9"), fix_mojibake("it\\u201a\\u00c4\\u00f4s")
     ('caf\\xe9', 'it\\u2019s')
     """
     # Mac Roman first: its three-character sequences contain two characters that match the Windows pattern.

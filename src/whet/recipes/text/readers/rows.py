@@ -104,6 +104,7 @@ def read_lines(source: TextSource) -> Iterator[TextLine]:
             number += 1
             error = None
             size = len(data)
+            # readline returned at its limit: the line is longer, and its rest is skipped in pieces.
             if size == MAX_ROW_BYTES and not data.endswith(b"\n"):
                 size += _skip_line(file)
                 data = b""
@@ -176,6 +177,7 @@ def read_json_lines(source: TextSource) -> Iterator[TextRow]:
 
 
 def _json_error(text: str, error: Exception) -> RowError:
+    # A line that stops inside its object was cut off; any other was never JSON.
     is_truncated = text.lstrip().startswith("{") and not text.rstrip().endswith("}")
     return RowError(
         kind="truncated" if is_truncated else "not-a-row",
@@ -206,6 +208,7 @@ def read_delimited(source: TextSource) -> Iterator[TextRow]:
     while (record := _read_record(lines, delimiter=source.delimiter, width=len(header))) is not None:
         first, last = record.lines[0], record.lines[-1]
         has_bom = has_bom or first.has_bom
+        # Blank lines are not rows.
         if not record.fields and record.error is None:
             continue
         if not header:
@@ -259,6 +262,7 @@ def _read_record(lines: _LineBuffer, *, delimiter: str, width: int) -> _Record |
     first = lines.next()
     if first is None:
         return None
+    # Most lines have no quotes, and str.split is much faster than the csv module.
     plain = first.text.split(delimiter) if first.text else []
     if first.error is not None or '"' not in first.text:
         return _Record([first], plain, first.error)

@@ -250,6 +250,7 @@ class SampleReader:
 
     def _find_columns(self, row: TextRow) -> None:
         """Find the columns from the first rows; the label column may appear in a later JSON row."""
+        # The first call looks at many rows (`column_names`), later ones at the row itself.
         names = self._names | dict.fromkeys(row.cells if self._names else column_names(self.source))
         if len(names) == len(self._names) or len(self._names) > _MAX_COLUMNS:
             return

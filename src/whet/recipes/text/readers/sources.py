@@ -114,6 +114,7 @@ def _check_shards(files: list[Path], *, split: str) -> None:
 
 def _split_folders(folder: Path) -> list[TextSource]:
     """Folders named train, val and test, with class folders or saved datasets inside."""
+    # Sorted, so that the order of rows does not depend on the file system.
     named = [
         (split, child) for child in sorted(folder.iterdir()) if child.is_dir() and (split := split_name(child.name))
     ]
@@ -236,6 +237,7 @@ def _file_source(path: Path, *, split: SplitName | None) -> TextSource:
     head = _head(path)
     if head.startswith(b"PAR1"):
         return TextSource(path=path, format="Parquet", split=split)
+    # Arrow files start with a magic number, Arrow streams with a continuation marker.
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
         return TextSource(path=path, format="Arrow", split=split)
     _check_text_format(path, head)
@@ -245,6 +247,7 @@ def _file_source(path: Path, *, split: SplitName | None) -> TextSource:
     if text[0] in "{[":
         return TextSource(path=path, format="JSON lines", split=split)
     header = text.split("\n", 1)[0]
+    # In this order: a tab hardly ever occurs inside of a column name.
     delimiter = next((mark for mark in "\t,;|" if mark in header), ",")
     file_format: FileFormat = "TSV" if delimiter == "\t" else "CSV"
     return TextSource(path=path, format=file_format, split=split, delimiter=delimiter)
