@@ -84,7 +84,7 @@ def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tm
     with pytest.raises(UsageError, match="other files than an export"):
         export_model(pair_run, to="transformers", out=tmp_path / "out", force=True)
     (tmp_path / "out" / "notes.txt").unlink()
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="already exists"):
         export_model(pair_run, to="transformers", out=tmp_path / "out")
     export_model(pair_run, to="transformers", out=tmp_path / "out", force=True, checkpoint="last")
 
