@@ -53,7 +53,7 @@ _SCHEDULE = "how the learning rate falls after the warm-up"
 
 
 class OptionsModel(BaseModel):
-    """A group of options. A subclass changes defaults without repeating type and description:
+    """A group of options. A subclass changes defaults and descriptions without declaring the option again:
 
     >>> class Config(CommonConfig):
     ...     defaults = {"epochs": 5}
@@ -65,15 +65,17 @@ class OptionsModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    descriptions: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        own = cls.__dict__.get("defaults", {})
-        for name, default in own.items():
+        own, descriptions = cls.__dict__.get("defaults", {}), cls.__dict__.get("descriptions", {})
+        for name in {**own, **descriptions}:
             # A copy: the field is shared with the base class.
             field = copy.copy(cls.model_fields[name])
-            field.default = default
+            field.default = own.get(name, field.default)
+            field.description = descriptions.get(name, field.description)
             cls.model_fields[name] = field
         # pydantic compiles a validator per class: without a rebuild it would keep the old defaults.
         if own:

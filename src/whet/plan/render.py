@@ -1,10 +1,9 @@
-"""Plans as text: the table of settings, one setting explained, two plans compared."""
+"""Plans as text: the table of settings, and one setting explained."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from whet.base.errors import UsageError, closest_match
-from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_count
 from whet.machine.render import machine_line
 from whet.plan.memory import predict_memory_parts
@@ -93,23 +92,6 @@ def _stacked_row(row: SettingRow, *, width: int) -> Iterator[str]:
 
 def _source_text(setting: Setting) -> str:
     return f"rule {setting.evidence['rule']}" if setting.source == "rule" else setting.source
-
-
-class SettingDifference(FrozenModel):
-    """A setting that two plans decide differently, each with its reason."""
-
-    name: str
-    ours: Setting
-    theirs: Setting
-
-
-def diff_plans(ours: Plan, theirs: Plan) -> tuple[SettingDifference, ...]:
-    """Return the settings whose values differ, in the order of decision."""
-    return tuple(
-        SettingDifference(name=name, ours=setting, theirs=theirs.settings[name])
-        for name, setting in ours.settings.items()
-        if setting.value != theirs.settings[name].value
-    )
 
 
 def explain_setting(plan: Plan, name: str) -> str:

@@ -1,10 +1,9 @@
 """The options of the chat recipe, and the workload that they describe. No torch."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
-
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.base.errors import UsageError
 from whet.config.options import CommonConfig
@@ -25,15 +24,16 @@ _MIN_SEQ_LEN = 128
 class ChatConfig(CommonConfig):
     """The common options and those of the model."""
 
-    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        8, description="rows per optimizer step, each packed with conversations; auto measures it and scales lr"
-    )
-    epochs: PositiveInt = Field(20, description="passes over the training data")
-    lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up")
-    weight_decay: NonNegativeFloat = Field(0.1, description="weight decay; biases and norms are exempt")
-    schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up"
-    )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "global_batch_size": 8,
+        "epochs": 20,
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+    }
+    descriptions: ClassVar[Mapping[str, str]] = {
+        "global_batch_size": "rows per optimizer step, each packed with conversations; auto measures it and scales lr"
+    }
     arch: ChatArch = ChatArch()
 
     group_aliases: ClassVar[dict[str, str]] = {"arch": "arch.kind"}

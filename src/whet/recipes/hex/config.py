@@ -1,8 +1,9 @@
 """What can be set for Hex, and what it means for a plan; no torch."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -48,16 +49,13 @@ class SelfPlayOptions(BaseModel):
 class HexConfig(CommonConfig):
     """Hex: the common keys, the weights of the loss and the net's."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"global_batch_size": 256, "lr": 2e-3, "dropout": 0.0}
+    descriptions: ClassVar[Mapping[str, str]] = {"dropout": "share dropped before the value's last layer"}
+
     size: Annotated[int, Field(ge=2, le=26)] | Auto = Field("auto", description="of the board; the data's, else 5")
     games: Annotated[int, Field(ge=10, le=10**7)] = Field(
         6_000, description="how many games the two-distance player plays where no data is given; kept for the next time"
     )
-    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        256, description="samples of one optimizer step; auto measures which, and scales lr"
-    )
-    epochs: PositiveInt = Field(3, description="passes over the training data")
-    lr: PositiveFloat = Field(2e-3, description="learning rate after the warm-up")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share dropped before the value's last layer")
     policy_weight: NonNegativeFloat = Field(1.0, description="what the cross entropy of the move counts in the loss")
     value_weight: NonNegativeFloat = Field(1.0, description="what the cross entropy of the result counts in the loss")
     uncertainty_weight: NonNegativeFloat = Field(

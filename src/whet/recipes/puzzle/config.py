@@ -1,8 +1,9 @@
 """Options of the puzzle recipe and the workload they describe. No torch."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -91,6 +92,25 @@ class PuzzleArch(BaseModel):
 class PuzzleConfig(CommonConfig):
     """Puzzles: the common options, those of the generator, and those of the model."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "global_batch_size": 64,
+        "epochs": 6,
+        "optimizer": "adam_atan2",
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "schedule": "constant",
+        "warmup_steps": 100,
+        "ema": True,
+        "clip": None,
+    }
+    descriptions: ClassVar[Mapping[str, str]] = {
+        "global_batch_size": "puzzles worked on at once, each in its own slot; 768 for 9x9 and given data",
+        "epochs": "passes over the training data; 60 for 9x9 and given data",
+        "lr": "learning rate after the warm-up; 1e-4 for 9x9 and given data",
+        "weight_decay": "decay of weights; 1.0 for 9x9 and given data",
+        "warmup_steps": "steps until the full learning rate; 2,000 for 9x9 and given data",
+    }
+
     size: Literal[4, 9] = Field(4, description="side of the generated Sudokus; unused with data")
     puzzles: Annotated[int, Field(gt=0, le=10**7)] | Auto = Field(
         "auto", description="Sudokus to train on; auto: 6,400 of 4x4, 1,000 of 9x9, all of given data"
@@ -103,26 +123,11 @@ class PuzzleConfig(CommonConfig):
     )
     eval_puzzles: PositiveInt = Field(2_000, description="maximum puzzles of given data for validation, and for test")
 
-    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        64, description="puzzles worked on at once, each in its own slot; 768 for 9x9 and given data"
-    )
-    epochs: PositiveInt = Field(6, description="passes over the training data; 60 for 9x9 and given data")
-    optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field("adam_atan2", description="optimizer")
-    lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up; 1e-4 for 9x9 and given data")
-    weight_decay: NonNegativeFloat = Field(0.1, description="weight decay; 1.0 for 9x9 and given data")
     puzzle_emb_lr: PositiveFloat | None = Field(None, description="learning rate of puzzle embeddings; null: lr")
     puzzle_emb_weight_decay: NonNegativeFloat | None = Field(
         None, description="weight decay of puzzle embeddings; null: weight_decay"
     )
-    schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
-        "constant", description="learning rate schedule after the warm-up"
-    )
-    warmup_steps: Annotated[int, Field(ge=0)] | Auto = Field(
-        100, description="steps until the full learning rate; 2,000 for 9x9 and given data"
-    )
     dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="the model has none")
-    ema: bool = Field(True, description="evaluate with an exponential moving average of the weights")
-    clip: PositiveFloat | None = Field(None, description="maximum gradient norm; null: no clipping")
     arch: PuzzleArch = PuzzleArch()
 
     @model_validator(mode="before")
