@@ -33,7 +33,7 @@ cpu = time.process_time()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 print(json.dumps({{"seconds": seconds, "cpu": cpu, "peak": peak, "found": found}}))
 """
-LIST = "from whet.run.prune import list_runs; found = len(list_runs(Path(sys.argv[1])))"
+LIST = "from whet.report.run_status import list_runs; found = len(list_runs(Path(sys.argv[1])))"
 OPEN = """
 from whet.run.events import History
 from whet.run.curve import downsample_curves
