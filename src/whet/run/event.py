@@ -24,7 +24,8 @@ kind. NaN and infinity are written as described in strict_json. Fields that read
                 bytes, state_bytes: {"weights": ..., "gradients": ..., "optimizer": ..., "ema": ...} between steps,
                 counted from the tensors, num_shapes (different micro-batch shapes in this session)
     checkpoint  it is durable now: name, bytes, seconds (in all), stall_seconds (training stood still),
-                slowed_seconds (steps next to it took longer), background (written while training continued)
+                slowed_seconds (steps next to it took longer), background (written while training continued),
+                failures_before (failed attempts before this one)
     resume      the run continues from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), rejected (damaged checkpoints), lost_steps, rollback_reason
                 (where a step failed in this process), moved_from (another device)
