@@ -164,7 +164,7 @@ def test_a_leak_in_half_precision_gets_a_mask_simulated(tmp_path: Path) -> None:
         train_gpt(tmp_path / "asked", overrides={"precision": "bf16"})
         train_gpt(tmp_path / "measured", precision="bf16")
     for name in ("asked", "measured"):
-        assert "the output at place 5 moves by" in said(tmp_path / name)
+        assert "the output at position 5 changes by" in said(tmp_path / name)
         assert "causal attention has an explicit mask now: loss and 30 gradients agree" in said(tmp_path / name)
         assert setting(tmp_path / name, "causal_mask")["value"] == "explicit"
         assert setting(tmp_path / name, "precision")["value"] == "bf16"
