@@ -16,6 +16,7 @@ from whet.cli.options import Device, Json
 
 if TYPE_CHECKING:
     from whet.hpo.worker import FinishedTrial
+    from whet.run.search_result import SearchResult
 
 
 def search(
@@ -105,15 +106,24 @@ def search(
     else:
         output.result(render_search(result))
     num_ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
-    if num_ended < prepared.num_trials(trials) or (seeds and result.candidates and not result.is_confirmed):
-        with_name = "" if name else f" with --name {shlex.quote(prepared.folder.name)}"
-        output.note(f"resume    run the same command{with_name} to continue")
-    elif result.winner is not None:
-        command = f"whet train {target} --from-search {shlex.quote(prepared.folder.name)}"
-        output.note(f"next      {command}   (all training data, and the test)")
-    output.note(f"report    {output.short_path(page)} shows the search in a browser")
+    is_unconfirmed = bool(seeds and result.candidates) and not result.is_confirmed
+    is_incomplete = num_ended < prepared.num_trials(trials) or is_unconfirmed
+    _print_next(result, prepared.folder, target, name=name, is_incomplete=is_incomplete)
     if signals:
         raise typer.Exit(128 + signals[0])
+
+
+def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str | None, is_incomplete: bool) -> None:
+    """Print the command that resumes the search, or the one that trains with its winner."""
+    from whet.cli import output
+
+    if is_incomplete:
+        with_name = "" if name else f" with --name {shlex.quote(folder.name)}"
+        output.note(f"resume    run the same command{with_name} to continue")
+    elif result.winner is not None:
+        command = f"whet train {target} --from-search {shlex.quote(folder.name)}"
+        output.note(f"next      {command}   (all training data, and the test)")
+    output.note(f"report    {output.short_path(folder / 'report.html')} shows the search in a browser")
 
 
 def _print_trial(trial: "FinishedTrial") -> None:
