@@ -50,9 +50,9 @@ class ByteModel:
             codes = _codes([text], size)
             where = np.arange(size - 1, length)
             chances[where] = _interpolated(known, codes, chances[where])
-        found = np.log2(chances)
-        found[: self.order - 1] = 0
-        return found
+        result = np.log2(chances)
+        result[: self.order - 1] = 0
+        return result
 
 
 def _interpolated(known: _Order, codes: Array, below: Array) -> Array:
@@ -77,7 +77,7 @@ def _order(grams: Array, counts: Array) -> _Order:
 
 def _codes(texts: list[bytes], length: int) -> Array:
     """Encode every sequence of `length` bytes as a number; the last byte is the lowest."""
-    found = []
+    codes = []
     for text in texts:
         data = np.frombuffer(text, dtype=np.uint8).astype(np.uint64)
         if len(data) < length:
@@ -85,8 +85,8 @@ def _codes(texts: list[bytes], length: int) -> Array:
         code = np.zeros(len(data) - length + 1, dtype=np.uint64)
         for place in range(length):
             code = code * np.uint64(_BYTES) + data[place : len(data) - length + 1 + place]
-        found.append(code)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
+        codes.append(code)
+    return np.concatenate(codes) if codes else np.empty(0, dtype=np.uint64)
 
 
 def _looked_up(keys: Array, values: Array, wanted: Array) -> Array:

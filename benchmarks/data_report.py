@@ -28,9 +28,9 @@ report = inspector.run()
 if len(sys.argv) > 2:
     write_clean_copy(inspector, Path(sys.argv[2]))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-found = {finding.kind: finding.count for finding in report.findings}
+counts = {finding.kind: finding.count for finding in report.findings}
 print(json.dumps({"rows": report.rows, "seconds": time.perf_counter() - began, "cpu": time.process_time() - used,
-                  "peak": peak, "found": found}))
+                  "peak": peak, "defects": counts}))
 """
 LABELS = [f"topic{letter}" for letter in "abcdefghijklmnopqrst"]
 
@@ -59,7 +59,7 @@ def show(what: str, got: dict[str, object]) -> None:
     rows, seconds, cpu, peak = (float(str(got[name])) for name in ("rows", "seconds", "cpu", "peak"))
     speeds = f"{rows / seconds:,.0f} rows/s; {cpu:.0f} s of the processor, {rows / cpu:,.0f} rows/s"
     print(f"{what}: {rows:,.0f} rows in {seconds:.0f} s ({speeds}), {peak / 1e6:.0f} MB at its peak")
-    print(f"  found {got['found']}")
+    print(f"  defects {got['defects']}")
 
 
 def write(file: Path, count: int) -> None:

@@ -105,8 +105,8 @@ def compare(name: str, *, device: str, precision: str, seconds: float, clock: Cl
     }
     batches = {}
     for variant, (parts, loss) in variants.items():
-        found = parts.source.batches(Position())
-        batches[variant] = [next(found) for _ in range(NUM_BATCHES)]
+        stream = parts.source.batches(Position())
+        batches[variant] = [next(stream) for _ in range(NUM_BATCHES)]
         timed(parts, loss, batches[variant], range(NUM_BATCHES), clock=clock)  # Every shape has been there once.
     for kind, steps in (("one by one", 1), ("in a row", ROW_STEPS)):
         times: dict[str, list[float]] = {variant: [] for variant in variants}

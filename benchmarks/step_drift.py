@@ -53,8 +53,8 @@ def read(path: Path) -> list[float]:
     return [float(line) / 1e6 for line in path.read_text().splitlines() if not line.startswith("#")]
 
 
-def record(path: Path, *, neighbours: int, epochs: int) -> None:
-    beside = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(neighbours)]
+def record(path: Path, *, neighbors: int, epochs: int) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(neighbors)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             words = ["train", "text", f"epochs={epochs}", "threads=1", "--device", "cpu", "--run", f"{folder}/run"]
@@ -62,10 +62,10 @@ def record(path: Path, *, neighbours: int, epochs: int) -> None:
             steps = read_events(open_run(Path(folder) / "run"), kinds=("step",))
             seconds = [sum(event.get("seconds").get(phase, 0.0) for phase in _PHASES) for event in steps]
     finally:
-        for process in beside:
+        for process in busy:
             process.kill()
             process.wait()
-    made = f"# benchmarks/step_drift.py record --neighbours {neighbours} --epochs {epochs}; microseconds of each step\n"
+    made = f"# benchmarks/step_drift.py record --neighbors {neighbors} --epochs {epochs}; microseconds of each step\n"
     path.write_text(made + "".join(f"{value * 1e6:.0f}\n" for value in seconds))
 
 
@@ -96,12 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("path", type=Path)
-    parser.add_argument("--neighbours", type=int, default=1)
+    parser.add_argument("--neighbors", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=50)
     asked = parser.parse_args()
     if asked.what == "record":
-        record(asked.path, neighbours=asked.neighbours, epochs=asked.epochs)
+        record(asked.path, neighbors=asked.neighbors, epochs=asked.epochs)
     else:
         judge(asked.path, seeds=asked.seeds)
 

@@ -111,7 +111,7 @@ def main() -> None:
         for device in devices:
             start = time.perf_counter()
             lines = [verify(device) for _ in range(asked.repeats)]
-            seconds = [float(found[1]) for line in lines if (found := re.search(r"\((\d+\.\d) s\)$", line))]
+            seconds = [float(match[1]) for line in lines if (match := re.search(r"\((\d+\.\d) s\)$", line))]
             cost = f"{statistics.median(seconds):.1f} s" if seconds else "-"
             what = "mps, simulated" if device == "mps" and asked.virtual_mac else device
             print(

@@ -65,11 +65,11 @@ def check(specs: Iterable[Spec], *, at_once: int) -> Agreement:
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(_losses_of, [*reference, *specs]))
         exact = answers.pop(0) if reference else None
-        for spec, found in zip(specs, answers, strict=True):
-            if isinstance(found, str):
-                problems[spec.name] = found
+        for spec, result in zip(specs, answers, strict=True):
+            if isinstance(result, str):
+                problems[spec.name] = result
             else:
-                losses[spec.loop] = found
+                losses[spec.loop] = result
     return Agreement(
         names={spec.loop: spec.name for spec in specs},
         precision=precision,

@@ -46,8 +46,8 @@ class StepGate:
 
     def end(self, losses: list[float] | None = None) -> None:
         """Report the losses at the end of the loop."""
-        found = losses if losses is not None else [float(loss) for loss in self._losses]
-        self.answer(losses=found, notes=self.notes)
+        recorded = losses if losses is not None else [float(loss) for loss in self._losses]
+        self.answer(losses=recorded, notes=self.notes)
 
     def answer(self, **fields: Any) -> None:
         print(json.dumps(fields), file=self._answers, flush=True)

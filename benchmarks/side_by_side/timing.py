@@ -87,7 +87,7 @@ def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_war
                 log(f"{loop.spec.name}: {error}")
         if not times:
             raise SystemExit("no loop could be started")
-        slowest = max(found.estimate for found in times.values())
+        slowest = max(each.estimate for each in times.values())
         block = max(_MIN_STEPS, round(seconds / slowest))
         first = next(iter(loops.values()))
         rng = random.Random(0)
