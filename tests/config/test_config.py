@@ -2,13 +2,16 @@
 
 import contextlib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
-from whet.config.resolve import resolve_config
+from whet.config.keywords import TrainingKeywords
+from whet.config.options import CommonConfig, SessionOptions, TrainingOptions
+from whet.config.resolve import read_options, resolve_config
 from whet.config.sources import flatten, nest, parse_args, parse_value
 from whet.plan.rules import ALL_RULES
 from whet.recipes.text.config import TextConfig
@@ -206,3 +209,38 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")
     assert resolve_config(TextConfig, file=file).config == TextConfig()
+
+
+class OtherDefaults(CommonConfig):
+    defaults: ClassVar = {"epochs": 7, "clip": None}
+    descriptions: ClassVar = {"epochs": "passes, seven of them"}
+
+
+def test_a_subclass_changes_defaults_and_descriptions_only() -> None:
+    config = resolve_config(OtherDefaults, ()).config
+    assert (config.epochs, config.clip, CommonConfig().epochs) == (7, None, 3)
+    described = OtherDefaults.model_fields["epochs"].description, CommonConfig.model_fields["epochs"].description
+    assert described == ("passes, seven of them", "passes over the training data")
+    with pytest.raises(UsageError, match="epochs must be greater than 0"):
+        resolve_config(OtherDefaults, ["epochs=0"])
+
+
+def test_keywords_are_strict_and_unknown_ones_get_a_suggestion() -> None:
+    options = read_options(SessionOptions, {"global_batch_size": 8, "clip": 1, "schedule": float})
+    assert (options.clip, options.epochs, options.eval_every) == (1.0, 1, "auto")
+    for keywords, what in [
+        ({"global_batch_size": 8, "epochs": "3"}, "epochs must be a whole number"),
+        ({"global_batch_size": 8, "epohcs": 3}, "did you mean 'epochs'"),
+        ({"epochs": 3}, "global_batch_size is missing"),
+        ({"global_batch_size": 8, "schedule": "cosin"}, "schedule must be"),
+        ({"global_batch_size": 8, "warmup_steps": "auto"}, "warmup_steps must be a whole number"),
+    ]:
+        with pytest.raises(UsageError, match=what):
+            read_options(SessionOptions, keywords)
+
+
+def test_session_recipes_and_generated_keywords_share_their_options() -> None:
+    shared = set(TrainingOptions.model_fields)
+    assert shared <= set(CommonConfig.model_fields)
+    assert set(SessionOptions.model_fields) - shared == {"shuffle"}
+    assert set(TrainingKeywords.__annotations__) == set(SessionOptions.model_fields)

@@ -1,0 +1,114 @@
+"""The base class of recipes: what is required, what has a default, and the errors for what is missing."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.base.errors import UsageError, WhetError
+from whet.config.options import CommonConfig
+from whet.config.resolve import resolve_config
+from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe, validate_recipe
+from whet.recipes.runner import prepare_recipe, train_recipe
+
+
+class Minimal(Recipe):
+    """Only what is required."""
+
+    name = "minimal"
+
+    def data(self, config: Any) -> Any:
+        columns = {"x": torch.linspace(-1, 1, 64)[:, None], "y": torch.linspace(1, -1, 64)[:, None]}
+        return SimpleNamespace(train=columns, val=columns, test=None)
+
+    def model(self, config: Any, data: Any) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, micro: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(micro.x), micro.y)
+
+
+def test_a_recipe_needs_only_name_data_model_and_loss(tmp_path: Path) -> None:
+    recipe = validate_recipe(Minimal(), "minimal.py")
+    resolved = resolve_config(recipe.Config, ["epochs=2", "global_batch_size=16", "threads=1"])
+    result = train_recipe(recipe, resolved, run=tmp_path / "run", device="cpu")
+    assert (result.state, result.step, result.metrics) == ("done", 8, {})
+
+
+def test_the_default_description_counts_the_model_and_its_data() -> None:
+    recipe = Minimal()
+    config = resolve_config(recipe.Config, ["epochs=2", "global_batch_size=16"]).config
+    described = recipe.describe(config)
+    assert (described.num_parameters, described.num_samples, described.num_steps) == (2, 64, 8)
+    assert described == prepare_recipe(recipe, config).workload
+
+
+def test_optional_methods_are_supported_only_where_they_are_overridden() -> None:
+    recipe = Minimal()
+    assert [recipe.supports(name) for name in ("loss", "evaluate", "predict", "outputs")] == [True, False, False, False]
+    assert (recipe.metadata(None, None), recipe.example_input({}), recipe.assumptions(None)) == ({}, None, ())
+    with pytest.raises(UsageError, match="the recipe minimal cannot predict"):
+        recipe.predict(None, {})
+    with pytest.raises(UsageError, match="cannot export its model"):
+        recipe.write_model_files(None, {}, Path(), to="onnx")
+
+
+def test_the_goal_of_the_config_precedes_that_of_the_recipe() -> None:
+    assert Minimal().selected_goal(CommonConfig()) is None
+    text = load_recipe("text")
+    config = resolve_config(text.Config, ["goal=macro_f1"]).config
+    assert (text.goal, text.selected_goal(config)) == ("accuracy", "macro_f1")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_recipes_are_complete(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert all(recipe.supports(method) for method in ("data", "model", "loss", "evaluate", "describe", "metadata"))
+
+
+class WithoutLoss(Minimal):
+    loss = Recipe.loss
+
+
+class ForeignConfig(Minimal):
+    Config = dict
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (object(), "is not a recipe"),
+        (None, "is not a recipe"),
+        (Recipe(), "is incomplete"),
+        (WithoutLoss(), "is incomplete"),
+        (ForeignConfig(), "lacks the common keys"),
+    ],
+)
+def test_what_is_no_complete_recipe_is_rejected(made: object, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        validate_recipe(made, "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import no_such_module", "could not be loaded"),
+        ("import sys; sys.exit(0)", "ends the program"),
+        ("x = 1", r"does not define recipe\(\)"),
+        ("def recipe(): return 3", "is not a recipe"),
+    ],
+)
+def test_a_file_without_a_recipe_is_rejected(tmp_path: Path, source: str, what: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(WhetError, match=what):
+        load_recipe(str(file))
+
+
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    with pytest.raises(UsageError, match="did you mean 'text'"):
+        load_recipe("txet")
