@@ -223,6 +223,21 @@ def test_a_run_with_missing_parts_is_still_reported(tmp_path: Path) -> None:
     assert len(plan_trials(odd)) == 1
 
 
+@pytest.mark.torch
+def test_the_fingerprint_of_the_data_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    from whet.checkpoint.manifest import CheckpointInfo, CheckpointManifest
+
+    run = bare(tmp_path / "r")
+    for step in (1, 2):
+        info = CheckpointInfo(data={"fingerprint": f"print {step}", "num_samples": 7})
+        folder = run.checkpoints / f"step-{step:09d}"
+        folder.mkdir()
+        manifest = CheckpointManifest(step=step, files={}, tensors={}, info=info)
+        (folder / "manifest.json").write_bytes(manifest.to_bytes())
+    provenance = summarize(run).provenance
+    assert (provenance.data, provenance.num_samples) == ("print 2", 7)
+
+
 def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
     reports = [
         summarize(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))

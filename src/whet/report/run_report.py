@@ -367,10 +367,10 @@ def _data_facts(checkpoints: Path) -> dict[str, Any]:
         return {}
     for path in manifests[:3]:
         try:
-            about = strict_json.decode(read_regular_file(path)).get("about")
+            info = strict_json.decode(read_regular_file(path)).get("info")
         except (OSError, ValueError, WhetError):
             continue
-        data = about.get("data") if isinstance(about, dict) else None
+        data = info.get("data") if isinstance(info, dict) else None
         if isinstance(data, dict):
             return data
     return {}
