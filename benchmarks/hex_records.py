@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         positions = Path(scratch) / "positions"
         import_records(
-            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, overrides=ImportOptions()
+            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, options=ImportOptions()
         )
         path = given.run or Path(scratch) / "run"
         words = [*WORDS, *given.words, f"data={positions}", "--device", given.device, "--run", str(path)]

@@ -169,7 +169,7 @@ def data_hex(
             output.note(f"{num_games:,} games read")
             next_note = time.monotonic() + _PROGRESS_SECONDS
 
-    manifest = import_records(path, into=output_dir, overrides=options, progress=progress)
+    manifest = import_records(path, into=output_dir, options=options, progress=progress)
     if json:
         output.result_json(manifest.as_json())
     else:

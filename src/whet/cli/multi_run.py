@@ -133,7 +133,9 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             line.say(f"{recipe.name}: {text}")
 
     try:
-        code: int = recipe.improve(resolved, folder=path, device=device, command=command, say=say, on_event=on_event)
+        code: int = recipe.improve(
+            resolved, folder=path, device=device, command=command, message=say, on_event=on_event
+        )
     except KeyboardInterrupt:
         # Interrupted during play: unfinished games are played again.
         code = 130

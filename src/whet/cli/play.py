@@ -97,7 +97,7 @@ def _play_in_terminal(game: "TerminalGame") -> None:
         if not line:
             output.result("")
             return
-        answer = game.say(line)
+        answer = game.enter(line)
         if answer:
             output.result("\n".join(answer))
 

@@ -12,7 +12,7 @@ from whet.plan.plan import make_plan
 from whet.recipes.hex.architecture import HexArch, count_parameters
 from whet.recipes.hex.config import HexConfig, describe_hex
 from whet.recipes.hex.data import to_columns, with_half_turns
-from whet.recipes.hex.evaluation import evaluate, metrics
+from whet.recipes.hex.evaluation import conclude, metrics, tally
 from whet.recipes.hex.game.games import Samples
 from whet.recipes.hex.game.rules import Positions
 from whet.recipes.hex.game.symmetry import MIRRORED, mover_view, transform, transform_policy
@@ -112,14 +112,14 @@ def test_a_net_that_says_nan_does_not_play() -> None:
     with torch.no_grad():
         net.policy.weight.fill_(float("nan"))
     with pytest.raises(WhetError, match="NaN"):
-        NetPlayer(net, CpuDevice()).judge(np.zeros((1, 3, 3), dtype=np.int8))
+        NetPlayer(net, CpuDevice()).evaluate(np.zeros((1, 3, 3), dtype=np.int8))
 
 
 def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
     player = NetPlayer(a_net().eval(), CpuDevice(), averages_symmetry=True)
     boards = some_micro(5).board.numpy()[:4]
-    shares, win = player.judge(boards)
-    other_shares, other_win = player.judge(boards[:, ::-1, ::-1])
+    shares, win = player.evaluate(boards)
+    other_shares, other_win = player.evaluate(boards[:, ::-1, ::-1])
     np.testing.assert_allclose(other_shares[:, ::-1], shares, atol=1e-6)
     np.testing.assert_allclose(other_win, win, atol=1e-6)
 
@@ -205,4 +205,4 @@ def test_a_net_that_says_the_same_everywhere_has_found_nothing() -> None:
     net = HexNet(HexArch(depth=1, width=8))
     torch.nn.init.zeros_(net.policy.weight)
     with torch.no_grad():
-        assert evaluate(net, iter([some_micro(20)]))["policy_top1"] == 0
+        assert conclude([tally(net, iter([some_micro(20)]))])["policy_top1"] == 0

@@ -83,27 +83,27 @@ def test_first_moves_vary_with_the_seed_alone() -> None:
 def test_a_whole_game_in_words() -> None:
     talk = TerminalGame(Sure(), 3)
     assert "you are blue" in talk.begin()[0]
-    assert talk.say("") == []
-    assert talk.say("b2")[0] == "sure: swap"
-    assert talk.say("undo")[-1].startswith("your move")
-    assert "no such cell" in talk.say("z9")[0]
-    assert "not legal" in talk.say("swap")[0]
-    assert "take back" in talk.say("undo")[0]
-    assert talk.say("hint")[-1] == "sure likes a1 100 %"
-    assert talk.say("c1")[0] == "sure: swap"  # Its stone is now at a3.
-    assert talk.say("b1")[0] == "sure: a1"
-    assert talk.say("b2")[0] == "sure: c1"
-    assert talk.say("b2")[0] == "move 7 is not legal: a stone lies there"
-    assert talk.say("b3")[-1] == "you win"
-    assert talk.say("c3")[0] == "the game is over"
-    assert talk.say("undo")[-1].startswith("your move")
-    assert "resigned" in talk.say("resign")[0]
-    assert "you are red" in talk.say("new red")[0]
-    assert talk.say("hint")[-1].startswith("sure likes a swap; else ")
-    assert talk.say("swap")[0].startswith("sure: ")
-    assert "no such color" in talk.say("new green")[0]
+    assert talk.enter("") == []
+    assert talk.enter("b2")[0] == "sure: swap"
+    assert talk.enter("undo")[-1].startswith("your move")
+    assert "no such cell" in talk.enter("z9")[0]
+    assert "not legal" in talk.enter("swap")[0]
+    assert "take back" in talk.enter("undo")[0]
+    assert talk.enter("hint")[-1] == "sure suggests a1 100 %"
+    assert talk.enter("c1")[0] == "sure: swap"  # Its stone is now at a3.
+    assert talk.enter("b1")[0] == "sure: a1"
+    assert talk.enter("b2")[0] == "sure: c1"
+    assert talk.enter("b2")[0] == "move 7 is not legal: the cell is occupied"
+    assert talk.enter("b3")[-1] == "you win"
+    assert talk.enter("c3")[0] == "the game is over"
+    assert talk.enter("undo")[-1].startswith("your move")
+    assert "resigned" in talk.enter("resign")[0]
+    assert "you are red" in talk.enter("new red")[0]
+    assert talk.enter("hint")[-1].startswith("sure suggests a swap; else ")
+    assert talk.enter("swap")[0].startswith("sure: ")
+    assert "no such color" in talk.enter("new green")[0]
     assert not talk.is_over
-    assert talk.say("quit") == []
+    assert talk.enter("quit") == []
     assert talk.is_over
 
 
@@ -121,7 +121,7 @@ def test_play_in_the_terminal(tmp_path: Path) -> None:
     done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("your move (blue)") == 2
-    assert "two-distance likes" in done.stdout
+    assert "two-distance suggests" in done.stdout
 
 
 def test_a_closed_input_is_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,15 @@ def test_the_server_answers_with_views(served: Served) -> None:
     told = served.ask("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
     assert told == json.loads(view_game(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
     for query, said in (
-        ("", "size is a number"),
+        ("", "size must be a number"),
         ("size=2", "does not play"),
         ("size=27", "does not play"),
         ("size=5&moves=z1", "no such cell"),
-        ("size=5&moves=a1,a1", "a stone lies there"),
+        ("size=5&moves=a1,a1", "the cell is occupied"),
         ("size=5&moves=%3Cb%3E", "no such cell"),
         ("size=5&moves=" + "a1," * 700, "more moves than"),
-        ("size=5&seed=x", "seed is a number"),
-        ("size=" + "9" * 50, "size is a number"),
+        ("size=5&seed=x", "seed must be a number"),
+        ("size=" + "9" * 50, "size must be a number"),
     ):
         refused = served.ask(f"/api/game?{query}")
         assert refused.status == 400, query

@@ -69,7 +69,7 @@ def test_games_are_written_and_read_back(kind: str) -> None:
 )
 def test_what_a_line_says(line: str, size: int | None, words: str, winner: int) -> None:
     found = read_game(line)
-    assert (found.size, " ".join(found.words), found.winner) == (size, words, winner)
+    assert (found.size, " ".join(found.names), found.winner) == (size, words, winner)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> Non
     source = open_records(path)
     assert source.orientation.is_mirrored == mirrored
     assert source.orientation.num_complete == 200 > source.orientation.num_complete_otherwise
-    ledger = RejectedGames()
-    (found,) = source.games(ledger)
+    rejected = RejectedGames()
+    (found,) = source.games(rejected)
     assert [found.move_list(number) for number in range(200)] == games
-    assert ledger.total == 0
+    assert rejected.total == 0
 
 
 def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
     told_rightly = ["a1 b1 blue"]
     path = tmp_path / "games.txt"
     path.write_text("// a comment\n\n" + "\n".join([*games, *bad, *told_wrongly, *told_rightly]) + "\n")
-    with pytest.raises(WhetError, match="more than 6 games are bad"):
+    with pytest.raises(WhetError, match="more than 6 games are invalid"):
         import_records(path, into=tmp_path / "set")
     assert not (tmp_path / "set").exists()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["games.txt"], "nothing is left half-written"
@@ -136,8 +136,8 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
     assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
     assert "games.txt:63" in capsys.readouterr().out
     for words, said in (
-        (("hex", "nowhere"), "not there"),
-        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "there already"),
+        (("hex", "nowhere"), "do not exist"),
+        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "is not empty"),
         (("hex", str(path), "--size=40"), "size"),
         (("hex", str(path), "--val-share=2"), "val_share"),
     ):
@@ -154,9 +154,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
     (folder / "games.trmph").write_text(
         "\n".join("#4," + written(moves).replace(" ", "") for moves in [*games, *games[:30], *turned])
     )
-    manifest = import_records(
-        folder / "games.trmph", into=folder / "set", overrides=ImportOptions(val_share=0.2, seed=3)
-    )
+    manifest = import_records(folder / "games.trmph", into=folder / "set", options=ImportOptions(val_share=0.2, seed=3))
     assert manifest.repeated >= 80
     return games, PositionSet(folder / "set")
 
@@ -196,17 +194,17 @@ def test_no_game_is_in_two_parts(kept) -> None:
             either_way = min(moves, tuple(15 - move if move >= 0 else move for move in moves))
             assert seen.setdefault(either_way, name) == name
     assert 0.12 < len(parts["val"]) / len(positions) < 0.28
-    with pytest.raises(UsageError, match="no such part"):
+    with pytest.raises(UsageError, match="no such split"):
         positions.split("trian")
 
 
 def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
     _, positions = kept
     source = positions.folder.parent / "games.trmph"
-    again = import_records(source, into=tmp_path / "again", overrides=ImportOptions(val_share=0.2, seed=3))
+    again = import_records(source, into=tmp_path / "again", options=ImportOptions(val_share=0.2, seed=3))
     assert again == positions.manifest
     assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
-    other = import_records(source, into=tmp_path / "other", overrides=ImportOptions(val_share=0.2, seed=4))
+    other = import_records(source, into=tmp_path / "other", options=ImportOptions(val_share=0.2, seed=4))
     assert other.files["positions.bin"] == again.files["positions.bin"]
     assert other.files["games.bin"] != again.files["games.bin"]
 
@@ -238,9 +236,9 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
 def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
     _, positions = kept
     for name, damage, said in (
-        ("positions.bin", lambda data: data[:-1], "bytes it had"),
-        ("games.bin", lambda data: data[:-12], "bytes it had"),
-        ("positions.bin", lambda data: b"\x01" + data[1:], "content"),
+        ("positions.bin", lambda data: data[:-1], "not 120,610 bytes"),
+        ("games.bin", lambda data: data[:-12], "not 7,200 bytes"),
+        ("positions.bin", lambda data: b"\x01" + data[1:], "another hash"),
         ("manifest.json", lambda data: data[:100], "damaged"),
         ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "no such board"),
         ("manifest.json", lambda data: data.replace(b'"games.bin"', b'"../games.bin"'), "files"),
@@ -256,13 +254,18 @@ def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
             PositionSet(tmp_path / "copy")
         assert said in str(refused.value)
         shutil.rmtree(tmp_path / "copy")
-    with pytest.raises(UsageError, match="no set of positions"):
+    with pytest.raises(UsageError, match="not a folder of positions"):
         PositionSet(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("begin", 2**64 - 1, "beside"), ("begin", 1, "beside"), ("length", 60_000, "beside"), ("split", 3, "no part")],
+    [
+        ("begin", 2**64 - 1, "do not match"),
+        ("begin", 1, "do not match"),
+        ("length", 60_000, "do not match"),
+        ("split", 3, "without a split"),
+    ],
 )
 def test_games_that_lie_with_a_right_hash_are_refused(kept, tmp_path: Path, field: str, value: int, said: str) -> None:
     _, positions = kept
@@ -303,11 +306,11 @@ def independent_winner(line: str) -> int:
 
 @pytest.mark.skipif(not GAMES.exists(), reason="WHET_TEST_DATA has no Hex games")
 def test_winners_of_recorded_games_agree_with_an_independent_replay(report_count) -> None:
-    source, ledger = open_records(GAMES), RejectedGames()
+    source, rejected = open_records(GAMES), RejectedGames()
     assert (source.size, source.orientation.is_mirrored) == (13, False)
-    found = np.concatenate([games.winners for games in source.games(ledger)]).tolist()
+    found = np.concatenate([games.winners for games in source.games(rejected)]).tolist()
     expected = [independent_winner(line) for line in GAMES.read_text().splitlines()]
-    assert ledger.total == 0
+    assert rejected.total == 0
     assert found == expected
     report_count(
         f"{len(found):,} recorded games: the first player won {found.count(BLUE):,}, the second {found.count(RED):,}"

@@ -114,9 +114,9 @@ def test_illegal_moves_are_refused_and_named() -> None:
         with pytest.raises(UsageError, match="not a legal move") as refused:
             play(positions, np.array(moves))
         assert refused.value.got == f"cell {moves[2]} on board 2"
-    with pytest.raises(UsageError, match="move 3 is not legal: a stone lies there"):
+    with pytest.raises(UsageError, match="move 3 is not legal: the cell is occupied"):
         replay([0, 1, 0], size=5)
-    with pytest.raises(UsageError, match="move 4 is not legal: blue has won before"):
+    with pytest.raises(UsageError, match="move 4 is not legal: blue has already won"):
         replay([0, 1, 2, 3], size=2)
     with pytest.raises(UsageError, match="move 2 is not legal: it is not on the board"):
         replay([0, 25], size=5)

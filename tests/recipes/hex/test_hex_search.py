@@ -128,10 +128,10 @@ def test_openings_are_all_different_undecided_and_refused_where_there_are_too_fe
     assert len({made.tobytes() for made in openings}) == 300
     assert not mover_has_won(openings).any()
     assert (openings == BLUE).sum() == (openings == RED).sum() == 300
-    with pytest.raises(UsageError, match="not so many openings"):
+    with pytest.raises(UsageError, match="not enough openings"):
         draw_openings(30, size=5, num_stones=1, seed=0)
     # A board full of stones is decided.
-    with pytest.raises(UsageError, match="0 are there"):
+    with pytest.raises(UsageError, match="there are 0"):
         draw_openings(3, size=3, num_stones=20, seed=0)
     assert len(draw_openings(1, size=5, num_stones=0, seed=0)) == 1
 
@@ -149,7 +149,7 @@ def test_in_even_openings_the_mover_is_one_move_behind_and_in_random_ones_mostly
         is_even[kind] = own.min(1) - others.min(1) == 1
     assert is_even["even"].all()
     assert is_even["random"].mean() < 0.5
-    with pytest.raises(UsageError, match="even openings of 2 stones on size 3; 12 are there") as refused:
+    with pytest.raises(UsageError, match="even openings of 2 stones on size 3; there are 12") as refused:
         draw_openings(13, size=3, num_stones=2, seed=0, kind="even")
     assert refused.value.try_ == "--games 24, or --openings random"
 
@@ -158,13 +158,13 @@ def test_intervals_are_wilsons_and_openings_that_decide_count_once() -> None:
     low, high = wilson(0.6, 100)
     assert (round(low, 4), round(high, 4)) == (0.5020, 0.6906)
     alike = rate([2, 2, 0, 2, 0, 2, 2, 0] * 10)
-    assert alike.games_that_count == pytest.approx(80, rel=0.02)
+    assert alike.effective_games == pytest.approx(80, rel=0.02)
     mixed = rate([2, 1, 1, 2, 1, 1, 1, 0] * 10)
-    assert mixed.games_that_count == 160
+    assert mixed.effective_games == 160
     assert (mixed.low, mixed.high) == wilson(mixed.win_rate, 160)
     assert (mixed.num_pairs_won, mixed.num_pairs_lost) == (20, 10)
     everything = rate([2] * 50)
-    assert (everything.games_that_count, everything.elo, everything.elo_high) == (50, None, None)
+    assert (everything.effective_games, everything.elo, everything.elo_high) == (50, None, None)
     assert everything.low == pytest.approx(0.9286, abs=1e-3)
     json.dumps(everything.as_json(), allow_nan=False)
     assert elo(0.64) == pytest.approx(400 * math.log10(16 / 9))

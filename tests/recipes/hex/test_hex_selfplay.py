@@ -42,7 +42,7 @@ WORDS = (
 class Even:
     """Every move alike: a net is not needed to play by the rules."""
 
-    def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         is_free = (boards == 0).reshape(len(boards), -1)
         return (is_free / is_free.sum(1, keepdims=True)).astype(np.float32), np.full(len(boards), 0.5, np.float32)
 
@@ -96,11 +96,11 @@ def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
     calls: list[int] = []
 
     class Asked(Even):
-        def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def evaluate(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             calls.append(len(boards))
             if len(calls) == 3:
                 routes.close()
-            return super().judge(boards)
+            return super().evaluate(boards)
 
     player = SearchPlayer(Asked(), SearchOptions(simulations=10_000))  # type: ignore[arg-type]
     routes = PlayRoutes(player, sizes=(4,), size=4, color="blue")

@@ -17,7 +17,7 @@ import torch
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.config.resolve import resolve_config
-from whet.recipes.hex.data import split
+from whet.recipes.hex.data import split_games
 from whet.recipes.hex.game.games import play_games
 from whet.recipes.hex.game.players import TwoDistancePlayer
 from whet.recipes.hex.game.positions import game_keys
@@ -122,7 +122,7 @@ def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: py
     code, out, errors = place.run("play", "runs/whole@8", "--terminal", "--device", "cpu")
     assert code == 0, errors
     assert out.count("your move (blue)") == 2
-    assert "runs/whole@8 likes" in out
+    assert "runs/whole@8 suggests" in out
     code, _, errors = place.run("play", "runs/whole", "--size", 5, "--terminal", "--device", "cpu")
     assert (code, "--size 4" in errors) == (2, True)
 
@@ -146,11 +146,11 @@ def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, conte
         (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
         (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
         (("arena", "hex", "n" * 5_000, "random"), "no such player"),
-        (("play", "two-distance@64", "--terminal"), "two-distance does not look ahead"),
+        (("play", "two-distance@64", "--terminal"), "two-distance does not search"),
         (("arena", "text", "random", "random"), "text is not a game"),
         (("train", "hex", "--run", "runs", "--max-restarts", "0"), "not a run, and not empty"),
-        (("plan", "hex", "data=absent"), "the data is not there"),
-        (("plan", "hex", "policy_weight=0", "value_weight=0"), "nothing would be learned"),
+        (("plan", "hex", "data=absent"), "the data does not exist"),
+        (("plan", "hex", "policy_weight=0", "value_weight=0"), "both loss weights are zero"),
     ],
 )
 def test_what_cannot_be_is_refused_in_three_lines(place: Place, whole: Path, words: tuple[str, ...], said: str) -> None:
@@ -178,14 +178,14 @@ def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place)
 def test_no_made_game_that_is_learned_from_judges_the_training() -> None:
     games = play_games(TwoDistancePlayer(), size=3, count=200, seed=5)
     held_out = games.take(slice(20))
-    train, *parts = split(games)
+    train, *parts = split_games(games)
     known = set(game_keys(train, seed=0))
     assert any(key in known for key in game_keys(held_out, seed=0)), "a test that could not fail"
     assert len(train) == 180
     for part in parts:
         assert 0 < len(part) < 10
         assert known.isdisjoint(game_keys(part, seed=0))
-    few = split(play_games(TwoDistancePlayer(), size=2, count=200, seed=5))
+    few = split_games(play_games(TwoDistancePlayer(), size=2, count=200, seed=5))
     assert [len(part) for part in few] == [180, 10, 10], "where all games are known they stay"
 
 
@@ -193,12 +193,12 @@ def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Pla
     lines = ["b1 a1 b2 a2 b3 a3 b4", "c1 a1 c2 a2 c3 a3 c4", "d1 a1 d2 a2 d3 a3 d4"]
     (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
     recipe = hex_recipe()
-    for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
+    for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-val")):
         words = ("--size", 4, "--test-share", test, "--val-share", val, "--output-dir", name)
         assert place.run("data", "hex", "few.txt", *words)[0] == 0
     found = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
     assert len(found.train["move"])
     assert len(found.val["move"])
     assert found.test is None
-    code, _, errors = place.train("data=no-dev")
-    assert (code, "no positions to judge a training by" in errors) == (2, True), errors
+    code, _, errors = place.train("data=no-val")
+    assert (code, "the val split is empty" in errors) == (2, True), errors

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whet.base.errors import UsageError
 
 NUM_PLANES = 4
-"""What a net is shown of a board: the mover's stones, the others, the mover's edges, the other's edges."""
+"""Input planes: the mover's stones, the opponent's stones, the mover's edges, the opponent's edges."""
 MAX_GROUPS = 8
 
 PRESETS: dict[int, dict[str, Any]] = {
@@ -16,38 +16,40 @@ PRESETS: dict[int, dict[str, Any]] = {
     34: {"depth": 16, "width": 128, "block": "plain"},
     50: {"depth": 16, "width": 256, "block": "bottleneck"},
 }
-"""As many convolutions as the ResNets of that name, all at the board's own resolution: a stride would lose cells."""
+"""As many convolutions as the ResNets of that name, but without strides, which would lose cells."""
 
 
 class HexArch(BaseModel):
-    """The net: a stem, blocks at full resolution, and two heads."""
+    """A stem, blocks at full resolution, and two heads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal[18, 34, 50] | None = Field(None, description="depth, width and block like the ResNet of that name")
     kind: Literal["residual", "attention"] = Field(
-        "residual", description="attention: every second block looks at all cells at once"
+        "residual", description="attention: every second block attends over all cells"
     )
     block: Literal["plain", "bottleneck"] = Field(
         "plain", description="two 3x3 convolutions, or 1x1, 3x3, 1x1 at half the width"
     )
     depth: Annotated[int, Field(gt=0, le=1_000)] = Field(4, description="blocks")
     width: Annotated[int, Field(ge=2, le=65_536)] = Field(32, description="channels of every layer")
-    heads: Annotated[int, Field(gt=0, le=65_536)] = Field(4, description="heads of attention; must divide width")
-    activation: Literal["relu", "gelu", "silu", "mish"] = Field("silu", description="what bends between layers")
+    heads: Annotated[int, Field(gt=0, le=65_536)] = Field(4, description="attention heads; must divide width")
+    activation: Literal["relu", "gelu", "silu", "mish"] = Field("silu", description="activation function")
     norm: Literal["group", "batch"] = Field(
-        "group", description="group: a batch may be cut freely; batch: the micro-batch is fixed, as statistics need it"
+        "group",
+        description="group: batches may be split freely; batch: the micro-batch is fixed, since it affects statistics",
     )
 
     @model_validator(mode="before")
     @classmethod
     def fill_from_preset(cls, given: Any) -> Any:
-        """What you say beside a preset stays."""
+        """Add the values of the preset; explicit values take precedence."""
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS[preset], **given} if isinstance(preset, int) and preset in PRESETS else given
 
     @model_validator(mode="after")
-    def heads_divide_width(self) -> "HexArch":
+    def validate_heads(self) -> "HexArch":
+        """Check that the heads divide the width."""
         if self.kind == "attention" and self.width % self.heads:
             fitting = [str(n) for n in range(1, self.width + 1) if self.width % n == 0][:8]
             raise UsageError(
@@ -59,22 +61,22 @@ class HexArch(BaseModel):
 
     @property
     def inner_width(self) -> int:
-        """The width inside a bottleneck."""
+        """The width inside a bottleneck block."""
         return self.width // 2
 
     @property
     def num_attention_blocks(self) -> int:
-        """Every second block, from the second one on."""
+        """Every second block, starting with the second."""
         return self.depth // 2 if self.kind == "attention" else 0
 
 
 def num_groups(width: int) -> int:
-    """Groups of a GroupNorm that divide the width."""
+    """Return the number of groups of a GroupNorm."""
     return math.gcd(width, MAX_GROUPS)
 
 
 def count_parameters(arch: HexArch) -> int:
-    """All parameters of the net; the board's size does not matter."""
+    """Return the number of parameters; it does not depend on the board size."""
     width = arch.width
     convolutions = arch.depth - arch.num_attention_blocks
     blocks = convolutions * _block_parameters(arch) + arch.num_attention_blocks * (8 * width**2 + 11 * width)
@@ -91,9 +93,9 @@ def _block_parameters(arch: HexArch) -> int:
 
 
 def activation_bytes(arch: HexArch, *, size: int) -> int:
-    """What one board keeps for the backward pass in float32: the inputs of norms, bends and convolutions."""
+    """Estimate the float32 activations that one board keeps: the inputs of norms, activations and convolutions."""
     width, cells = arch.width, size * size
-    # A ReLU needs only what it gave, which the next convolution keeps anyway; the others keep what they got too.
+    # ReLU needs only its output, which the next convolution keeps anyway; the others keep their input, too.
     kept = 2 if arch.activation == "relu" else 3
     plain = 2 * kept * width
     bottleneck = kept * (width + 2 * arch.inner_width)

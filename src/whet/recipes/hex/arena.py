@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, variance
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +14,20 @@ from whet.base.units import format_percent
 from whet.device.open import open_device
 from whet.recipes.hex.config import DEFAULT_SIZE
 from whet.recipes.hex.game.board import Boards
-from whet.recipes.hex.game.players import Analysis, TwoDistancePlayer
-from whet.recipes.hex.game.rules import Positions, as_positions, flip_perspective, mover_has_won, place_stones
+from whet.recipes.hex.game.players import Player, TwoDistancePlayer
+from whet.recipes.hex.game.rules import as_positions, flip_perspective, mover_has_won, place_stones
 from whet.recipes.hex.net_players import load_opponent
 
 MatchProgress = Callable[[int, int], None]
-"""Told how many games are over, and of how many."""
-
-
-class Contestant(Protocol):
-    """Who can play; `whet.recipes.hex.game.players.Player` without its name."""
-
-    def analyze(self, positions: Positions) -> Analysis: ...
+"""Called with the number of finished games and their total."""
 
 
 def play_match(
-    one: Contestant, two: Contestant, openings: Boards, *, seed: int = 0, watch: MatchProgress | None = None
+    one: Player, two: Player, openings: Boards, *, seed: int = 0, watch: MatchProgress | None = None
 ) -> NDArray[np.int64]:
-    """The wins (0, 1 or 2) of the first player from each opening: once it is to move there, once the other is.
+    """Play each opening twice, each player moving first once; return the wins (0, 1, 2) of the first player.
 
-    Each player takes its best move; where several are as good, one is drawn.
+    Players choose their best move; ties are broken at random.
     """
     num = len(openings)
     boards = np.concatenate([openings, openings])
@@ -42,17 +36,17 @@ def play_match(
     wins = np.zeros(num, dtype=np.int64)
     draw = np.random.default_rng(seed)
     while len(games):
-        # Drawn for all games, over or not, so that a game is the same whatever the others do.
-        luck = draw.random((2 * num, openings[0].size))[games]
+        # Drawn for all games, finished or not, so that a game does not depend on the others.
+        noise = draw.random((2 * num, openings[0].size))[games]
         moves = np.zeros(len(games), dtype=np.int64)
         for player, mask in ((one, is_one), (two, ~is_one)):
             if mask.any():
-                shares = player.analyze(as_positions(boards[mask])).policy
-                moves[mask] = (luck[mask] * (shares == shares.max(1, keepdims=True))).argmax(1)
+                policy = player.analyze(as_positions(boards[mask])).policy
+                moves[mask] = (noise[mask] * (policy == policy.max(1, keepdims=True))).argmax(1)
         after = place_stones(boards, moves)
-        is_over = mover_has_won(after)
-        np.add.at(wins, games[is_over & is_one] % num, 1)
-        boards, games, is_one = flip_perspective(after[~is_over]), games[~is_over], ~is_one[~is_over]
+        is_finished = mover_has_won(after)
+        np.add.at(wins, games[is_finished & is_one] % num, 1)
+        boards, games, is_one = flip_perspective(after[~is_finished]), games[~is_finished], ~is_one[~is_finished]
         if watch is not None:
             watch(2 * num - len(games), 2 * num)
     return wins
@@ -60,15 +54,16 @@ def play_match(
 
 OpeningKind = Literal["random", "even"]
 NUM_STONES: dict[OpeningKind, int] = {"random": 2, "even": 3}
-"""Of an opening, where nobody says how many. After three, who is to move has a stone less: that is nearer to even."""
-_EVEN_WITHIN = 0.05
-"""Of a chance of one half. Two-distances are whole numbers: only those who are exactly a move apart are so near."""
+"""Default stones of an opening. After three the mover has one stone less, so more openings are even."""
+_MAX_TRIES = 20
+_EVEN_TOLERANCE = 0.05
+"""Around a probability of one half. Two-distances are integers, so only exact ties are within it."""
 
 
 def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: OpeningKind = "random") -> Boards:
-    """Boards after random moves by both in turn, as their movers see them; none is decided, and none comes twice.
+    """Return distinct undecided boards after random alternating moves, in the mover's perspective.
 
-    Boards that are half a turn apart count as two.
+    A board and its rotation by 180 degrees count as two.
     """
     draw = np.random.default_rng([seed, size, num_stones])
     boards = np.zeros((0, size, size), dtype=np.int8)
@@ -82,28 +77,25 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: Open
     more_stones = f"--stones {num_stones + 1 if len(boards) else 2}"
     other = "--openings random" if kind == "even" else more_stones
     raise UsageError(
-        "there are not so many openings",
-        got=f"{num} {kind} openings of {num_stones} stones on size {size}; {len(boards)} are there",
+        "there are not enough openings",
+        got=f"{num} {kind} openings of {num_stones} stones on size {size}; there are {len(boards)}",
         try_=f"--games {2 * len(boards)}, or {other}" if len(boards) else other,
     )
 
 
-_MAX_TRIES = 20
-
-
 def are_even(boards: Boards) -> NDArray[np.bool_]:
-    """Of boards as their movers see them: whether the two-distance player gives both sides the same chance."""
+    """Whether the two-distance player considers boards (in the mover's perspective) even."""
     if not len(boards):
         return np.zeros(0, dtype=bool)
-    return np.asarray(np.abs(TwoDistancePlayer().analyze(as_positions(boards)).value - 0.5) < _EVEN_WITHIN)
+    return np.asarray(np.abs(TwoDistancePlayer().analyze(as_positions(boards)).value - 0.5) < _EVEN_TOLERANCE)
 
 
 def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Generator) -> Boards:
-    """Boards after random moves by both in turn, as their movers see them; decided ones are left out."""
+    """Return boards after random alternating moves, in the mover's perspective, without decided ones."""
     boards = np.zeros((num, size, size), dtype=np.int8)
     for _ in range(num_stones):
-        chance = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), size**2) == 0)
-        boards = place_stones(boards, chance.argmax(1))
+        scores = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), size**2) == 0)
+        boards = place_stones(boards, scores.argmax(1))
         boards = flip_perspective(boards[~mover_has_won(boards)])
     return boards
 
@@ -112,13 +104,13 @@ _CONFIDENCE_95 = 1.959964
 
 
 class Rating(FrozenModel):
-    """How the first player fared."""
+    """The result of the first player."""
 
     num_games: int
     num_wins: int
     num_pairs_won: int
     num_pairs_lost: int
-    """Openings of which both games went to the same player; what the others say is that nobody is better."""
+    """Openings won by the same player with both colors; other openings do not tell the players apart."""
     win_rate: float
     low: float
     high: float
@@ -126,26 +118,26 @@ class Rating(FrozenModel):
     elo: float | None
     elo_low: float | None
     elo_high: float | None
-    """The same as Elo difference; None where it is not bounded."""
-    games_that_count: float
-    """As many independent games would be as sure: games of one opening depend on each other."""
+    """The same as an Elo difference; None if unbounded."""
+    effective_games: float
+    """The number of independent games with the same certainty: games of one opening are correlated."""
 
 
 def rate(pairs: Sequence[int]) -> Rating:
-    """From the wins (0, 1 or 2) of each pair of games, which share an opening and change colors.
+    """Compute a rating from the wins (0, 1, 2) of each pair of games, which share an opening with swapped colors.
 
-    The interval is Wilson's, for as many games as the pairs are worth: when the same player tends to win both games of
-    an opening, two games say hardly more than one. It is never narrower than for games that are independent.
+    The interval is Wilson's for the effective number of games: if the same player tends to win both games of an
+    opening, two games tell hardly more than one. It is never narrower than for independent games.
     """
     num_pairs = len(pairs)
     points = [wins / 2 for wins in pairs]
     share = fmean(points)
     spread = variance(points) if num_pairs > 1 else 0.0
     binomial = share * (1 - share)
-    worth = min(max(binomial * num_pairs / spread if spread else 2.0 * num_pairs, num_pairs), 2.0 * num_pairs)
-    # Where one player won everything no spread was seen, and each opening may count but once.
-    worth = worth if binomial else float(num_pairs)
-    low, high = wilson(share, worth)
+    effective = min(max(binomial * num_pairs / spread if spread else 2.0 * num_pairs, num_pairs), 2.0 * num_pairs)
+    # If one player won everything, the correlation is unknown, so each opening counts once.
+    effective = effective if binomial else float(num_pairs)
+    low, high = wilson(share, effective)
     return Rating(
         num_games=2 * num_pairs,
         num_wins=sum(pairs),
@@ -157,40 +149,40 @@ def rate(pairs: Sequence[int]) -> Rating:
         elo=elo(share),
         elo_low=elo(low),
         elo_high=elo(high),
-        games_that_count=worth,
+        effective_games=effective,
     )
 
 
 def wilson(share: float, num_games: float) -> tuple[float, float]:
-    """The 95 % interval of a share."""
+    """Return the 95 % Wilson interval of a proportion."""
     z2 = _CONFIDENCE_95**2 / num_games
     middle = (share + z2 / 2) / (1 + z2)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
-    # Rounded errors must not make an interval look bounded that is not.
+    # Rounding errors must not make an unbounded interval look bounded.
     return (0.0 if share <= 0 else middle - half), (1.0 if share >= 1 else middle + half)
 
 
 def elo(share: float) -> float | None:
-    """The Elo difference that makes this win rate likely; None for 0 and 1."""
+    """Return the Elo difference of a win rate; None for 0 and 1."""
     return 400 * math.log10(share / (1 - share)) if 0 < share < 1 else None
 
 
 class Contest(FrozenModel):
-    """Who met, on what, and how it ended for the first."""
+    """The players, the conditions and the result of a match."""
 
     one: str
     two: str
     size: int
     openings: OpeningKind
     num_stones: int
-    """Of an opening."""
+    """Stones of an opening."""
     seed: int
     device: str
     rating: Rating
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For a person."""
+        """The result as text."""
         rating = self.rating
         num_pairs = rating.num_games // 2
         shared = num_pairs - rating.num_pairs_won - rating.num_pairs_lost
@@ -218,9 +210,9 @@ def hold_contest(
     checkpoint: str = "last",
     watch: MatchProgress | None = None,
 ) -> Contest:
-    """Plays every opening twice; the size is the players' own, if they learned one."""
+    """Load two players and let them compete. The default board size is the one that they were trained on."""
     opened = open_device(device).device
-    players = [load_opponent(word, device=opened, checkpoint=checkpoint) for word in (one, two)]
+    players = [load_opponent(name, device=opened, checkpoint=checkpoint) for name in (one, two)]
     size = size or next((player.size for player in players if player.size), DEFAULT_SIZE)
     num_stones = NUM_STONES[openings] if num_stones is None else num_stones
     boards = draw_openings((num_games + 1) // 2, size=size, num_stones=num_stones, seed=seed, kind=openings)
@@ -240,4 +232,4 @@ def hold_contest(
 def _signed(elo: float | None, share: float) -> str:
     if elo is not None:
         return f"{elo:+.0f}"
-    return "beyond measure" if share > 0.5 else "below measure"
+    return "+infinity" if share > 0.5 else "-infinity"

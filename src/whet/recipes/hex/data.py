@@ -29,18 +29,18 @@ _DIGEST = "sha256"
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
-    """Whole or not at all."""
+    """Write arrays and their hash atomically."""
     buffer = io.BytesIO()
-    kept: Any = {**arrays, _DIGEST: np.array(_digest(arrays))}
-    np.savez_compressed(buffer, **kept)
+    with_digest: Any = {**arrays, _DIGEST: np.array(_digest(arrays))}
+    np.savez_compressed(buffer, **with_digest)
     durable.write_file(path, data=buffer.getvalue())
 
 
 def read_arrays(path: Path) -> Arrays | None:
-    """What was written; None where it is missing, or not what was written."""
+    """Read what `write_arrays` wrote; None if the file is missing or damaged."""
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
-            arrays = {name: kept[name] for name in kept.files}
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
         digest = str(arrays.pop(_DIGEST))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
@@ -57,11 +57,11 @@ def _digest(arrays: Arrays) -> str:
 
 _GENERATED_SEED = 0
 _GENERATED_VERSION = 1
-"""Changed with the player or its noise: kept games of another version are not read."""
+"""Increased when the player or its noise changes, so that older cached games are not used."""
 
 
 def two_distance_games(*, size: int, count: int, noise: Noise | None = None) -> Games:
-    """The same games every time; from the cache if it has them."""
+    """Generate games deterministically, or read them from the cache."""
     noise = noise or Noise()
     path = env.home() / "hex" / f"games-{check_size(size)}x{size}-{count}-{_cache_key(noise)}.npz"
     games = _read_cached(path, size=size, count=count)
@@ -72,15 +72,15 @@ def two_distance_games(*, size: int, count: int, noise: Noise | None = None) -> 
 
 
 def _cache_key(noise: Noise) -> str:
-    said = json.dumps([_GENERATED_VERSION, noise.random_opening, noise.epsilon, noise.temperature])
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    key = json.dumps([_GENERATED_VERSION, noise.random_opening, noise.epsilon, noise.temperature])
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
 def _read_cached(path: Path, *, size: int, count: int) -> Games | None:
-    kept = read_arrays(path)
-    if kept is None or {*kept} != {"moves", "winners"} or len(kept["moves"]) != count:
+    arrays = read_arrays(path)
+    if arrays is None or {*arrays} != {"moves", "winners"} or len(arrays["moves"]) != count:
         return None
-    return Games(size, kept["moves"], kept["winners"])
+    return Games(size, arrays["moves"], arrays["winners"])
 
 
 def _write_cached(path: Path, games: Games) -> None:
@@ -88,92 +88,92 @@ def _write_cached(path: Path, games: Games) -> None:
         durable.make_directory(path.parent)
         write_arrays(path, {"moves": games.moves, "winners": games.winners})
     except WhetError:
-        return  # A home that cannot be written costs some seconds at the next start, not the run.
+        return  # Without a writable home folder, the games are generated again at the next start.
 
 
 Columns = dict[str, Tensor]
 HELD_OUT_SHARE = 0.05
-"""Of the games, for dev, and as many for test."""
+"""The share of games for val, and again for test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HexData:
-    """Three parts of positions; no game is in two of them."""
+    """The three splits; no game is in two of them."""
 
     size: int
     train: Columns
     val: Columns
     test: Columns | None
-    """None where no game is for it: then nothing is said at the end."""
+    """None if it is empty: then there is no final evaluation."""
     fingerprint: str
     notes: tuple[str, ...] = ()
 
 
 def read_data(config: HexConfig) -> HexData:
-    """What a config asks for: the positions of recorded games, or of games that are made now."""
+    """Read imported positions, or generate games if the config names no data."""
     return _read_positions(config, Path(config.data)) if config.data is not None else _generate(config)
 
 
 def _read_positions(config: HexConfig, folder: Path) -> HexData:
-    found = PositionSet(folder)
-    check_board_size(config, found.size)
-    parts = [to_columns(found.batch(found.split(name))) for name in ("train", "val", "test")]
-    return _by_split(
-        config, parts, size=found.size, fingerprint=found.fingerprint, source=f"{len(found.games):,} games"
-    )
+    positions = PositionSet(folder)
+    check_board_size(config, positions.size)
+    splits = [to_columns(positions.batch(positions.split(name))) for name in ("train", "val", "test")]
+    source = f"{len(positions.games):,} games"
+    return _make_data(config, splits, size=positions.size, fingerprint=positions.fingerprint, source=source)
 
 
 def _generate(config: HexConfig) -> HexData:
     games = two_distance_games(size=config.default_size, count=config.games)
-    parts = [to_columns(unroll(part)) for part in split(games)]
+    splits = [to_columns(unroll(part)) for part in split_games(games)]
     digest = hashlib.sha256(np.ascontiguousarray(games.moves).tobytes()).hexdigest()
     source = f"{len(games):,} games of the two-distance player"
-    return _by_split(config, parts, size=games.size, fingerprint=digest, source=source)
+    return _make_data(config, splits, size=games.size, fingerprint=digest, source=source)
 
 
-def _by_split(config: HexConfig, parts: list[Columns], *, size: int, fingerprint: str, source: str) -> HexData:
-    counts = " + ".join(f"{len(part['move']):,}" for part in parts)
-    check_splits(*(len(part["move"]) for part in parts))
-    note = f"{source} on {size}x{size}: {counts} positions (train, dev, test), split by game"
-    train = with_half_turns(parts[0]) if config.augment else parts[0]
-    test = parts[2] if len(parts[2]["move"]) else None
-    return HexData(size=size, train=train, val=parts[1], test=test, fingerprint=fingerprint, notes=(note,))
+def _make_data(config: HexConfig, splits: list[Columns], *, size: int, fingerprint: str, source: str) -> HexData:
+    num_positions = [len(split["move"]) for split in splits]
+    check_splits(*num_positions)
+    counts = " + ".join(f"{count:,}" for count in num_positions)
+    note = f"{source} on {size}x{size}: {counts} positions (train, val, test), split by game"
+    train = with_half_turns(splits[0]) if config.augment else splits[0]
+    test = splits[2] if num_positions[2] else None
+    return HexData(size=size, train=train, val=splits[1], test=test, fingerprint=fingerprint, notes=(note,))
 
 
-def split(games: Games) -> tuple[Games, Games, Games]:
-    """Train, dev and test; games that were made by a seed are in no order.
+def split_games(games: Games) -> tuple[Games, Games, Games]:
+    """Split generated games, which are in random order, into train, val and test.
 
-    A game that was learned from judges nothing: it is taken out of the other parts, unless nothing would be left there,
-    as on boards that have hardly any games.
+    Games of the train split are removed from the others, unless nothing would remain, as on tiny boards.
     """
     held_out = max(1, int(HELD_OUT_SHARE * len(games)))
     train = games.take(slice(2 * held_out, None))
-    known = set(game_keys(train, seed=0))
-    return train, _new(games.take(slice(held_out)), known), _new(games.take(slice(held_out, 2 * held_out)), known)
+    trained = set(game_keys(train, seed=0))
+    val, test = games.take(slice(held_out)), games.take(slice(held_out, 2 * held_out))
+    return train, _without(val, trained), _without(test, trained)
 
 
-def _new(games: Games, known: set[bytes]) -> Games:
-    """Those that are not known, also when turned by 180 degrees; all where all are."""
-    is_new = np.array([key not in known for key in game_keys(games, seed=0)], dtype=np.bool_)
+def _without(games: Games, trained: set[bytes]) -> Games:
+    """Return the games that are not in `trained`, not even rotated by 180 degrees; all if that leaves none."""
+    is_new = np.array([key not in trained for key in game_keys(games, seed=0)], dtype=np.bool_)
     return games.take(is_new) if is_new.any() else games
 
 
 def to_columns(samples: Samples) -> Columns:
-    """Positions as their movers see them, with the move that was played (-1: none) and whether the mover won."""
-    seen, symmetry = mover_view(samples.positions)
-    moves = transform_moves(samples.moves, symmetry, size=seen.size)
+    """Return boards from the mover's perspective, the move played (-1 for none) and whether the mover won."""
+    viewed, symmetry = mover_view(samples.positions)
+    moves = transform_moves(samples.moves, symmetry, size=viewed.size)
     return {
-        "board": torch.from_numpy(np.ascontiguousarray(seen.boards)),
+        "board": torch.from_numpy(np.ascontiguousarray(viewed.boards)),
         "move": torch.from_numpy(np.ascontiguousarray(moves, dtype=np.int64)),
         "win": torch.from_numpy(np.ascontiguousarray(samples.results, dtype=np.float32)),
     }
 
 
-def with_half_turns(given: Columns) -> Columns:
-    """Every position as it is, and turned by 180 degrees: the symmetry that a mover's view leaves to be learned."""
-    cells = given["board"][0].numel()
-    turned = {"board": given["board"].flip((1, 2)), "win": given["win"]}
-    turned["move"] = torch.where(given["move"] < 0, given["move"], cells - 1 - given["move"])
-    if "shares" in given:
-        turned["shares"] = given["shares"].flip(1)
-    return {name: torch.cat((column, turned[name])) for name, column in given.items()}
+def with_half_turns(columns: Columns) -> Columns:
+    """Add every position rotated by 180 degrees, the only symmetry that the mover's perspective leaves."""
+    cells = columns["board"][0].numel()
+    rotated = {"board": columns["board"].flip((1, 2)), "win": columns["win"]}
+    rotated["move"] = torch.where(columns["move"] < 0, columns["move"], cells - 1 - columns["move"])
+    if "shares" in columns:
+        rotated["shares"] = columns["shares"].flip(1)
+    return {name: torch.cat((column, rotated[name])) for name, column in columns.items()}

@@ -15,60 +15,55 @@ NUM_BINS = 10
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-def evaluate(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-    """The metrics of a net over micro-batches."""
-    return conclude([tally(model, micro_batches)])
-
-
 def tally(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-    """What is known of these positions, as plain JSON: several processes may tally a part each."""
+    """Collect the outcomes of positions, as plain JSON; each process collects its own share."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micro_batches:
-        said = model(micro.board)
+        output = model(micro.board)
         has_move = micro.move >= 0
-        chosen = said.policy.gather(1, micro.move.clamp(min=0)[:, None])
-        # Ties count against it: a net that says the same everywhere has found nothing.
-        rank = (said.policy >= chosen).sum(1) - 1
+        chosen = output.policy.gather(1, micro.move.clamp(min=0)[:, None])
+        # Ties count against the net: a uniform policy must not get a good rank.
+        rank = (output.policy >= chosen).sum(1) - 1
         ranks.append(rank.masked_fill(~has_move, -1).cpu().numpy())
-        wins.append(said.win.cpu().numpy().astype(np.float64))
+        wins.append(output.win.cpu().numpy().astype(np.float64))
         results.append(micro.win.cpu().numpy().astype(np.float64))
-        losses.append((float(policy_losses(said, micro).sum()), float(value_losses(said, micro).sum())))
-    parts = {"ranks": ranks, "wins": wins, "results": results}
-    told = {name: np.concatenate(arrays).tolist() if arrays else [] for name, arrays in parts.items()}
-    return {**told, "policy": sum(policy for policy, _ in losses), "value": sum(value for _, value in losses)}
+        losses.append((float(policy_losses(output, micro).sum()), float(value_losses(output, micro).sum())))
+    columns = {"ranks": ranks, "wins": wins, "results": results}
+    outcomes = {name: np.concatenate(arrays).tolist() if arrays else [] for name, arrays in columns.items()}
+    return {**outcomes, "policy": sum(policy for policy, _ in losses), "value": sum(value for _, value in losses)}
 
 
 def conclude(tallies: list[dict[str, Any]]) -> dict[str, Any]:
-    """What tallies over different positions say together."""
-    ranks, wins, results = ([np.asarray(told[name]) for told in tallies] for name in ("ranks", "wins", "results"))
-    found = metrics(ranks, wins, results)
+    """Combine the tallies of all processes into metrics."""
+    ranks, wins, results = ([np.asarray(tally[name]) for tally in tallies] for name in ("ranks", "wins", "results"))
+    result = metrics(ranks, wins, results)
     num_moves = max(1, sum(int((rank >= 0).sum()) for rank in ranks))
     num_positions = max(1, sum(map(len, wins)))
-    found["policy_loss"] = sum(told["policy"] for told in tallies) / num_moves
-    found["value_loss"] = sum(told["value"] for told in tallies) / num_positions
-    return found
+    result["policy_loss"] = sum(tally["policy"] for tally in tallies) / num_moves
+    result["value_loss"] = sum(tally["value"] for tally in tallies) / num_positions
+    return result
 
 
 def metrics(ranks: Iterable[Any], wins: Iterable[Any], results: Iterable[Any]) -> dict[str, Any]:
-    """From the rank of each played move (-1: none), the said probability of winning, and who won (0 or 1)."""
-    rank, win, result = (np.concatenate(list(parts)) for parts in (ranks, wins, results))
+    """Compute metrics from the ranks of played moves (-1 for none), predicted win probabilities and results (0, 1)."""
+    rank, win, result = (np.concatenate(list(arrays)) for arrays in (ranks, wins, results))
     rank = rank[rank >= 0]
     return {
         "policy_top1": float((rank == 0).mean()) if len(rank) else 0.0,
         "policy_top5": float((rank < 5).mean()) if len(rank) else 0.0,
-        "value_accuracy": float((_votes(win) == result).mean() + 0.5 * (win == 0.5).mean()),
+        "value_accuracy": float((_predicted_winner(win) == result).mean() + 0.5 * (win == 0.5).mean()),
         "brier": float(np.square(win - result).mean()),
         "calibration_error": calibration_error(win, result),
     }
 
 
 def calibration_error(win: Floats, result: Floats) -> float:
-    """How far what was said is from how often it came true, over ten bins of what was said, weighed by positions."""
-    places = np.minimum((win * NUM_BINS).astype(int), NUM_BINS - 1)
-    said, came_true = (np.bincount(places, weights=w, minlength=NUM_BINS) for w in (win, result))
-    return float(np.abs(said - came_true).sum() / max(1, len(win)))
+    """Return the expected calibration error over ten bins of the predicted probability."""
+    bins = np.minimum((win * NUM_BINS).astype(int), NUM_BINS - 1)
+    predicted, actual = (np.bincount(bins, weights=w, minlength=NUM_BINS) for w in (win, result))
+    return float(np.abs(predicted - actual).sum() / max(1, len(win)))
 
 
-def _votes(win: Floats) -> Floats:
-    """Who is said to win; an even chance is nobody."""
+def _predicted_winner(win: Floats) -> Floats:
+    """Return 1 or 0; NaN for a probability of exactly 0.5."""
     return np.where(win == 0.5, np.nan, (win > 0.5).astype(float))

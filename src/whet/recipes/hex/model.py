@@ -1,4 +1,7 @@
-"""The Hex net: residual blocks, attention over cells, policy and value heads, and the loss."""
+"""The Hex net: residual blocks, attention over cells, policy and value heads, and the loss.
+
+Shapes: B boards of N x N cells, W channels. Blocks map (B, W, N, N) to the same shape.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +18,10 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "s
 
 
 def make_blocks(arch: HexArch) -> nn.ModuleList:
-    """The trunk's blocks in order."""
+    """Return the blocks of the trunk."""
     convolution = BottleneckBlock if arch.block == "bottleneck" else PlainBlock
     is_attention = [arch.kind == "attention" and number % 2 == 1 for number in range(arch.depth)]
-    return nn.ModuleList(CellAttention(arch) if looks_around else convolution(arch) for looks_around in is_attention)
+    return nn.ModuleList(CellAttention(arch) if attends else convolution(arch) for attends in is_attention)
 
 
 def make_norm(arch: HexArch, width: int) -> nn.Module:
@@ -30,7 +33,7 @@ def make_activation(arch: HexArch) -> nn.Module:
 
 
 class PreActivation(nn.Sequential):
-    """Norm, activation and convolution in turns; the first two in one kernel where there is one (norms=own)."""
+    """Norms, activations and convolutions in turn; norm and activation in one kernel if the plan says norms=own."""
 
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
@@ -40,7 +43,7 @@ class PreActivation(nn.Sequential):
 
 
 class PlainBlock(nn.Module):
-    """Two 3x3 convolutions, added to what came in."""
+    """Two 3x3 convolutions with a residual connection."""
 
     def __init__(self, arch: HexArch) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class PlainBlock(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """Down to half the width, a 3x3 convolution there, and up again."""
+    """1x1, 3x3 and 1x1 convolutions at half the width, with a residual connection."""
 
     def __init__(self, arch: HexArch) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class BottleneckBlock(nn.Module):
 
 
 class CellAttention(nn.Module):
-    """Every cell looks at every cell; where a cell lies it knows from the convolutions before."""
+    """Attention over all cells. Positions are encoded by the convolutions before it."""
 
     def __init__(self, arch: HexArch) -> None:
         super().__init__()
@@ -86,16 +89,16 @@ class CellAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape[2:]
-        mixture = self.queries_keys_values(_as_cells(self.attention_norm(x)))
-        queries, keys, values = mixture.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(queries, keys, values)
-        x = x + _as_board(self.attention_out(found.transpose(1, 2).flatten(2)), shape)
+        qkv = self.queries_keys_values(_as_cells(self.attention_norm(x)))
+        queries, keys, values = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(queries, keys, values)
+        x = x + _as_board(self.attention_out(attended.transpose(1, 2).flatten(2)), shape)
         inner = self.activation(self.feed_forward_in(_as_cells(self.feed_forward_norm(x))))
         return x + _as_board(self.feed_forward_out(inner), shape)
 
 
 def pre_activation(arch: HexArch, width_in: int, width_out: int, *, kernel: int) -> list[nn.Module]:
-    """Norm, activation and a convolution, which needs no bias: a norm follows, or the sum of the block."""
+    """Return norm, activation and convolution; a bias is redundant before the next norm."""
     convolution = nn.Conv2d(width_in, width_out, kernel, padding=kernel // 2, bias=False)
     return [make_norm(arch, width_in), make_activation(arch), convolution]
 
@@ -109,18 +112,18 @@ def _as_board(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 IMPOSSIBLE = -1e9
-"""The logit of a taken cell: its probability is 0, and a full board has no NaN."""
+"""The logit of an occupied cell: finite, so that a full board does not give NaN."""
 
 
 class NetOutput(NamedTuple):
-    """What a net says of boards, as logits."""
+    """The outputs of a net, as logits."""
 
     policy: Tensor
-    """(B, N * N): where to play; taken cells are impossible."""
+    """(B, N * N): the moves; occupied cells are IMPOSSIBLE."""
     value: Tensor
     """(B): whether the mover wins."""
     error: Tensor
-    """(B): how far the probability of winning is from the result, squared, as the net expects it."""
+    """(B): the expected squared error of the winning probability."""
 
     @property
     def win(self) -> Tensor:
@@ -129,12 +132,12 @@ class NetOutput(NamedTuple):
 
     @property
     def uncertainty(self) -> Tensor:
-        """How far `win` is from the result, as the net expects it: 0 sure, 0.5 no idea."""
+        """The expected error of `win`: 0 for certain, 0.5 for a guess."""
         return torch.sigmoid(self.error).sqrt()
 
 
 class HexNet(nn.Module):
-    """A stem, residual blocks, a 1x1 convolution for the policy, and the value from what the whole board shows."""
+    """A stem, blocks, a 1x1 convolution for the policy, and a value head over the pooled board."""
 
     def __init__(self, arch: HexArch, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -143,12 +146,12 @@ class HexNet(nn.Module):
         self.blocks = make_blocks(arch)
         self.norm = make_norm(arch, width)
         self.activation = make_activation(arch)
-        # A bias would add the same to every cell.
+        # A bias would be the same for every cell, so softmax would cancel it.
         self.policy = nn.Conv2d(width, 1, 1, bias=False)
         self.value_in = nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
         self.value_out = nn.Linear(width, 2)
-        # So that the first answers are even: all moves, and both results.
+        # Start with a uniform policy and a value of 0.5.
         for layer in (self.policy, self.value_out):
             nn.init.normal_(layer.weight, std=0.01)
         nn.init.zeros_(self.value_out.bias)
@@ -159,54 +162,54 @@ class HexNet(nn.Module):
             x = block(x)
         x = group_norm_activation(self.norm, self.activation, x)
         policy = self.policy(x).flatten(1).float().masked_fill(boards.flatten(1) != 0, IMPOSSIBLE)
-        seen = torch.cat((x.mean((2, 3)), x.amax((2, 3))), dim=1)
-        value, error = self.value_out(self.dropout(self.activation(self.value_in(seen)))).float().unbind(1)
+        pooled = torch.cat((x.mean((2, 3)), x.amax((2, 3))), dim=1)
+        value, error = self.value_out(self.dropout(self.activation(self.value_in(pooled)))).float().unbind(1)
         return NetOutput(policy, value, error)
 
 
 def encode_boards(boards: Tensor, *, like: Tensor) -> Tensor:
-    """What the net is shown: stones of both, and which cells touch whose edges, (B, 4, N, N)."""
+    """Return the input planes, (B, 4, N, N): stones of both players, and the cells at the edges of each."""
     size = boards.shape[-1]
     line = torch.arange(size, device=boards.device)
     is_outer = ((line == 0) | (line == size - 1)).expand(size, size)
-    shown = (boards == 1, boards == 2, is_outer.T.expand_as(boards), is_outer.expand_as(boards))
-    return torch.stack(shown, dim=1).to(like.dtype)
+    planes = (boards == 1, boards == 2, is_outer.T.expand_as(boards), is_outer.expand_as(boards))
+    return torch.stack(planes, dim=1).to(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWeights:
-    """What each part of the loss counts."""
+    """The weights of the terms of the loss."""
 
     policy: float = 1.0
     value: float = 1.0
     uncertainty: float = 0.1
 
 
-def hex_loss(said: NetOutput, micro: MicroBatch, weights: LossWeights) -> Tensor:
-    """The mean over positions."""
-    parts = (
-        weights.policy * policy_losses(said, micro),
-        weights.value * value_losses(said, micro),
-        weights.uncertainty * uncertainty_losses(said, micro),
+def hex_loss(output: NetOutput, micro: MicroBatch, weights: LossWeights) -> Tensor:
+    """Return the mean loss over positions."""
+    terms = (
+        weights.policy * policy_losses(output, micro),
+        weights.value * value_losses(output, micro),
+        weights.uncertainty * uncertainty_losses(output, micro),
     )
-    return sum(parts[1:], start=parts[0]).mean()
+    return sum(terms[1:], start=terms[0]).mean()
 
 
-def policy_losses(said: NetOutput, micro: MicroBatch) -> Tensor:
-    """Of each position: against the move that was played, or the shares of a search; 0 where there is no move."""
-    logs = said.policy.log_softmax(1)
+def policy_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+    """Return the cross entropy with the move played, or with the visits of a search; 0 if there is no move."""
+    logs = output.policy.log_softmax(1)
     if "shares" in micro.fields:
-        # A taken cell has the share 0, and 0 times its logarithm is 0: it is finite.
+        # Occupied cells have no visits, and their logits are finite, so they contribute 0.
         return -(micro.shares.float() * logs).sum(1)
     return -logs.gather(1, micro.move.clamp(min=0)[:, None])[:, 0] * (micro.move >= 0)
 
 
-def value_losses(said: NetOutput, micro: MicroBatch) -> Tensor:
-    """Of each position: against who won."""
-    return functional.binary_cross_entropy_with_logits(said.value, micro.win, reduction="none")
+def value_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+    """Return the cross entropy with the result."""
+    return functional.binary_cross_entropy_with_logits(output.value, micro.win, reduction="none")
 
 
-def uncertainty_losses(said: NetOutput, micro: MicroBatch) -> Tensor:
-    """Of each position: how well the net knows how wrong its value is; the value itself does not move for it."""
-    squared = (said.win.detach() - micro.win).square()
-    return functional.binary_cross_entropy_with_logits(said.error, squared, reduction="none")
+def uncertainty_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+    """Return the loss of the predicted squared error; no gradient flows into the value."""
+    squared = (output.win.detach() - micro.win).square()
+    return functional.binary_cross_entropy_with_logits(output.error, squared, reduction="none")

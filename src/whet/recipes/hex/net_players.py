@@ -24,123 +24,122 @@ from whet.run.folder import RECIPE_FILE, open_run
 from whet.training.weights import load_weights
 
 _BOARDS_PER_BATCH = 4096
-"""Boards that are judged together at most: a bound on memory."""
+"""Bounds the memory of an evaluation."""
 _TREE_BYTES = 2**30
-"""Of the trees that grow at once."""
+"""Bounds the memory of all trees together."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetPlayer:
-    """What the net says at first sight."""
+    """Plays by the policy of a net, without search."""
 
     net: HexNet
     device: AbstractDevice
     name: str = "net"
     averages_symmetry: bool = False
-    """Whether each board is judged as it is and turned by 180 degrees, and both answers are averaged."""
+    """Whether to average the evaluations of each board and its rotation by 180 degrees."""
 
     def analyze(self, positions: Positions) -> Analysis:
-        """The net's policy and value."""
-        seen, symmetry = mover_view(positions)
-        shares, win = self.judge(seen.boards)
-        return Analysis(transform_policy(shares, symmetry, size=positions.size), win)
+        viewed, symmetry = mover_view(positions)
+        policy, win = self.evaluate(viewed.boards)
+        return Analysis(transform_policy(policy, symmetry, size=positions.size), win)
 
-    def judge(self, boards: Boards) -> tuple[Floats, Floats]:
-        """The same for boards as their movers see them."""
+    def evaluate(self, boards: Boards) -> tuple[Floats, Floats]:
+        """Return policy and win probability for boards in the mover's perspective."""
         parts = [
-            self._judge(boards[start : start + _BOARDS_PER_BATCH]) for start in range(0, len(boards), _BOARDS_PER_BATCH)
+            self._evaluate(boards[start : start + _BOARDS_PER_BATCH])
+            for start in range(0, len(boards), _BOARDS_PER_BATCH)
         ]
-        return np.concatenate([shares for shares, _ in parts]), np.concatenate([win for _, win in parts])
+        return np.concatenate([policy for policy, _ in parts]), np.concatenate([win for _, win in parts])
 
-    def _judge(self, boards: Boards) -> tuple[Floats, Floats]:
-        given = np.concatenate([boards, boards[:, ::-1, ::-1]]) if self.averages_symmetry else boards
+    def _evaluate(self, boards: Boards) -> tuple[Floats, Floats]:
+        inputs = np.concatenate([boards, boards[:, ::-1, ::-1]]) if self.averages_symmetry else boards
         with torch.inference_mode():
-            said = self.net(self.device.put(torch.from_numpy(np.ascontiguousarray(given))))
-            shares, win = said.policy.softmax(1).cpu().numpy(), said.win.cpu().numpy()
-        if not (np.isfinite(shares).all() and np.isfinite(win).all()):
-            raise WhetError("the net says NaN", got=self.name, try_="another checkpoint, or another run")
+            output = self.net(self.device.put(torch.from_numpy(np.ascontiguousarray(inputs))))
+            policy, win = output.policy.softmax(1).cpu().numpy(), output.win.cpu().numpy()
+        if not (np.isfinite(policy).all() and np.isfinite(win).all()):
+            raise WhetError("the net's outputs are NaN", got=self.name, try_="another checkpoint, or another run")
         if self.averages_symmetry:
             count = len(boards)
-            shares, win = (shares[:count] + shares[count:, ::-1]) / 2, (win[:count] + win[count:]) / 2
-        return shares, win
+            policy, win = (policy[:count] + policy[count:, ::-1]) / 2, (win[:count] + win[count:]) / 2
+        return policy, win
 
 
 @dataclass(frozen=True, slots=True)
 class SearchPlayer:
-    """A net that looks ahead."""
+    """Plays by a tree search with a net."""
 
     net: NetPlayer
-    how: SearchOptions
+    options: SearchOptions
     name: str = "search"
-    _asked_to_stop: Event = field(default_factory=Event, repr=False, compare=False)
+    _is_stopped: Event = field(default_factory=Event, repr=False, compare=False)
 
     def stop(self) -> None:
-        """Ends the search that another thread is in, and all later ones, with an error."""
-        self._asked_to_stop.set()
+        """Make the search that runs in another thread, and all later ones, raise an error."""
+        self._is_stopped.set()
 
     def analyze(self, positions: Positions) -> Analysis:
-        """The shares of visits, and what they saw of the result."""
-        seen, symmetry = mover_view(positions)
-        found = self.search(seen.boards)
-        return Analysis(transform_policy(found.shares, symmetry, size=positions.size), found.win)
+        viewed, symmetry = mover_view(positions)
+        result = self.search(viewed.boards)
+        return Analysis(transform_policy(result.shares, symmetry, size=positions.size), result.win)
 
     def search(self, boards: Boards, *, draw: np.random.Generator | None = None) -> TreeSearchResult:
-        """The same for boards as their movers see them, with all that was found; noise is added only with `draw`."""
-        how = self.how if draw is not None else replace(self.how, noise_fraction=0.0)
-        # A game's search is the same in any company, and noise is drawn game by game.
-        step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=how.simulations + 1))
+        """Search boards in the mover's perspective; noise is added only with `draw`."""
+        options = self.options if draw is not None else replace(self.options, noise_fraction=0.0)
+        # The search of a game does not depend on the others, and noise is drawn game by game.
+        step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=options.simulations + 1))
         parts = [
-            search_moves(boards[start : start + step], self._judge, how, draw=draw)
+            search_moves(boards[start : start + step], self._evaluate, options, draw=draw)
             for start in range(0, max(1, len(boards)), step)
         ]
         visits, win = (np.concatenate([getattr(part, name) for part in parts]) for name in ("visits", "win"))
         return TreeSearchResult(visits=visits, win=win)
 
-    def _judge(self, boards: Boards) -> tuple[Floats, Floats]:
-        if self._asked_to_stop.is_set():
-            raise WhetError("the search was stopped", got=self.name, try_="a new one")
-        return self.net.judge(boards)
+    def _evaluate(self, boards: Boards) -> tuple[Floats, Floats]:
+        if self._is_stopped.is_set():
+            raise WhetError("the search was stopped", got=self.name, try_="start it again")
+        return self.net.evaluate(boards)
 
 
 PLAYERS: dict[str, Callable[[], Player]] = {"random": RandomPlayer, "two-distance": TwoDistancePlayer}
-"""Who plays without a net."""
-_RESTORE = "restore this file from a copy, or another run"
+"""Players without a net."""
+_RESTORE = "restore this file from a backup, or use another run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opponent:
-    """A player, and the size it learned to play; None for those who play any."""
+    """A player, and the board size that it was trained on; None if it plays any."""
 
     player: Player
     size: int | None = None
 
 
-def load_opponent(word: str, *, device: AbstractDevice, checkpoint: str = "last") -> Opponent:
-    """The player behind a word."""
-    if word in PLAYERS:
-        return Opponent(player=PLAYERS[word]())
-    path, simulations = parse_player(word)
+def load_opponent(name: str, *, device: AbstractDevice, checkpoint: str = "last") -> Opponent:
+    """Load a player: random, two-distance, a run, or RUN@64 for a search with 64 simulations."""
+    if name in PLAYERS:
+        return Opponent(player=PLAYERS[name]())
+    path, simulations = parse_player(name)
     net, size = load_net(path, device=device, checkpoint=checkpoint)
-    player = NetPlayer(net, device, name=word)
+    player = NetPlayer(net, device, name=name)
     if simulations is None:
         return Opponent(player=player, size=size)
-    return Opponent(player=SearchPlayer(player, SearchOptions(simulations=simulations), name=word), size=size)
+    return Opponent(player=SearchPlayer(player, SearchOptions(simulations=simulations), name=name), size=size)
 
 
-def parse_player(word: str) -> tuple[Path, int | None]:
-    """RUN@64 as the run and the number of simulations; a folder may have an @ in its name."""
-    place, sign, number = word.rpartition("@")
-    if not sign or os.path.exists(word):  # noqa: PTH110  Path.exists() raises for a name that is too long.
-        return Path(word), None
+def parse_player(name: str) -> tuple[Path, int | None]:
+    """Split RUN@64 into run and simulations; the name of a folder may contain an @."""
+    run, sign, number = name.rpartition("@")
+    if not sign or os.path.exists(name):  # noqa: PTH110  Path.exists() raises for a name that is too long.
+        return Path(name), None
     if not (number.isdecimal() and len(number) < 7 and 1 <= int(number) <= 100_000):
-        raise UsageError("not a number of simulations", got=word[-200:], try_=f"{place[-200:]}@64")
-    if place in PLAYERS:
-        raise UsageError(f"{place} does not look ahead", got=word, try_=f"{place}, or RUN@{number}")
-    return Path(place), int(number)
+        raise UsageError("not a number of simulations", got=name[-200:], try_=f"{run[-200:]}@64")
+    if run in PLAYERS:
+        raise UsageError(f"{run} does not search", got=name, try_=f"{run}, or RUN@{number}")
+    return Path(run), int(number)
 
 
 def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
-    """A run's net, or that of a self-play's champion, ready to be asked; and the size of the boards it learned from."""
+    """Load the net of a run, or of the champion of a self-play run; return it and its board size."""
     if not os.path.exists(path):  # noqa: PTH110
         raise UsageError("no such player", got=str(path)[-200:], try_=f"{', '.join(PLAYERS)}, a run, or RUN@64")
     path = champion_run(path) if is_selfplay(path) else path

@@ -1,13 +1,15 @@
-"""The Hex recipe: where to play, and who will win. torch is imported when it is needed, so that a plan needs none."""
+"""The Hex recipe: train a policy and a value net.
+
+Methods import torch lazily, so that a plan can be made without it.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.plan.workload import Workload
-from whet.recipes.hex import config as hex_config
 from whet.recipes.hex.architecture import PRESETS
-from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.config import HexConfig, check_board_size, check_data_path, check_splits, describe_hex
 from whet.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HexRecipe(Recipe):
-    """Learns from games; by default from those of the two-distance player."""
+    """Trains on games; by default on generated games of the two-distance player."""
 
     name = "hex"
     Config = HexConfig
@@ -30,18 +32,18 @@ class HexRecipe(Recipe):
     _weights: "LossWeights | None" = None
 
     def describe(self, config: HexConfig, data: "HexData | None" = None) -> Workload:
-        hex_config.check_data_path(config)
+        check_data_path(config)
         if data is not None:
-            return hex_config.describe_hex(config, size=data.size, num_samples=len(data.train["move"]))
+            return describe_hex(config, size=data.size, num_samples=len(data.train["move"]))
         if config.data is None:
-            return hex_config.describe_hex(config)
+            return describe_hex(config)
         from whet.recipes.hex.game.positions import SPLITS, read_manifest
 
-        told = read_manifest(Path(config.data))
-        hex_config.check_board_size(config, told.size)
-        hex_config.check_splits(*(told.splits[name].positions for name in SPLITS))
-        num_samples = told.splits["train"].positions * (2 if config.augment else 1)
-        return hex_config.describe_hex(config, size=told.size, num_samples=num_samples)
+        manifest = read_manifest(Path(config.data))
+        check_board_size(config, manifest.size)
+        check_splits(*(manifest.splits[name].positions for name in SPLITS))
+        num_samples = manifest.splits["train"].positions * (2 if config.augment else 1)
+        return describe_hex(config, size=manifest.size, num_samples=num_samples)
 
     def data(self, config: HexConfig) -> "HexData":
         from whet.recipes.hex.data import read_data
@@ -62,9 +64,7 @@ class HexRecipe(Recipe):
         return hex_loss(model(micro.board), micro, self._weights or LossWeights())
 
     def evaluate(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        from whet.recipes.hex.evaluation import evaluate
-
-        return evaluate(model, micro_batches)
+        return self.conclude(model, [self.tally(model, micro_batches)])
 
     def tally(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
         from whet.recipes.hex.evaluation import tally
@@ -79,17 +79,15 @@ class HexRecipe(Recipe):
     def metadata(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
         return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}
 
-    def hold_contest(self, one: str, two: str, **how: Any) -> "Contest":
-        """Two players meet: see `whet.recipes.hex.arena`."""
+    def hold_contest(self, one: str, two: str, **options: Any) -> "Contest":
         from whet.recipes.hex.arena import hold_contest
 
-        return hold_contest(one, two, **how)
+        return hold_contest(one, two, **options)
 
-    def improve(self, resolved: "ResolvedConfig[HexConfig]", **how: Any) -> int:
-        """A self-play: see `whet.recipes.hex.self_play`; the exit code."""
+    def improve(self, resolved: "ResolvedConfig[HexConfig]", **options: Any) -> int:
         from whet.recipes.hex.self_play import SelfPlay
 
-        return SelfPlay(resolved=resolved, **how).run()
+        return SelfPlay(resolved=resolved, **options).run()
 
 
 def recipe() -> HexRecipe:

@@ -14,10 +14,11 @@ from whet.base.units import format_percent
 from whet.config.resolve import ResolvedConfig
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
-from whet.recipes.hex.arena import Contestant, Rating, draw_openings, play_match, random_boards, rate
+from whet.recipes.hex.arena import Rating, draw_openings, play_match, random_boards, rate
 from whet.recipes.hex.config import HexConfig, SelfPlayOptions
 from whet.recipes.hex.data import Columns, HexData, read_arrays, with_half_turns, write_arrays
 from whet.recipes.hex.game.board import NO_MOVE, Boards, Cells
+from whet.recipes.hex.game.players import Player
 from whet.recipes.hex.game.rules import flip_perspective, mover_has_won, place_stones
 from whet.recipes.hex.net_players import NetPlayer, SearchPlayer, load_net
 from whet.recipes.hex.recipe import HexRecipe
@@ -29,86 +30,90 @@ from whet.training.callbacks.event_log import EventHandler
 from whet.training.loop import TrainResult
 
 MAX_OPENING_STONES = 3
-"""Games begin with 0 to 3 random stones, so that it learns to go on from anything."""
+"""Games start with 0 to 3 random stones, for variety."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfPlayGames:
-    """Positions of games, as their movers saw them."""
+    """The positions of self-play games, in the mover's perspective."""
 
     boards: Boards
     shares: Floats
-    """(batch, cells): of the looks at each move; all 0 where the game is over."""
+    """(batch, cells): the share of visits of each move; all 0 after the end of a game."""
     wins: NDArray[np.float32]
     """(batch,): whether the mover won."""
     games: NDArray[np.int64]
+    """(batch,): the number of the game."""
 
     def __len__(self) -> int:
         return len(self.boards)
 
     @property
     def moves(self) -> Cells:
-        """(batch,): the move that was looked at most; NO_MOVE where the game is over."""
+        """(batch,): the most visited move; NO_MOVE after the end of a game."""
         return np.where(self.shares.max(1) > 0, self.shares.argmax(1), NO_MOVE)
 
 
 def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_moves: int, seed: int) -> SelfPlayGames:
-    """Games in step; in the first `free_moves` moves are drawn by the looks at them, later the best is taken."""
+    """Play games in parallel. The first `free_moves` moves are sampled by visits, later ones are the most visited."""
     draw = np.random.default_rng(seed)
     boards = np.concatenate(
         [random_boards(-(-num_games // 4), size=size, num_stones=n, draw=draw) for n in range(MAX_OPENING_STONES + 1)]
     )[:num_games]
     games, ply = np.arange(len(boards)), 0
-    seen: list[tuple[Boards, Floats, NDArray[np.int64]]] = []
+    records: list[tuple[Boards, Floats, NDArray[np.int64]]] = []
     # Whether the mover of a game's first position wins.
     is_first_winner = np.zeros(len(boards), dtype=bool)
     plies = []
     while len(games):
         shares = player.search(boards, draw=draw).shares
-        luck = draw.gumbel(size=shares.shape)
+        # The argmax of log-probabilities with Gumbel noise is a sample.
+        noise = draw.gumbel(size=shares.shape)
         with np.errstate(divide="ignore"):
-            moves = (np.log(shares) + luck).argmax(1) if ply < free_moves else shares.argmax(1)
-        seen.append((boards, shares, games))
+            moves = (np.log(shares) + noise).argmax(1) if ply < free_moves else shares.argmax(1)
+        records.append((boards, shares, games))
         plies.append(np.full(len(games), ply))
         after = place_stones(boards, moves)
-        is_over = mover_has_won(after)
+        is_finished = mover_has_won(after)
         ply += 1
-        if is_over.any():
-            # The position after the end teaches the value: its mover has lost.
-            seen.append((flip_perspective(after[is_over]), np.zeros_like(shares[is_over]), games[is_over]))
-            plies.append(np.full(int(is_over.sum()), ply))
-            is_first_winner[games[is_over]] = ply % 2 == 1
-        boards, games = flip_perspective(after[~is_over]), games[~is_over]
-    numbers = np.concatenate([games for _, _, games in seen])
+        if is_finished.any():
+            # The final position is included for the value: its mover has lost.
+            records.append(
+                (flip_perspective(after[is_finished]), np.zeros_like(shares[is_finished]), games[is_finished])
+            )
+            plies.append(np.full(int(is_finished.sum()), ply))
+            is_first_winner[games[is_finished]] = ply % 2 == 1
+        boards, games = flip_perspective(after[~is_finished]), games[~is_finished]
+    numbers = np.concatenate([games for _, _, games in records])
     is_first = np.concatenate(plies) % 2 == 0
     return SelfPlayGames(
-        boards=np.concatenate([boards for boards, _, _ in seen]),
-        shares=np.concatenate([shares for _, shares, _ in seen]).astype(np.float32),
+        boards=np.concatenate([boards for boards, _, _ in records]),
+        shares=np.concatenate([shares for _, shares, _ in records]).astype(np.float32),
         wins=(is_first_winner[numbers] == is_first).astype(np.float32),
         games=numbers,
     )
 
 
+_ARRAYS = ("boards", "shares", "wins", "games")
+
+
 def write_self_games(path: Path, played: SelfPlayGames) -> None:
-    """Whole or not at all."""
+    """Write games atomically."""
     write_arrays(path, {name: getattr(played, name) for name in _ARRAYS})
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:
-    """What was written, or None where it is missing or damaged: then it is played again, the same by its seed."""
-    kept = read_arrays(path)
-    return SelfPlayGames(**kept) if kept is not None and {*kept} == {*_ARRAYS} else None
-
-
-_ARRAYS = ("boards", "shares", "wins", "games")
+    """Read games; None if the file is missing or damaged. Then they are played again, with the same result."""
+    arrays = read_arrays(path)
+    return SelfPlayGames(**arrays) if arrays is not None and {*arrays} == {*_ARRAYS} else None
 
 
 _HELD_OUT_EVERY = 20
-"""Every twentieth game is for dev, and every twentieth for test."""
+"""Every 20th game is for val, and another one for test."""
 
 
 class GenerationRecipe(HexRecipe):
-    """Learns from what was played; by shares of looks where others learn from single moves."""
+    """Trains on self-play games, with shares of visits as the target of the policy."""
 
     def __init__(self, played: Sequence[SelfPlayGames], *, size: int, fingerprint: str) -> None:
         self._played = played
@@ -116,12 +121,12 @@ class GenerationRecipe(HexRecipe):
         self._fingerprint = fingerprint
 
     def data(self, config: HexConfig) -> HexData:
-        parts = {name: [] for name in ("train", "val", "test")}  # type: dict[str, list[Columns]]
+        splits: dict[str, list[Columns]] = {"train": [], "val": [], "test": []}
         for played in self._played:
-            part = played.games % _HELD_OUT_EVERY
-            for name, mask in (("train", part > 1), ("val", part == 0), ("test", part == 1)):
-                parts[name].append(_columns(played, mask))
-        train, val, test = (_concatenate(columns) for columns in parts.values())
+            remainder = played.games % _HELD_OUT_EVERY
+            for name, mask in (("train", remainder > 1), ("val", remainder == 0), ("test", remainder == 1)):
+                splits[name].append(_columns(played, mask))
+        train, val, test = (_concatenate(columns) for columns in splits.values())
         train = with_half_turns(train) if config.augment else train
         return HexData(size=self._size, train=train, val=val, test=test, fingerprint=self._fingerprint)
 
@@ -139,30 +144,34 @@ def _concatenate(parts: list[Columns]) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-_NOISE_SHARE = 0.25
-"""Of the root's priors in self-play, as in AlphaZero."""
+_NOISE_FRACTION = 0.25
+"""Noise in the priors of the root, as in AlphaZero."""
 _OPENING_STONES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfPlay:
-    """A self-play in its folder."""
+    """Self-play training in a folder, generation by generation.
+
+    Generation 0 trains on games of the two-distance player. Each further one trains on recent self-play games of the
+    champion, starting from its weights, and becomes champion if it wins enough games against it.
+    """
 
     folder: Path
     resolved: ResolvedConfig[HexConfig]
     device: str
     command: Sequence[str]
-    say: Callable[[str], None]
+    message: Callable[[str], None]
     on_event: EventHandler | None
 
     @property
     def config(self) -> HexConfig:
-        """What was asked for."""
+        """The options."""
         return self.resolved.config
 
     def run(self) -> int:
-        """Until all generations are over, or a training was asked to stop; the exit code."""
-        self._refuse_few_openings()
+        """Run until all generations are finished or a training is stopped; return the exit code."""
+        self._check_openings()
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock.acquire(self.folder):
             state = open_state(self.folder, config=self.config.model_dump(mode="json"))
@@ -174,20 +183,22 @@ class SelfPlay:
                     return result.exit_code
                 state = state.model_copy(update={"generations": (*state.generations, done)})
                 write_state(self.folder, state)
-            self.say(f"all {self.config.loop.generations} generations are over; the champion is of {state.champion}")
+            self.message(
+                f"all {self.config.loop.generations} generations are finished; the champion is generation {state.champion}"
+            )
         return 0
 
     def _generation(self, number: int, state: SelfPlayState) -> tuple[TrainResult, Generation | None]:
         if number == 0 or state.champion is None:
-            self.say("generation 0 learns from games of the two-distance player")
+            self.message("generation 0 trains on games of the two-distance player")
             result = self._train(HexRecipe(), number)
-            is_over = result.state == "done"
-            return result, Generation(number=0, num_positions=0, is_champion=True) if is_over else None
+            is_finished = result.state == "done"
+            return result, Generation(number=0, num_positions=0, is_champion=True) if is_finished else None
         device = open_device(self.device).device
         # The replay buffer, the newest first.
         oldest = max(1, number - self.config.loop.window + 1)
-        played = [self._played(one, state, device) for one in range(number, oldest - 1, -1)]
-        self.say(f"generation {number} learns from {sum(map(len, played)):,} positions of {len(played)} generations")
+        played = [self._games(generation, state, device) for generation in range(number, oldest - 1, -1)]
+        self.message(f"generation {number} trains on {sum(map(len, played)):,} positions of {len(played)} generations")
         loop = self.config.loop
         changes = {
             "init_from": str(run_path(self.folder, state.champion)),
@@ -201,9 +212,9 @@ class SelfPlay:
             return result, None
         rating = self._gate(number, state.champion, device)
         is_better = rating.win_rate >= loop.gate
-        verdict = "is champion" if is_better else f"does not reach {format_percent(loop.gate)}: the champion stays"
+        verdict = "becomes champion" if is_better else f"does not reach {format_percent(loop.gate)}: the champion stays"
         interval = f"{format_percent(rating.low, 1)} to {format_percent(rating.high, 1)}"
-        self.say(
+        self.message(
             f"generation {number} wins {format_percent(rating.win_rate, 1)} ({interval}) of "
             f"{rating.num_games} games against generation {state.champion}, and {verdict}"
         )
@@ -216,30 +227,30 @@ class SelfPlay:
             is_champion=is_better,
         )
 
-    def _played(self, number: int, state: SelfPlayState, device: AbstractDevice) -> SelfPlayGames:
-        """What the champion of that time played; played now where it is missing or damaged, the same by its seed."""
+    def _games(self, number: int, state: SelfPlayState, device: AbstractDevice) -> SelfPlayGames:
+        """Read the games played for a generation by the champion before it; play them if they are missing."""
         path = games_path(self.folder, number)
-        found = read_self_games(path)
-        if found is None:
+        games = read_self_games(path)
+        if games is None:
             loop = self.config.loop
             champion = state.champion_before(number)
             assert champion is not None
-            self.say(f"generation {number}: {loop.games} games with {loop.simulations} simulations a move")
-            found = play_self_games(
+            self.message(f"generation {number}: {loop.games} games with {loop.simulations} simulations per move")
+            games = play_self_games(
                 SearchPlayer(
                     self._net(champion, device),
-                    SearchOptions(simulations=loop.simulations, noise_fraction=_NOISE_SHARE),
+                    SearchOptions(simulations=loop.simulations, noise_fraction=_NOISE_FRACTION),
                 ),
                 size=self.config.default_size,
                 num_games=loop.games,
                 free_moves=loop.free_moves,
                 seed=self.config.seed + 1_000_003 * number,
             )
-            write_self_games(path, found)
-        return found
+            write_self_games(path, games)
+        return games
 
     def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> TrainResult:
-        # What the loop does is not the training's: a longer loop goes on with a generation that has begun.
+        # Without the options of the loop, so that changing them does not prevent resuming a started generation.
         config = self.config.model_copy(update={**changes, "selfplay": False, "loop": SelfPlayOptions()})
         return train_recipe(
             recipe,
@@ -251,7 +262,7 @@ class SelfPlay:
         )
 
     def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:
-        """Both without noise, from openings that are drawn for this gate."""
+        """Let a generation play against the champion, without noise."""
         players = [self._for_gate(self._net(generation, device)) for generation in (number, champion)]
         return rate(play_match(players[0], players[1], self._openings(number), seed=number).tolist())
 
@@ -263,14 +274,14 @@ class SelfPlay:
             seed=self.config.seed + 7_919 * number,
         )
 
-    def _refuse_few_openings(self) -> None:
-        """Before anything is learned: a small board has too few of them for many games."""
+    def _check_openings(self) -> None:
+        """Fail before training if a small board has too few openings for gate_games."""
         try:
             self._openings(1)
         except UsageError as error:
             raise UsageError(error.what, got=error.got, try_="a smaller loop.gate_games, or a larger size") from None
 
-    def _for_gate(self, net: NetPlayer) -> Contestant:
+    def _for_gate(self, net: NetPlayer) -> Player:
         simulations = self.config.loop.gate_simulations
         return SearchPlayer(net, SearchOptions(simulations=simulations)) if simulations else net
 

@@ -1,4 +1,8 @@
-"""The state file of a self-play run."""
+"""The state of a self-play run, written after each generation: a kill loses at most one.
+
+`state.json` is the state. `games-NNN.npz` contains the self-play games for a generation, played by the champion before
+it, and `generation-NNN/` is the run that was trained on them; 000 is trained on games of the two-distance player.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,19 +17,19 @@ FORMAT = "whet hex selfplay 1"
 
 
 class Generation(FrozenModel):
-    """What came of one generation."""
+    """The result of one generation."""
 
     number: int
     num_positions: int
     win_rate: float | None = None
-    """Of its net against the champion before it; None where there was none."""
+    """Against the champion before it; None for generation 0."""
     low: float | None = None
     high: float | None = None
     is_champion: bool
 
 
 class SelfPlayState(FrozenModel):
-    """All generations that are over."""
+    """The options and all finished generations."""
 
     format: str = FORMAT
     config: dict[str, Any]
@@ -33,59 +37,58 @@ class SelfPlayState(FrozenModel):
 
     @property
     def champion(self) -> int | None:
-        """The newest generation that beat the one before it."""
+        """The current champion."""
         return self.champion_before(len(self.generations))
 
     def champion_before(self, number: int) -> int | None:
-        """The champion when a generation began."""
+        """Return the champion when a generation started."""
         return next((done.number for done in reversed(self.generations[:number]) if done.is_champion), None)
 
 
 def run_path(folder: Path, number: int) -> Path:
-    """The run of a generation."""
+    """Return the run of a generation."""
     return folder / f"generation-{number:03d}"
 
 
 def games_path(folder: Path, number: int) -> Path:
-    """What was played for a generation."""
+    """Return the file of the games for a generation."""
     return folder / f"games-{number:03d}.npz"
 
 
 def is_selfplay(folder: Path) -> bool:
-    """Whether a folder holds a self-play."""
+    """Whether a folder is a self-play run."""
     return (folder / STATE).is_file()
 
 
 def read_state(folder: Path) -> SelfPlayState:
-    """What was written last."""
+    """Read the state."""
     path = folder / STATE
     try:
-        found = SelfPlayState.from_json(strict_json.decode(read_regular_file(path).decode()), where=path)
+        state = SelfPlayState.from_json(strict_json.decode(read_regular_file(path).decode()), where=path)
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_="a new folder with --run DIR") from None
-    if found.format != FORMAT:
-        raise UsageError(f"{path} has another format", got=found.format[:60], try_="a new folder with --run DIR")
-    return found
+    if state.format != FORMAT:
+        raise UsageError(f"{path} has another format", got=state.format[:60], try_="a new folder with --run DIR")
+    return state
 
 
 def write_state(folder: Path, state: SelfPlayState) -> None:
-    """Whole or not at all."""
+    """Write the state atomically."""
     durable.write_file(folder / STATE, data=strict_json.encode(state.as_json()).encode())
 
 
 def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
-    """The state of a folder, made where there is none; another training does not go on in it."""
+    """Read the state of a folder, or create it; raise if the folder was started with other options."""
     if not is_selfplay(folder):
         durable.make_directory(folder)
         if any(not durable.is_leftover(path) and path.name != "lock" for path in folder.iterdir()):
-            raise UsageError("the folder holds something else", got=str(folder), try_="another --run DIR")
+            raise UsageError("the folder contains something else", got=str(folder), try_="another --run DIR")
         state = SelfPlayState(config=config)
         write_state(folder, state)
         return state
     state = read_state(folder)
-    # A key that a later whet has learned of was not said then; how long the loop goes on may change.
-    known = {name: value for name, value in config.items() if name in state.config and name != "loop"}
-    changed = [name for name, value in known.items() if state.config[name] != value]
+    # The options of the loop may change: more generations continue a finished run.
+    changed = [name for name, value in config.items() if name != "loop" and state.config.get(name, value) != value]
     if changed:
         raise UsageError(
             f"{folder} was started with another {changed[0]}",
@@ -96,8 +99,10 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
 
 
 def champion_run(folder: Path) -> Path:
-    """The run of the best player so far."""
+    """Return the run of the champion."""
     number = read_state(folder).champion
     if number is None:
-        raise UsageError("this self-play has no champion yet", got=str(folder), try_="let it go on first")
+        raise UsageError(
+            "this self-play run has no champion yet", got=str(folder), try_="run the same command again to resume it"
+        )
     return run_path(folder, number)

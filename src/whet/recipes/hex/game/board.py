@@ -1,4 +1,4 @@
-"""What is a board of Hex? An array (size, size) of int8; blue joins top and bottom, red left and right."""
+"""Boards of Hex: arrays (size, size) of int8. Blue connects top and bottom, red connects left and right."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,29 +10,29 @@ EMPTY, BLUE, RED = 0, 1, 2
 """Blue moves first."""
 COLORS = ("empty", "blue", "red")
 NEIGHBORS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
-"""Steps (row, column) from a cell to the six beside it."""
+"""Offsets (row, column) of the six neighbors of a cell."""
 
 Boards = NDArray[np.int8]
 Cells = NDArray[np.int64]
 """Cells are numbered row by row: row * size + column."""
 NO_MOVE, SWAP = -1, -2
-"""Where moves are listed: none (any more), and red taking over blue's first stone (`rules.swap`)."""
+"""In lists of moves: no move (padding), and red taking over blue's first stone (`rules.swap`)."""
 
 
 def check_size(size: int) -> int:
-    """The size, if there is such a board."""
+    """Return the size if it is valid; raise otherwise."""
     if not MIN_SIZE <= size <= MAX_SIZE:
         raise UsageError("no such board", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
     return size
 
 
 def other(color: int) -> int:
-    """The other player."""
+    """Return the opponent's color."""
     return BLUE + RED - color
 
 
 def cell_name(cell: int, *, size: int) -> str:
-    """A letter for the column and a number for the row, from the top left.
+    """Return the name of a cell: a letter for the column and a number for the row, from the top left.
 
     >>> cell_name(0, size=5), cell_name(5 * 3 + 2, size=5)
     ('a1', 'c4')
@@ -42,7 +42,7 @@ def cell_name(cell: int, *, size: int) -> str:
 
 
 def parse_cell(name: str, *, size: int) -> int:
-    """The number of a cell.
+    """Return the number of a cell.
 
     >>> parse_cell("C4", size=5)
     17

@@ -1,4 +1,12 @@
-"""Chains of stones and two-distances to the edges for batches of boards."""
+"""Chains of stones and two-distances to the edges for batches of boards.
+
+The two-distance of Queenbee (van Rijswijck, 2002): an empty cell next to the edge has distance 1; others are one further
+than their second-nearest neighbor, because the opponent will block the nearest. A chain of own stones makes all cells
+around it neighbors, and a chain at the edge belongs to the edge.
+
+A cell is within k + 1 if two different neighbors are within k. A set contains two different cells if its smallest and
+largest cell numbers differ, so two maxima per cell and chain are enough, for all boards at once.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +18,7 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, RED, Boards
 
 
 def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[Any]:
-    """(..., row, column, board): all six neighbors of each cell joined; where nothing lies beside it, nothing is."""
+    """Reduce the six neighbors of each cell with `join`; values are (..., row, column, board)."""
     size = values.shape[-2]
     joined = values.copy() if join is np.minimum else np.zeros_like(values)
     for down, right in NEIGHBORS:
@@ -20,16 +28,16 @@ def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[A
 
 
 def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
-    """(row, column, board): the smallest cell of the chain that each stone belongs to; -1 without a stone."""
+    """Label each stone with the smallest cell of its chain, (row, column, board); -1 without a stone."""
     size, _, batch = stones.shape
-    nowhere = size * size
+    no_stone = size * size
     numbers = np.arange(size * size, dtype=np.int16).reshape(size, size, 1)
-    labels = np.where(stones, numbers, np.int16(nowhere))
+    labels = np.where(stones, numbers, np.int16(no_stone))
     columns = np.arange(batch)
     while True:
-        least = np.where(stones, neighbor_max(labels, np.minimum), np.int16(nowhere))
-        # The smallest cell of my smallest cell: twice as far each time.
-        flat = np.concatenate([least.reshape(nowhere, batch), np.full((1, batch), nowhere, dtype=np.int16)])
+        least = np.where(stones, neighbor_max(labels, np.minimum), np.int16(no_stone))
+        # Pointer jumping: the label of the label doubles the distance each time.
+        flat = np.concatenate([least.reshape(no_stone, batch), np.full((1, batch), no_stone, dtype=np.int16)])
         least = flat[flat[:-1], columns].reshape(labels.shape)
         if np.array_equal(least, labels):
             return np.where(stones, least, np.int16(-1))
@@ -37,7 +45,7 @@ def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
 
 
 def _overlap(down: int, right: int, size: int) -> tuple[slice, slice]:
-    """The cells that have another one (down, right) of them."""
+    """Return the cells that have a neighbor at the offset (down, right)."""
     return _part(down, size), _part(right, size)
 
 
@@ -49,35 +57,37 @@ _BOARDS_PER_PASS = 1024
 
 
 def unreachable(size: int) -> int:
-    """Stands for all that is out of reach."""
+    """Return the distance that stands for unreachable cells."""
     return 2 * size
 
 
 def edge_distances(boards: Boards) -> NDArray[np.int16]:
-    """(4, batch, size, size): of each empty cell to top and bottom for blue, to left and right for red."""
-    parts = [_edge_distances(boards[at : at + _BOARDS_PER_PASS]) for at in range(0, len(boards), _BOARDS_PER_PASS)]
+    """Return the distances of empty cells to top and bottom (for blue), left and right (for red), (4, batch, size, size)."""
+    parts = [
+        _edge_distances(boards[start : start + _BOARDS_PER_PASS]) for start in range(0, len(boards), _BOARDS_PER_PASS)
+    ]
     return np.concatenate(parts, axis=1) if parts else np.zeros((4, *boards.shape), dtype=np.int16)
 
 
 def _edge_distances(boards: Boards) -> NDArray[np.int16]:
     size, batch = boards.shape[-1], len(boards)
     cells = np.ascontiguousarray(boards.transpose(1, 2, 0))
-    turned = cells.transpose(1, 0, 2)
-    stones = np.concatenate([cells == BLUE, turned == RED], axis=2)
-    empty = np.concatenate([cells == EMPTY, turned == EMPTY], axis=2)
+    transposed = cells.transpose(1, 0, 2)
+    stones = np.concatenate([cells == BLUE, transposed == RED], axis=2)
+    empty = np.concatenate([cells == EMPTY, transposed == EMPTY], axis=2)
     labels = chain_labels(stones)
-    # From the first row; the board turned by 180 degrees gives the distance from the last.
-    both = [np.concatenate([one, one[::-1, ::-1]], axis=2) for one in (stones, empty, labels)]
-    first, last = np.split(_distance_from_first_row(*both), 2, axis=2)
-    far_and_near = np.stack([first, last[::-1, ::-1]]).reshape(2, size, size, 2, batch)
-    blue, red = far_and_near[..., 0, :], far_and_near[..., 1, :].transpose(0, 2, 1, 3)
+    # The board rotated by 180 degrees gives the distance from the last row.
+    both_ways = [np.concatenate([array, array[::-1, ::-1]], axis=2) for array in (stones, empty, labels)]
+    first, last = np.split(_distance_from_first_row(*both_ways), 2, axis=2)
+    distances = np.stack([first, last[::-1, ::-1]]).reshape(2, size, size, 2, batch)
+    blue, red = distances[..., 0, :], distances[..., 1, :].transpose(0, 2, 1, 3)
     return np.concatenate([blue, red]).transpose(0, 3, 1, 2)
 
 
 def _distance_from_first_row(
     stones: NDArray[np.bool_], empty: NDArray[np.bool_], labels: NDArray[np.int16]
 ) -> NDArray[np.int16]:
-    """(row, column, board): the distance from the first row."""
+    """Return the distance from the first row, (row, column, board)."""
     size = len(stones)
     groups = _ChainIndex.of(labels)
     distance = np.full(stones.shape, unreachable(size), dtype=np.int16)
@@ -86,28 +96,28 @@ def _distance_from_first_row(
     is_near = neighbor_max(groups.share(at_edge))[0] > 0
     is_near[0] = True
     new = is_near & empty
-    left, level = empty & ~new, 1
-    # A larger number for a larger cell, and a larger one for a smaller cell.
+    remaining, level = empty & ~new, 1
+    # Ascending and descending cell numbers: their maxima give the largest and the smallest cell.
     numbers = np.arange(1, size * size + 1, dtype=np.int16).reshape(1, size, size, 1)
     numbers = np.concatenate([numbers, numbers[:, ::-1, ::-1]])
     reached = numbers * new
     while new.any() and level < unreachable(size):
         distance[new] = level
         level += 1
-        beside = neighbor_max(reached)
-        np.maximum(beside, neighbor_max(groups.share(beside)), out=beside)
-        new = left & (beside[0] > 0) & (beside[0] + beside[1] != size * size + 1)
-        left &= ~new
+        nearby = neighbor_max(reached)
+        np.maximum(nearby, neighbor_max(groups.share(nearby)), out=nearby)
+        new = remaining & (nearby[0] > 0) & (nearby[0] + nearby[1] != size * size + 1)
+        remaining &= ~new
         reached += numbers * new
     return distance
 
 
 @dataclass(frozen=True, slots=True)
 class _ChainIndex:
-    """The stones of all boards, chain after chain."""
+    """The stones of all boards, sorted by chain."""
 
-    places: NDArray[np.int64]
-    """Where the stones are in the flat array."""
+    stones: NDArray[np.int64]
+    """Indices of the stones in the flat array."""
     begins: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
@@ -115,17 +125,17 @@ class _ChainIndex:
     def of(cls, labels: NDArray[np.int16]) -> "_ChainIndex":
         batch = labels.shape[-1]
         flat = labels.reshape(-1)
-        places = np.flatnonzero(flat >= 0)
-        names = places % batch * labels[..., 0].size + flat[places]
-        order = np.argsort(names, kind="stable")
-        begins = np.flatnonzero(np.diff(names[order], prepend=-1))
-        return cls(places[order], begins, np.diff(begins, append=len(places)))
+        stones = np.flatnonzero(flat >= 0)
+        chain_ids = stones % batch * labels[..., 0].size + flat[stones]
+        order = np.argsort(chain_ids, kind="stable")
+        begins = np.flatnonzero(np.diff(chain_ids[order], prepend=-1))
+        return cls(stones[order], begins, np.diff(begins, append=len(stones)))
 
     def share(self, values: NDArray[Any]) -> NDArray[Any]:
-        """(kinds, row, column, board): the largest value of each chain on each of its stones, 0 elsewhere."""
+        """Return the largest value of each chain on all of its stones, 0 elsewhere, (kinds, row, column, board)."""
         shared = np.zeros_like(values)
-        if len(self.places):
+        if len(self.stones):
             for value, into in zip(values.reshape(len(values), -1), shared.reshape(len(values), -1), strict=True):
-                largest = np.maximum.reduceat(value[self.places], self.begins)
-                into[self.places] = np.repeat(largest, self.lengths)
+                largest = np.maximum.reduceat(value[self.stones], self.begins)
+                into[self.stones] = np.repeat(largest, self.lengths)
         return shared

@@ -12,7 +12,7 @@ _FIRST_EDGE, _LAST_EDGE = {BLUE: 0, RED: 2}, {BLUE: 1, RED: 3}
 
 
 class ChainTracker:
-    """The chains of one board; it only grows."""
+    """Tracks chains of stones and the winner while a game is played, by union-find over cells and the four edges."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -21,7 +21,7 @@ class ChainTracker:
         self.winner = EMPTY
 
     def put(self, cell: int, color: int) -> None:
-        """One more stone, on a cell that is empty."""
+        """Add a stone on an empty cell."""
         size, edge = self._size, self._size**2
         self._colors[cell] = color
         row, column = divmod(cell, size)
@@ -32,18 +32,18 @@ class ChainTracker:
             self._join(cell, edge + _LAST_EDGE[color])
         for down, right in NEIGHBORS:
             if 0 <= row + down < size and 0 <= column + right < size:
-                beside = (row + down) * size + column + right
-                if self._colors[beside] == color:
-                    self._join(cell, beside)
+                neighbor = (row + down) * size + column + right
+                if self._colors[neighbor] == color:
+                    self._join(cell, neighbor)
         if self._root(edge + _FIRST_EDGE[color]) == self._root(edge + _LAST_EDGE[color]):
             self.winner = color
 
-    def _root(self, place: int) -> int:
+    def _root(self, node: int) -> int:
         parents = self._parents
-        while parents[place] != place:
-            parents[place] = parents[parents[place]]
-            place = parents[place]
-        return place
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]  # Path halving.
+            node = parents[node]
+        return node
 
     def _join(self, one: int, two: int) -> None:
         self._parents[self._root(one)] = self._root(two)
@@ -51,7 +51,7 @@ class ChainTracker:
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """A game that was played by the rules so far; made by `replay` and `after`."""
+    """A legal game so far; create it with `replay` or `after`."""
 
     size: int
     moves: tuple[int, ...] = ()
@@ -61,55 +61,55 @@ class Game:
     winner: int = EMPTY
 
     def after(self, move: int) -> "Game":
-        """The game with one more move."""
+        """Return the game after one more move."""
         return replay((*self.moves, move), size=self.size)
 
     def back(self, count: int = 1) -> "Game":
-        """The game without its last moves."""
+        """Return the game without its last moves."""
         return replay(self.moves[: max(0, len(self.moves) - count)], size=self.size)
 
     @property
     def may_swap(self) -> bool:
-        """Whether swapping is a legal move now."""
+        """Whether a swap is legal now."""
         return len(self.moves) == 1 and self.winner == EMPTY
 
     @property
     def legal(self) -> tuple[int, ...]:
-        """The cells a stone may be put on now."""
-        return tuple(cell for cell, has in enumerate(self.cells) if has == EMPTY) if self.winner == EMPTY else ()
+        """The legal cells."""
+        return tuple(cell for cell, color in enumerate(self.cells) if color == EMPTY) if self.winner == EMPTY else ()
 
     @property
     def position(self) -> Positions:
-        """As a batch of one."""
+        """The position as a batch of one."""
         board = np.array(self.cells, dtype=np.int8).reshape(1, self.size, self.size)
         return Positions(board, np.array([self.mover], dtype=np.int8))
 
 
 def replay(moves: "tuple[int, ...] | list[int]", *, size: int) -> Game:
-    """The game after these moves; the first that is not legal is named."""
+    """Return the game after these moves; raise for the first illegal one."""
     check_size(size)
     cells, chains, mover = [EMPTY] * size**2, ChainTracker(size), BLUE
     for number, move in enumerate(moves, start=1):
         if chains.winner != EMPTY:
-            _refuse(number, move, size, f"{COLORS[chains.winner]} has won before")
+            raise _illegal(number, move, size, f"{COLORS[chains.winner]} has already won")
         if move == SWAP:
             if number != 2:
-                _refuse(number, move, size, "only the second move may be a swap")
+                raise _illegal(number, move, size, "only the second move may be a swap")
             cells, chains = [EMPTY] * size**2, ChainTracker(size)
             row, column = divmod(moves[0], size)
             cells[column * size + row] = RED
             chains.put(column * size + row, RED)
         else:
             if not 0 <= move < size**2:
-                _refuse(number, move, size, "it is not on the board")
+                raise _illegal(number, move, size, "it is not on the board")
             if cells[move] != EMPTY:
-                _refuse(number, move, size, "a stone lies there")
+                raise _illegal(number, move, size, "the cell is occupied")
             cells[move] = mover
             chains.put(move, mover)
         mover = other(mover)
     return Game(size=size, moves=tuple(moves), cells=tuple(cells), mover=mover, winner=chains.winner)
 
 
-def _refuse(number: int, move: int, size: int, why: str) -> None:
+def _illegal(number: int, move: int, size: int, why: str) -> UsageError:
     name = "swap" if move == SWAP else cell_name(move, size=size) if 0 <= move < size**2 else str(move)
-    raise UsageError(f"move {number} is not legal: {why}", got=name, try_="an empty cell, while nobody has won")
+    return UsageError(f"move {number} is not legal: {why}", got=name, try_="an empty cell, while nobody has won")

@@ -11,7 +11,7 @@ from whet.recipes.hex.game.players import Player, draw_moves
 from whet.recipes.hex.game.rules import Colors, Positions, legal, play, start, winners
 
 _GAMES_PER_PASS = 256
-"""Games unrolled together: each of their positions takes a row of all its moves for a moment."""
+"""Bounds memory: while unrolling, every position has a copy of all moves of its game."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,40 +20,40 @@ class Games:
 
     size: int
     moves: NDArray[np.int16]
-    """(games, longest): cells, or SWAP as the second; NO_MOVE after the end."""
+    """(games, longest): cells, or SWAP as the second move; NO_MOVE after the end."""
     winners: Colors
-    """(games,): EMPTY where nobody knows."""
+    """(games,): EMPTY if unknown."""
 
     def __len__(self) -> int:
         return len(self.moves)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(games,): how many moves each has."""
+        """(games,): the number of moves."""
         return (self.moves != NO_MOVE).sum(axis=1)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Games":
-        """Some of them."""
+        """Return some of the games."""
         return Games(self.size, self.moves[index], self.winners[index])
 
     def move_list(self, game: int) -> tuple[int, ...]:
-        """The moves of one game."""
+        """Return the moves of one game."""
         return tuple(int(move) for move in self.moves[game] if move != NO_MOVE)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Positions with what was played there and who won: what a net learns from."""
+    """Positions with the move played and the result: training samples."""
 
     positions: Positions
     moves: Cells
-    """(batch,): the cell that was played; NO_MOVE where the game is over (or red swapped): no target for a policy."""
+    """(batch,): the cell played; NO_MOVE at the end of a game or for a swap."""
     results: NDArray[np.float32]
-    """(batch,): 1 where the mover won the game, 0 where the other did."""
+    """(batch,): 1 if the mover won the game, otherwise 0."""
     games: NDArray[np.int64]
     """(batch,): the number of the game."""
     plies: NDArray[np.int64]
-    """(batch,): how many moves came before."""
+    """(batch,): the number of moves before."""
 
     def __len__(self) -> int:
         return len(self.moves)
@@ -61,42 +61,42 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a replay of each game says."""
+    """The result of replaying games."""
 
     is_legal: NDArray[np.bool_]
-    """(games,): empty cells only, a swap only as the second move, and nobody had won before the last move."""
+    """(games,): moves onto empty cells only, a swap only as the second move, and no winner before the last move."""
     winners: Colors
-    """(games,): who has joined their edges at the end."""
+    """(games,): the winner by connection at the end."""
 
 
 def as_moves(lists: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-    """(games, longest): lists of moves, filled up with NO_MOVE."""
+    """Return lists of moves as an array, padded with NO_MOVE."""
     longest = max((len(moves) for moves in lists), default=0)
-    filled = np.full((len(lists), longest), NO_MOVE, dtype=np.int16)
-    for row, moves in zip(filled, lists, strict=True):
+    padded = np.full((len(lists), longest), NO_MOVE, dtype=np.int16)
+    for row, moves in zip(padded, lists, strict=True):
         row[: len(moves)] = moves
-    return filled
+    return padded
 
 
 def judge_games(moves: NDArray[np.int16], *, size: int) -> Verdict:
-    """Replays all games at once."""
+    """Replay all games at once."""
     is_swap = moves == SWAP
-    is_known = ((moves >= NO_MOVE) & (moves < size * size)) | is_swap
-    is_known[:, :1] &= ~is_swap[:, :1]
-    is_known[:, 2:] &= ~is_swap[:, 2:]
-    is_legal = np.asarray(is_known.all(axis=1))
+    is_valid = ((moves >= NO_MOVE) & (moves < size * size)) | is_swap
+    is_valid[:, :1] &= ~is_swap[:, :1]
+    is_valid[:, 2:] &= ~is_swap[:, 2:]
+    is_legal = np.asarray(is_valid.all(axis=1))
     moves = np.where(is_legal[:, None], moves, np.int16(NO_MOVE))
     lengths = (moves != NO_MOVE).sum(axis=1)
-    at_end = _Stones.of(moves, lengths, size=size)
-    in_order = np.sort(at_end.cells, axis=1)
-    is_legal &= ~((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != NO_MOVE)).any(axis=1)
-    # Stones stay, so whoever had won earlier has won just before the last move as well.
+    final = _Stones.of(moves, lengths, size=size)
+    ordered = np.sort(final.cells, axis=1)
+    is_legal &= ~((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_MOVE)).any(axis=1)
+    # Stones stay, so an earlier winner is also the winner just before the last move.
     is_legal &= winners(_Stones.of(moves, lengths - 1, size=size).boards(size)) == EMPTY
-    return Verdict(is_legal, np.where(is_legal, winners(at_end.boards(size)), np.int8(EMPTY)))
+    return Verdict(is_legal, np.where(is_legal, winners(final.boards(size)), np.int8(EMPTY)))
 
 
 def unroll(games: Games, *, first_number: int = 0) -> Samples:
-    """All positions of all games, game after game, the last one (where nothing is to be played) included."""
+    """Return all positions of all games in order, including the final ones without a move."""
     parts = [
         _unroll(games.take(slice(at, at + _GAMES_PER_PASS)), first_number + at)
         for at in range(0, len(games), _GAMES_PER_PASS)
@@ -121,8 +121,8 @@ def _unroll(games: Games, first_number: int) -> Samples:
     ply = np.arange(len(game)) - np.repeat(np.cumsum(steps) - steps, steps)
     boards = _Stones.of(games.moves[game], ply, size=games.size).boards(games.size)
     movers = np.where(ply % 2 == 0, BLUE, RED).astype(np.int8)
-    after_the_end = np.full((len(games), 1), NO_MOVE, dtype=np.int16)
-    played = np.concatenate([games.moves, after_the_end], axis=1)[game, ply].astype(np.int64)
+    no_move = np.full((len(games), 1), NO_MOVE, dtype=np.int16)
+    played = np.concatenate([games.moves, no_move], axis=1)[game, ply].astype(np.int64)
     return Samples(
         positions=Positions(boards, movers),
         moves=np.where(played == SWAP, NO_MOVE, played),
@@ -134,10 +134,10 @@ def _unroll(games: Games, first_number: int) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Stones:
-    """What lies on the board after some moves."""
+    """The stones after some moves of each game."""
 
     cells: NDArray[np.int16]
-    """(games, longest): where the stone of each move lies; NO_MOVE for those that are to come, and for a swap."""
+    """(games, longest): the cell of the stone of each move; NO_MOVE for later moves and for a swap."""
     colors: NDArray[np.int8]
 
     @classmethod
@@ -153,8 +153,8 @@ class _Stones:
         return cls(cells, colors)
 
     def boards(self, size: int) -> Boards:
-        """(games, size, size)"""
-        # One cell more, at the end, for what is no stone (NO_MOVE is -1).
+        """Return the boards, (games, size, size)."""
+        # An extra cell at the end takes the entries without a stone (NO_MOVE is -1).
         boards = np.zeros((len(self.cells), size * size + 1), dtype=np.int8)
         np.put_along_axis(boards, self.cells.astype(np.int64), self.colors, axis=1)
         return np.ascontiguousarray(boards[:, :-1]).reshape(-1, size, size)
@@ -165,42 +165,41 @@ _GAMES_IN_STEP = 4096
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What keeps a player from playing the same game again and again."""
+    """Randomness that makes games of a deterministic player differ."""
 
     random_opening: int = 1
-    """So many moves at the beginning are any legal ones."""
+    """The number of uniformly random moves at the start."""
     epsilon: float = 0.05
-    """How often any legal move is played later."""
+    """The probability of a uniformly random move later."""
     temperature: float = 0.5
-    """How freely the rest is drawn from the player's policy; 0 takes its best move."""
+    """The temperature of sampling from the policy otherwise; 0 selects the best move."""
 
 
 def play_games(player: Player, *, size: int, count: int, seed: int, noise: Noise | None = None) -> Games:
-    """Whole games of a player against itself; the same for the same seed and count."""
+    """Let a player play complete games against itself; deterministic for a seed and count."""
     noise = noise or Noise()
     parts = [
         _play_in_step(player, size, min(_GAMES_IN_STEP, count - begin), np.random.default_rng([seed, begin]), noise)
         for begin in range(0, count, _GAMES_IN_STEP)
     ]
-    empty = Games(size, np.full((0, size * size), NO_MOVE, dtype=np.int16), np.zeros(0, dtype=np.int8))
-    together = [part.moves for part in (parts or [empty])], [part.winners for part in (parts or [empty])]
-    return Games(size, np.concatenate(together[0]), np.concatenate(together[1]))
+    parts = parts or [Games(size, np.full((0, size * size), NO_MOVE, dtype=np.int16), np.zeros(0, dtype=np.int8))]
+    return Games(size, np.concatenate([part.moves for part in parts]), np.concatenate([part.winners for part in parts]))
 
 
 def _play_in_step(player: Player, size: int, count: int, generator: np.random.Generator, noise: Noise) -> Games:
     moves = np.full((count, size * size), NO_MOVE, dtype=np.int16)
     won = np.full(count, EMPTY, dtype=np.int8)
-    positions, going_on, ply = start(count, size=size), np.arange(count), 0
-    while len(going_on):
-        is_free = legal(positions.boards).astype(np.float32)
-        chosen = draw_moves(is_free, generator)
+    positions, active, ply = start(count, size=size), np.arange(count), 0
+    while len(active):
+        is_legal = legal(positions.boards).astype(np.float32)
+        chosen = draw_moves(is_legal, generator)
         if ply >= noise.random_opening:
             analysis = player.analyze(positions)
             drawn = draw_moves(analysis.policy, generator, temperature=noise.temperature)
-            chosen = np.where(generator.random(len(going_on)) < noise.epsilon, chosen, drawn)
-        moves[going_on, ply] = chosen
+            chosen = np.where(generator.random(len(active)) < noise.epsilon, chosen, drawn)
+        moves[active, ply] = chosen
         positions, ply = play(positions, chosen), ply + 1
-        now = winners(positions.boards)
-        won[going_on] = now
-        positions, going_on = positions.take(now == EMPTY), going_on[now == EMPTY]
+        winner = winners(positions.boards)
+        won[active] = winner
+        positions, active = positions.take(winner == EMPTY), active[winner == EMPTY]
     return Games(size, moves, won)

@@ -1,4 +1,11 @@
-"""Read and write one game as text: trmph, HexWorld and plain move lists."""
+"""Read and write games as text, one per line:
+
+    trmph     #13,a4g7f8           with or without an address before it; optionally a winner after it (1, 2, blue, red)
+    hexworld  #13c1,a4:sg7:rb      :s swaps pieces; :rb and :rw (:fb, :fw): the first or second player resigned
+    plain     a4 swap g7           separated by blanks or commas
+
+The first player connects top and bottom; `records` detects files in which it is the other way around.
+"""
 
 import re
 from dataclasses import dataclass
@@ -12,39 +19,39 @@ from whet.recipes.hex.game.game import Game
 Notation = Literal["trmph", "hexworld", "plain"]
 MAX_LINE = 10_000
 _HEADER = re.compile(r"(?:[^#]*#)?(\d{1,2})((?:[a-z]\d*)*),(.*)", re.DOTALL)
-_GLUED = re.compile(r"([a-z]\d{1,2})|(:[rf][bw]|:[a-z])|(,)")
+_TOKEN = re.compile(r"([a-z]\d{1,2})|(:[rf][bw]|:[a-z])|(,)")
 _NUMBER = re.compile(r"(?<![a-z0-9])\d+\.")
 _WINNERS = {"1": BLUE, "b": BLUE, "blue": BLUE, "2": RED, "r": RED, "red": RED}
 _COLUMNS, _ROWS = "abcdefghijklmnopqrstuvwxyz", range(1, MAX_SIZE + 1)
 _NAMES = {f"{column}{row:0{digits}}": f"{column}{row}" for column in _COLUMNS for row in _ROWS for digits in (1, 2)}
-"""What a move may be called, and its one name."""
-_REACH = {name: max(ord(name[0]) - ord("a") + 1, int(name[1:])) for name in _NAMES.values()}
+"""All spellings of a move, and its canonical name."""
+_MIN_SIZES = {name: max(ord(name[0]) - ord("a") + 1, int(name[1:])) for name in _NAMES.values()}
 _NAMES |= {"swap": "swap", "swap-pieces": "swap"}
-_REACH |= {"swap": 0}
+_MIN_SIZES |= {"swap": 0}
 _RESIGNED = {":rb": RED, ":fb": RED, ":rw": BLUE, ":fw": BLUE}
 
 
 @dataclass(frozen=True, slots=True)
 class GameRecord:
-    """One game as it was written down: read, not replayed."""
+    """A game as written, not replayed."""
 
     kind: Notation
-    words: tuple[str, ...]
-    """Cells by name, or "swap"."""
+    names: tuple[str, ...]
+    """Cells, or "swap"."""
     size: int | None = None
-    """None where the record does not say it."""
+    """None if the record does not contain it."""
     winner: int = EMPTY
-    """BLUE (the first player) or RED where the record says it."""
+    """BLUE (the first player) or RED; EMPTY if not recorded."""
 
     @property
-    def least_size(self) -> int:
-        """The smallest board that has all its cells."""
-        return max([_REACH[word] for word in self.words], default=0)
+    def min_size(self) -> int:
+        """The smallest board that contains all moves."""
+        return max([_MIN_SIZES[name] for name in self.names], default=0)
 
     def moves(self, size: int) -> tuple[int, ...]:
-        """Its moves as numbers on a board of this size, which has them all (`least_size`)."""
+        """Return the moves as numbers on a board of this size, which must be at least `min_size`."""
         numbers = _numbers(size)
-        return tuple([numbers[word] for word in self.words])
+        return tuple([numbers[name] for name in self.names])
 
 
 @cache
@@ -53,39 +60,39 @@ def _numbers(size: int) -> dict[str, int]:
 
 
 def read_game(line: str) -> GameRecord:
-    """What one line says.
+    """Parse a line.
 
-    >>> read_game("https://trmph.com/hex/board#5,a1b2c3 1").words, read_game("a4 swap g7").kind
+    >>> read_game("https://trmph.com/hex/board#5,a1b2c3 1").names, read_game("a4 swap g7").kind
     (('a1', 'b2', 'c3'), 'plain')
     """
     text = line.strip().lower()
     if not text or len(text) > MAX_LINE or not text.isascii():
-        raise _unreadable("no game", line)
-    found = _HEADER.fullmatch(text)
-    if found is None:
+        raise _unreadable("not a game", line)
+    header = _HEADER.fullmatch(text)
+    if header is None:
         return _read_plain(text, line)
-    size, options, rest = check_size(int(found[1])), found[2], found[3]
+    size, options, rest = check_size(int(header[1])), header[2], header[3]
     body, *behind = rest.split() or [""]
     if len(behind) > 1 or (behind and behind[0] not in _WINNERS):
-        raise _unreadable("something stands behind the moves", line)
+        raise _unreadable("unexpected text after the moves", line)
     winner = _WINNERS[behind[0]] if behind else EMPTY
-    words: list[str] = []
-    is_over, place = False, 0
-    while place < len(body):
-        one = _GLUED.match(body, place)
-        if one is None or (is_over and one[0] != ","):
-            raise _unreadable("not a move", line, at=body[place : place + 10])
-        place = one.end()
-        if one[2] in _RESIGNED:
-            winner, is_over = _RESIGNED[one[2]], True
-        elif one[2] == ":s":
-            words.append("swap")
-        elif one[2]:
-            raise _unreadable("not a move of Hex", line, at=one[2])
-        elif one[1]:  # A comma only says where somebody looked.
-            words.append(_named(one[1], line))
+    names: list[str] = []
+    is_finished, start = False, 0
+    while start < len(body):
+        token = _TOKEN.match(body, start)
+        if token is None or (is_finished and token[0] != ","):
+            raise _unreadable("not a move", line, at=body[start : start + 10])
+        start = token.end()
+        if token[2] in _RESIGNED:
+            winner, is_finished = _RESIGNED[token[2]], True
+        elif token[2] == ":s":
+            names.append("swap")
+        elif token[2]:
+            raise _unreadable("not a move of Hex", line, at=token[2])
+        elif token[1]:  # A comma marks the position that was displayed; it is not a move.
+            names.append(_canonical(token[1], line))
     is_trmph = not options and ":" not in body and "," not in body
-    return GameRecord("trmph" if is_trmph else "hexworld", tuple(words), size, winner)
+    return GameRecord("trmph" if is_trmph else "hexworld", tuple(names), size, winner)
 
 
 def _read_plain(text: str, line: str) -> GameRecord:
@@ -96,10 +103,10 @@ def _read_plain(text: str, line: str) -> GameRecord:
     elif words and words[-1] == "resign":
         words.pop()
         winner = RED if len(words) % 2 == 0 else BLUE
-    return GameRecord("plain", tuple(_named(word, line) for word in words), None, winner)
+    return GameRecord("plain", tuple(_canonical(word, line) for word in words), None, winner)
 
 
-def _named(word: str, line: str) -> str:
+def _canonical(word: str, line: str) -> str:
     name = _NAMES.get(word)
     if name is None:
         raise _unreadable("not a move", line, at=word[:20])
@@ -114,7 +121,7 @@ def _unreadable(what: str, line: str, *, at: str | None = None) -> UsageError:
 
 
 def write_game(game: Game, kind: Notation = "trmph") -> str:
-    """A game as one line; trmph has no word for a swap.
+    """Return a game as one line; trmph cannot represent a swap.
 
     >>> from whet.recipes.hex.game.game import replay
     >>> write_game(replay([0, 6], size=5)), write_game(replay([1, SWAP], size=5), "hexworld")

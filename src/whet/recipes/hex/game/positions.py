@@ -1,4 +1,4 @@
-"""Positions to learn from, on disk: format, packing, splits and reading."""
+"""Positions to train on, on disk: format, packing, splits and reading."""
 
 import hashlib
 from pathlib import Path
@@ -21,19 +21,19 @@ SPLITS = ("train", "val", "test")
 
 
 def game_keys(games: Games, *, seed: int) -> list[bytes]:
-    """16 bytes for each game; a game that is turned by 180 degrees has the same."""
+    """Return a 16-byte hash for each game; a game and its rotation by 180 degrees have the same."""
     is_cell = games.moves >= 0
-    turned = np.where(is_cell, cell_maps(games.size)[TURNED][np.where(is_cell, games.moves, 0)], games.moves)
+    rotated = np.where(is_cell, cell_maps(games.size)[TURNED][np.where(is_cell, games.moves, 0)], games.moves)
     salt = seed.to_bytes(16, "little", signed=True)
     keys = []
-    for moves, other, length in zip(games.moves, turned.astype(np.int16), games.lengths, strict=True):
+    for moves, other, length in zip(games.moves, rotated.astype(np.int16), games.lengths, strict=True):
         first = min(moves[:length].tobytes(), other[:length].tobytes())
         keys.append(hashlib.blake2b(first, digest_size=16, salt=salt, person=b"whet hex").digest())
     return keys
 
 
 def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArray[np.uint8]:
-    """(games,): the place of each game in SPLITS."""
+    """Return the index of the split of each game, (games,)."""
     draws = np.frombuffer(b"".join(keys), dtype="<u8")[::2] / 2.0**64
     return np.select([draws < val_share, draws < val_share + test_share], [1, 2], default=0).astype(np.uint8)
 
@@ -41,40 +41,40 @@ def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArr
 FORMAT = "whet hex positions 1"
 MANIFEST, POSITIONS, GAMES = "manifest.json", "positions.bin", "games.bin"
 GAME_ROW = np.dtype([("begin", "<u8"), ("length", "<u2"), ("split", "u1"), ("winner", "u1")])
-"""One game: where its positions begin, how many there are, its part (splitting.SPLITS) and who won."""
+"""One game: its first position, their number, the index of its split and the winner."""
 
 
 class PositionFile(FrozenModel):
-    """A file and what it should hold."""
+    """Size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 class PositionCounts(FrozenModel):
-    """One part."""
+    """The size of a split."""
 
     games: int = Field(ge=0)
     positions: int = Field(ge=0)
 
 
 class PositionManifest(FrozenModel):
-    """All about a set of positions."""
+    """The contents of manifest.json; it is written last, so a folder with a manifest is complete."""
 
     format: str
     size: int
     size_source: str
-    """How it is known."""
+    """How the size was determined."""
     seed: int
     val_share: float
     test_share: float
     source: str
     orientation: Orientation
     num_read: int
-    """Games in the records, good or bad."""
+    """Games in the records, valid or not."""
     num_won_by_blue: int
     repeated: int
-    """Games that were there before (perhaps turned by 180 degrees), and are left out."""
+    """Duplicate games (also if rotated by 180 degrees), which are skipped."""
     rejected: dict[str, int]
     rejected_examples: dict[str, list[str]]
     splits: dict[str, PositionCounts]
@@ -82,31 +82,31 @@ class PositionManifest(FrozenModel):
 
 
 def read_manifest(folder: Path) -> PositionManifest:
-    """The manifest of a set of positions."""
+    """Read the manifest of a folder of positions."""
     path = folder / MANIFEST
     hint = "whet data hex FILE --output-dir DIR"
     if not path.is_file():
-        raise UsageError("no set of positions is here", got=str(folder), try_=hint)
+        raise UsageError("not a folder of positions", got=str(folder), try_=hint)
     try:
         data = strict_json.decode(read_regular_file(path).decode())
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_=hint) from None
     if data.get("format") != FORMAT:
         raise UsageError("positions in another format", got=str(data.get("format"))[:60], try_=hint)
-    found = PositionManifest.from_json(data, where=path)
-    check_size(found.size)
-    if set(found.splits) != set(SPLITS):
-        raise WhetError(f"{path} is damaged", got=f"parts {sorted(found.splits)}"[:200], try_=hint)
-    return found
+    manifest = PositionManifest.from_json(data, where=path)
+    check_size(manifest.size)
+    if set(manifest.splits) != set(SPLITS):
+        raise WhetError(f"{path} is damaged", got=f"splits {sorted(manifest.splits)}"[:200], try_=hint)
+    return manifest
 
 
 _SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
 _UNPACKED = ((np.arange(256)[:, None] >> _SHIFTS) & 3).astype(np.int8)
-"""The four cells of every byte."""
+"""The four cells of every byte value."""
 
 
 def row_type(size: int) -> np.dtype[np.void]:
-    """One position: little-endian on every machine, without gaps."""
+    """Return the type of one position: little-endian and without gaps."""
     return np.dtype(
         [
             ("board", "u1", (num_bytes(size),)),
@@ -120,12 +120,12 @@ def row_type(size: int) -> np.dtype[np.void]:
 
 
 def num_bytes(size: int) -> int:
-    """Of one packed board."""
+    """Return the size of a packed board."""
     return -(-size * size // 4)
 
 
 def pack_boards(boards: Boards) -> NDArray[np.uint8]:
-    """(batch, size, size) as (batch, bytes)."""
+    """Pack boards, (batch, size, size), into two bits per cell, (batch, bytes)."""
     size = boards.shape[-1]
     cells = np.zeros((len(boards), 4 * num_bytes(size)), dtype=np.uint8)
     cells[:, : size * size] = boards.reshape(len(boards), size * size)
@@ -133,12 +133,12 @@ def pack_boards(boards: Boards) -> NDArray[np.uint8]:
 
 
 def unpack_boards(packed: NDArray[np.uint8], *, size: int) -> Boards:
-    """And back."""
+    """Unpack boards."""
     return _UNPACKED[packed].reshape(len(packed), 4 * num_bytes(size))[:, : size * size].reshape(-1, size, size)
 
 
 def as_rows(samples: Samples) -> NDArray[np.void]:
-    """What is written of samples."""
+    """Return samples as they are written."""
     rows = np.zeros(len(samples), dtype=row_type(samples.positions.size))
     rows["board"] = pack_boards(samples.positions.boards)
     rows["mover"] = samples.positions.movers
@@ -148,7 +148,7 @@ def as_rows(samples: Samples) -> NDArray[np.void]:
 
 
 class PositionSet:
-    """A folder made by `whet data hex`; opened, it is read once, and what was changed since is refused."""
+    """A folder written by `whet data hex`. Opening it verifies the hashes of its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -165,15 +165,15 @@ class PositionSet:
             raise self._damaged(GAMES, "not a whole number of games")
         self.games: NDArray[np.void] = np.frombuffer(data, dtype=GAME_ROW)
         lengths = self.games["length"].astype(np.uint64)
-        follows = np.cumsum(lengths) - lengths  # One game after the other, and nothing between them.
-        if (self.games["begin"] != follows).any() or lengths.sum() != num_rows:
-            raise self._damaged(GAMES, "games beside the positions")
+        begins = np.cumsum(lengths) - lengths  # Games are stored without gaps.
+        if (self.games["begin"] != begins).any() or lengths.sum() != num_rows:
+            raise self._damaged(GAMES, "its games do not match the positions")
         if (self.games["split"] >= len(SPLITS)).any():
-            raise self._damaged(GAMES, "games of no part")
+            raise self._damaged(GAMES, "games without a split")
 
     @property
     def size(self) -> int:
-        """Of the boards."""
+        """The board size."""
         return self.manifest.size
 
     def __len__(self) -> int:
@@ -181,21 +181,21 @@ class PositionSet:
 
     @property
     def fingerprint(self) -> str:
-        """Another one for every other content: the hashes of its files."""
+        """Identifies the content: a hash over the hashes of the files."""
         facts = sorted((name, file.sha256) for name, file in self.manifest.files.items())
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def split(self, name: str) -> NDArray[np.int64]:
-        """The numbers of all positions of a part (train, dev, test), in the order of the records."""
+        """Return the numbers of all positions of a split, in the order of the records."""
         if name not in SPLITS:
-            raise UsageError("no such part", got=name, try_=", ".join(SPLITS))
+            raise UsageError("no such split", got=name, try_=", ".join(SPLITS))
         games = self.games[self.games["split"] == SPLITS.index(name)]
         lengths = games["length"].astype(np.int64)
         before = np.cumsum(lengths) - lengths
         return np.arange(int(lengths.sum())) + np.repeat(games["begin"].astype(np.int64) - before, lengths)
 
     def batch(self, numbers: NDArray[np.int64]) -> Samples:
-        """Positions by their numbers."""
+        """Read positions by their numbers."""
         rows = self._rows[numbers]
         boards = unpack_boards(rows["board"], size=self.size)
         return Samples(
@@ -207,8 +207,8 @@ class PositionSet:
         )
 
     def augmented(self, numbers: NDArray[np.int64], *, seed: int, epoch: int) -> Samples:
-        """The same, each turned or mirrored in a way that seed, epoch and its number decide."""
-        return seen_otherwise(self.batch(numbers), symmetries_of(numbers, seed=seed, epoch=epoch))
+        """Read positions, each transformed by a symmetry that depends on seed, epoch and its number."""
+        return transform_samples(self.batch(numbers), symmetries_of(numbers, seed=seed, epoch=epoch))
 
     def _check_files(self) -> None:
         if set(self.manifest.files) != {POSITIONS, GAMES}:
@@ -216,20 +216,20 @@ class PositionSet:
         for name, facts in self.manifest.files.items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != facts.bytes:
-                raise self._damaged(name, f"not the {facts.bytes:,} bytes it had")
+                raise self._damaged(name, f"not {facts.bytes:,} bytes")
             with open_regular_file(path) as file:
                 digest = hashlib.sha256()
-                while piece := file.read(2**20):
-                    digest.update(piece)
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
             if digest.hexdigest() != facts.sha256:
-                raise self._damaged(name, "not the content it had")
+                raise self._damaged(name, "another hash than in the manifest")
 
     def _damaged(self, name: str, got: str) -> WhetError:
         return WhetError(f"{self.folder / name} is damaged", got=got, try_="whet data hex FILE --output-dir DIR again")
 
 
-def seen_otherwise(samples: Samples, symmetry: Symmetries) -> Samples:
-    """Turned or mirrored; what was played moves along, and who wins is the mover as before."""
+def transform_samples(samples: Samples, symmetry: Symmetries) -> Samples:
+    """Apply a symmetry to samples; the result for the mover stays the same."""
     return Samples(
         positions=transform(samples.positions, symmetry),
         moves=transform_moves(samples.moves, symmetry, size=samples.positions.size),
@@ -240,7 +240,7 @@ def seen_otherwise(samples: Samples, symmetry: Symmetries) -> Samples:
 
 
 def symmetries_of(numbers: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """(batch,): one of the four for each, evenly; the same for the same seed, epoch and number (splitmix64)."""
+    """Return a uniformly distributed symmetry for each number, (batch,), by splitmix64 of seed, epoch and number."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(numbers).astype(np.uint64)
         for salt in (seed, epoch):

@@ -29,80 +29,80 @@ from whet.recipes.hex.game.records import RecordFiles, RejectedGames, open_recor
 from whet.run import durable, strict_json
 
 Progress = Callable[[int], None]
-"""Told how many games are read so far."""
+"""Called with the number of games read so far."""
 _MAX_REJECTED_SHARE = 0.1
 
 
 class ImportOptions(FrozenModel):
-    """What one may say about an import."""
+    """The options of an import."""
 
     size: int | None = Field(default=None, ge=MIN_SIZE, le=MAX_SIZE)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     val_share: float = Field(default=0.05, ge=0, le=0.5)
     test_share: float = Field(default=0.05, ge=0, le=0.5)
     max_bad: int | None = Field(default=None, ge=0)
-    """Games that may be left out as bad; unset, a tenth of them."""
+    """Invalid games to skip; more are an error. Default: a tenth."""
 
 
 def import_records(
-    path: Path, *, into: Path | None, overrides: ImportOptions | None = None, progress: Progress | None = None
+    path: Path, *, into: Path | None, options: ImportOptions | None = None, progress: Progress | None = None
 ) -> PositionManifest:
-    """Reads a file or folder of games; `into` becomes a set of positions. Without it they are only looked at."""
-    overrides = overrides or ImportOptions()
-    source = open_records(path, size=overrides.size)
-    taking = _Importer(source, overrides, name=path.name, progress=progress)
+    """Import a file or folder of games into the new folder `into`; without it, only report on the games."""
+    options = options or ImportOptions()
+    source = open_records(path, size=options.size)
+    importer = _Importer(source, options, name=path.name, progress=progress)
     if into is None:
-        for _ in taking.rows():
+        for _ in importer.rows():
             pass
-        return taking.manifest({})
+        return importer.manifest({})
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        raise UsageError("the folder is there already", got=str(into), try_="another --output-dir")
+        raise UsageError("the output folder is not empty", got=str(into), try_="another --output-dir")
     durable.make_directory(into.parent)
-    made: list[PositionManifest] = []
+    manifests: list[PositionManifest] = []
 
     def fill(draft: Path) -> None:
-        rows = (rows.tobytes() for rows in taking.rows())
+        rows = (rows.tobytes() for rows in importer.rows())
         files = {POSITIONS: durable.write_draft(draft / POSITIONS, data=rows)}
-        files[GAMES] = durable.write_draft(draft / GAMES, data=taking.games.tobytes())
+        files[GAMES] = durable.write_draft(draft / GAMES, data=importer.games.tobytes())
         facts = {name: PositionFile(bytes=file.size, sha256=file.sha256) for name, file in files.items()}
-        made.append(taking.manifest(facts))
-        text = strict_json.encode(made[0].as_json(), pretty=True) + "\n"
+        manifests.append(importer.manifest(facts))
+        text = strict_json.encode(manifests[0].as_json(), pretty=True) + "\n"
         durable.write_draft(draft / MANIFEST, data=text.encode(), is_last=True)
 
     durable.publish_directory(into, fill=fill)
-    return made[0]
+    return manifests[0]
 
 
 class _Importer:
-    """Goes through the games of a source once."""
+    """Reads the games of a source once, skips duplicates and counts."""
 
-    def __init__(self, source: RecordFiles, overrides: ImportOptions, *, name: str, progress: Progress | None) -> None:
-        self._source, self._wishes, self._name, self._progress = source, overrides, name, progress
-        self._ledger = RejectedGames()
+    def __init__(self, source: RecordFiles, options: ImportOptions, *, name: str, progress: Progress | None) -> None:
+        self._source, self._options, self._name, self._progress = source, options, name, progress
+        self._rejected = RejectedGames()
         self._seen: set[bytes] = set()
-        self._num_good = self._repeated = self._num_positions = 0
+        self._num_valid = self._repeated = self._num_positions = 0
         self._games: list[NDArray[np.void]] = []
 
     @property
     def games(self) -> NDArray[np.void]:
-        """One row for each game that is in."""
+        """One row for each imported game."""
         return np.concatenate([np.zeros(0, dtype=GAME_ROW), *self._games])
 
     def rows(self) -> Iterator[NDArray[np.void]]:
-        """The positions of all games that are in, as they are written."""
-        num_in = 0
-        for games in self._source.games(self._ledger):
-            self._num_good += len(games)
-            keys = game_keys(games, seed=self._wishes.seed)
+        """Yield the positions of all imported games, as they are written."""
+        num_imported = 0
+        for games in self._source.games(self._rejected):
+            self._num_valid += len(games)
+            keys = game_keys(games, seed=self._options.seed)
             is_new = np.array([self._is_new(key) for key in keys], dtype=np.bool_)
             games, keys = games.take(is_new), [key for key, new in zip(keys, is_new, strict=True) if new]
             if len(games):
-                self._note(games, keys)
-                yield as_rows(unroll(games, first_number=num_in))
-            num_in += len(games)
+                self._record(games, keys)
+                yield as_rows(unroll(games, first_number=num_imported))
+            num_imported += len(games)
             if self._progress is not None:
-                self._progress(self._num_good + self._ledger.total)
-        self._refuse_bad()
+                self._progress(self._num_valid + self._rejected.total)
+        self._check_rejected()
 
     def _is_new(self, key: bytes) -> bool:
         if key in self._seen:
@@ -111,61 +111,61 @@ class _Importer:
         self._seen.add(key)
         return True
 
-    def _note(self, games: Games, keys: list[bytes]) -> None:
+    def _record(self, games: Games, keys: list[bytes]) -> None:
         rows = np.zeros(len(games), dtype=GAME_ROW)
         rows["length"] = games.lengths + 1
         rows["begin"] = self._num_positions + np.cumsum(games.lengths + 1) - (games.lengths + 1)
-        rows["split"] = split_of(keys, val_share=self._wishes.val_share, test_share=self._wishes.test_share)
+        rows["split"] = split_of(keys, val_share=self._options.val_share, test_share=self._options.test_share)
         rows["winner"] = games.winners
         self._num_positions += int((games.lengths + 1).sum())
         self._games.append(rows)
 
-    def _refuse_bad(self) -> None:
-        total = self._num_good + self._ledger.total
-        most = int(_MAX_REJECTED_SHARE * total) if self._wishes.max_bad is None else self._wishes.max_bad
-        if self._ledger.total > most:
-            got = f"{self._ledger.total:,} of {total:,}; {'; '.join(self._ledger.lines())}"
-            raise WhetError(f"more than {most:,} games are bad", got=got, try_="other records, or --max-bad N")
-        if not self._num_good:
-            raise UsageError("no game is left", got=self._name, try_="lines such as #13,a4g7 or a4 g7")
+    def _check_rejected(self) -> None:
+        total = self._num_valid + self._rejected.total
+        limit = int(_MAX_REJECTED_SHARE * total) if self._options.max_bad is None else self._options.max_bad
+        if self._rejected.total > limit:
+            got = f"{self._rejected.total:,} of {total:,}; {'; '.join(self._rejected.lines())}"
+            raise WhetError(f"more than {limit:,} games are invalid", got=got, try_="other records, or --max-bad N")
+        if not self._num_valid:
+            raise UsageError("no valid game", got=self._name, try_="lines such as #13,a4g7 or a4 g7")
 
     def manifest(self, files: dict[str, PositionFile]) -> PositionManifest:
-        """What was found."""
+        """Return the manifest of the import."""
         games = self.games
         splits = {
             name: PositionCounts(games=int(is_in.sum()), positions=int(games["length"][is_in].sum(dtype=np.int64)))
-            for place, name in enumerate(SPLITS)
-            for is_in in [games["split"] == place]
+            for index, name in enumerate(SPLITS)
+            for is_in in [games["split"] == index]
         }
         return PositionManifest(
             format=FORMAT,
             size=self._source.size,
             size_source=self._source.size_source,
-            seed=self._wishes.seed,
-            val_share=self._wishes.val_share,
-            test_share=self._wishes.test_share,
+            seed=self._options.seed,
+            val_share=self._options.val_share,
+            test_share=self._options.test_share,
             source=self._name,
             orientation=self._source.orientation,
-            num_read=self._num_good + self._ledger.total,
+            num_read=self._num_valid + self._rejected.total,
             num_won_by_blue=int((games["winner"] == BLUE).sum()),
             repeated=self._repeated,
-            rejected=self._ledger.counts,
-            rejected_examples=self._ledger.named,
+            rejected=self._rejected.counts,
+            rejected_examples=self._rejected.examples,
             splits=splits,
             files=files,
         )
 
 
 def import_lines(manifest: PositionManifest) -> list[str]:
-    """An import in lines."""
+    """Return the report of `whet data hex`."""
     num_games = sum(split.games for split in manifest.splits.values())
     blue = manifest.num_won_by_blue
-    parts = (f"{name} {split.games:,} ({split.positions:,} positions)" for name, split in manifest.splits.items())
+    splits = (f"{name} {split.games:,} ({split.positions:,} positions)" for name, split in manifest.splits.items())
     return [
         f"games     {num_games:,} of {manifest.num_read:,} on {manifest.size}x{manifest.size} ({manifest.size_source})",
-        f"edges     {manifest.orientation.told()}",
+        f"edges     {manifest.orientation.summary()}",
         f"winners   blue (first) {blue:,}, red {num_games - blue:,}",
-        f"repeated  {manifest.repeated:,} games that were there before",
-        f"parts     {', '.join(parts)}",
-        *RejectedGames(counts=manifest.rejected, named=manifest.rejected_examples).lines(),
+        f"repeated  {manifest.repeated:,} duplicate games",
+        f"splits    {', '.join(splits)}",
+        *RejectedGames(counts=manifest.rejected, examples=manifest.rejected_examples).lines(),
     ]

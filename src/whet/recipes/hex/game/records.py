@@ -18,27 +18,28 @@ from whet.run.disk import open_regular_file
 
 
 class Orientation(FrozenModel):
-    """How the moves of a file are read."""
+    """Which edges the first player connects in a file; inferred by replaying games both ways."""
 
     is_mirrored: bool
-    """Whether the first player joins left and right in the record: columns and rows are exchanged on reading."""
+    """Whether the first player connects left and right: rows and columns are then exchanged on reading."""
     num_complete: int
-    """Games that end by their last stone in this reading."""
+    """Games that are won by their last stone with this orientation."""
     num_complete_otherwise: int
     num_sampled: int
 
-    def told(self) -> str:
-        """For people."""
+    def summary(self) -> str:
+        """Describe the orientation in one line."""
         edges = "left and right: rows and columns exchanged" if self.is_mirrored else "top and bottom"
-        counts = f"{self.num_complete:,} of {self.num_sampled:,} games end so"
-        return f"the first player joins {edges} ({counts}, {self.num_complete_otherwise:,} the other way)"
+        counts = f"{self.num_complete:,} of {self.num_sampled:,} games end that way"
+        return f"the first player connects {edges} ({counts}, {self.num_complete_otherwise:,} the other way)"
 
 
 def find_orientation(games: Sequence[Sequence[int]], *, size: int) -> Orientation:
-    """By which reading more games are played by the rules and won by their last stone; of equals the usual one."""
+    """Choose the orientation with which more games are legal and won by their last stone; the usual one if equal."""
     moves = as_moves(games)
     usual, other = (
-        num_complete(judge_games(orient_moves(moves, size=size, is_mirrored=way), size=size)) for way in (False, True)
+        _num_complete(judge_games(orient_moves(moves, size=size, is_mirrored=is_mirrored), size=size))
+        for is_mirrored in (False, True)
     )
     is_mirrored = other > usual
     return Orientation(
@@ -49,13 +50,13 @@ def find_orientation(games: Sequence[Sequence[int]], *, size: int) -> Orientatio
     )
 
 
-def num_complete(verdict: Verdict) -> int:
-    """How many games were played to their end."""
+def _num_complete(verdict: Verdict) -> int:
+    """Count the games that were played to their end."""
     return int((verdict.is_legal & (verdict.winners != EMPTY)).sum())
 
 
 def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> NDArray[np.int16]:
-    """The moves with the first player on top and bottom; a swap stays one."""
+    """Return moves such that the first player connects top and bottom; a swap stays a swap."""
     is_cell = (moves >= 0) & (moves < size * size)
     if not is_mirrored:
         return moves
@@ -65,114 +66,114 @@ def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> N
 SUFFIXES = (".trmph", ".txt", ".dat", ".hex")
 _GAMES_PER_BATCH = 1024
 _NUM_SAMPLED = 2000
-_MAX_NAMED = 5
+_MAX_EXAMPLES = 5
 REASONS = {
     "unreadable": "not a game",
     "other size": "on a board of another size",
-    "illegal": "against the rules",
-    "unfinished": "nobody has joined their edges, and no winner is told",
-    "contradiction": "the record tells another winner than the stones",
+    "illegal": "illegal",
+    "unfinished": "unfinished, and without a recorded winner",
+    "contradiction": "the recorded winner contradicts the stones",
 }
 
 
 @dataclass
 class RejectedGames:
-    """What was left out and why; the first few by name."""
+    """Counts of rejected games by reason, with a few examples."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    named: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def note(self, kind: str, where: str) -> None:
-        """One game was left out."""
+    def add(self, kind: str, where: str) -> None:
+        """Count a rejected game."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        named = self.named.setdefault(kind, [])
-        if len(named) < _MAX_NAMED:
-            named.append(where)
+        examples = self.examples.setdefault(kind, [])
+        if len(examples) < _MAX_EXAMPLES:
+            examples.append(where)
 
     @property
     def total(self) -> int:
-        """How many were left out."""
+        """The number of rejected games."""
         return sum(self.counts.values())
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return one line per reason."""
         return [
-            f"left out  {count:,} {REASONS[kind]}: {', '.join(self.named[kind])}{', ...' if count > _MAX_NAMED else ''}"
+            f"rejected  {count:,} {REASONS[kind]}: {', '.join(self.examples[kind])}{', ...' if count > _MAX_EXAMPLES else ''}"
             for kind, count in self.counts.items()
         ]
 
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """Files of games, looked at once: their size of board and their orientation."""
+    """Files of games with their board size and orientation."""
 
     files: tuple[Path, ...]
     size: int
     size_source: str
     orientation: Orientation
 
-    def games(self, ledger: RejectedGames) -> Iterator[Games]:
-        """All games in their order, some thousand at a time."""
+    def games(self, rejected: RejectedGames) -> Iterator[Games]:
+        """Yield the valid games in order, in batches; count the others in `rejected`."""
         batch: list[tuple[str, GameRecord]] = []
         for where, line in _lines(self.files):
             try:
                 batch.append((where, read_game(line)))
             except UsageError as error:
-                ledger.note("unreadable", f"{where} ({error.what}: {printable(error.got or '')[:40]})")
+                rejected.add("unreadable", f"{where} ({error.what}: {printable(error.got or '')[:40]})")
             if len(batch) == _GAMES_PER_BATCH:
-                yield self._judged(batch, ledger)
+                yield self._validate(batch, rejected)
                 batch = []
         if batch:
-            yield self._judged(batch, ledger)
+            yield self._validate(batch, rejected)
 
-    def _judged(self, batch: Sequence[tuple[str, GameRecord]], ledger: RejectedGames) -> Games:
+    def _validate(self, batch: Sequence[tuple[str, GameRecord]], rejected: RejectedGames) -> Games:
         fitting = []
         for where, game in batch:
-            if game.size not in (None, self.size) or game.least_size > self.size:
-                is_outside = game.size is not None and game.least_size > game.size
-                ledger.note("illegal" if is_outside else "other size", f"{where} ({game.size or game.least_size})")
+            if game.size not in (None, self.size) or game.min_size > self.size:
+                is_outside = game.size is not None and game.min_size > game.size
+                rejected.add("illegal" if is_outside else "other size", f"{where} ({game.size or game.min_size})")
             else:
                 fitting.append((where, game))
         moves = as_moves([game.moves(self.size) for _, game in fitting])
         moves = orient_moves(moves, size=self.size, is_mirrored=self.orientation.is_mirrored)
         verdict = judge_games(moves, size=self.size)
-        told = np.array([game.winner for _, game in fitting], dtype=np.int8)
-        winners = np.where(verdict.winners != EMPTY, verdict.winners, told)
-        is_good = verdict.is_legal & (winners != EMPTY) & ((told == EMPTY) | (told == winners))
-        for place in np.flatnonzero(~is_good):
-            where = fitting[place][0]
-            if not verdict.is_legal[place]:
-                ledger.note("illegal", where)
-            elif winners[place] == EMPTY:
-                ledger.note("unfinished", where)
+        recorded = np.array([game.winner for _, game in fitting], dtype=np.int8)
+        winners = np.where(verdict.winners != EMPTY, verdict.winners, recorded)
+        is_valid = verdict.is_legal & (winners != EMPTY) & ((recorded == EMPTY) | (recorded == winners))
+        for index in np.flatnonzero(~is_valid):
+            where = fitting[index][0]
+            if not verdict.is_legal[index]:
+                rejected.add("illegal", where)
+            elif winners[index] == EMPTY:
+                rejected.add("unfinished", where)
             else:
-                ledger.note("contradiction", f"{where} ({COLORS[told[place]]} is told)")
-        return Games(self.size, moves[is_good], winners[is_good])
+                rejected.add("contradiction", f"{where} ({COLORS[recorded[index]]} is recorded)")
+        return Games(self.size, moves[is_valid], winners[is_valid])
 
 
 def open_records(path: Path, *, size: int | None = None) -> RecordFiles:
-    """Looks at a file, or at all files of a folder: the size of the board, and which edges are whose."""
+    """Open a file, or all files of a folder, and determine board size and orientation."""
     files = _files(path)
-    size, told = (check_size(size), "as you said") if size else _find_size(files)
-    looked_at: list[tuple[int, ...]] = []
+    size, size_source = (check_size(size), "as given") if size else _find_size(files)
+    sample: list[tuple[int, ...]] = []
     for _, game in _readable(files):
-        if game.size in (None, size) and game.least_size <= size:
-            looked_at.append(game.moves(size))
-        if len(looked_at) == _NUM_SAMPLED:
+        if game.size in (None, size) and game.min_size <= size:
+            sample.append(game.moves(size))
+        if len(sample) == _NUM_SAMPLED:
             break
-    return RecordFiles(files, size, told, find_orientation(looked_at, size=size))
+    return RecordFiles(files, size, size_source, find_orientation(sample, size=size))
 
 
 def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
-    """What the first record says; where none says it, the reach of all moves."""
+    """Return the size of the first record that has one, else the smallest size that contains all moves."""
     largest, num_games = 0, 0
     for _, game in _readable(files):
         if game.size is not None:
-            return game.size, "as the first record says"
-        largest, num_games = max(largest, game.least_size), num_games + 1
+            return game.size, "from the first record"
+        largest, num_games = max(largest, game.min_size), num_games + 1
     if not num_games:
-        raise UsageError("no game in here can be read", got=files[0].name, try_="lines such as #13,a4g7 or a4 g7")
-    return check_size(max(2, largest)), "the reach of all moves; --size N says otherwise"
+        raise UsageError("no readable games", got=files[0].name, try_="lines such as #13,a4g7 or a4 g7")
+    return check_size(max(2, largest)), "the smallest that contains all moves; --size N sets another"
 
 
 def _readable(files: tuple[Path, ...]) -> Iterator[tuple[str, GameRecord]]:
@@ -185,25 +186,25 @@ def _readable(files: tuple[Path, ...]) -> Iterator[tuple[str, GameRecord]]:
 
 def _files(path: Path) -> tuple[Path, ...]:
     if path.is_dir():
-        found = tuple(sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES and one.is_file()))
-        if not found:
+        files = tuple(sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()))
+        if not files:
             raise UsageError("no records in this folder", got=str(path), try_="files named *" + " *".join(SUFFIXES))
-        return found
+        return files
     if not path.is_file():
-        raise UsageError("the records are not there", got=str(path), try_="a file or folder that exists")
+        raise UsageError("the records do not exist", got=str(path), try_="an existing file or folder")
     return (path,)
 
 
 def _lines(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Lines that are not empty and no comment, with where they stand; a line without end is cut."""
+    """Yield lines that are not empty or comments, with file and line number; very long lines are truncated."""
     for path in files:
         with open_regular_file(path, follows_links=True) as file:
             number = 0
-            while piece := file.readline(2 * MAX_LINE):
+            while line_bytes := file.readline(2 * MAX_LINE):
                 number += 1
-                is_cut = not piece.endswith(b"\n") and len(piece) == 2 * MAX_LINE
-                while is_cut and (rest := file.readline(2 * MAX_LINE)):
-                    is_cut = not rest.endswith(b"\n")
-                line = piece.decode("utf-8", "replace").lstrip("\ufeff")
+                is_truncated = not line_bytes.endswith(b"\n") and len(line_bytes) == 2 * MAX_LINE
+                while is_truncated and (rest := file.readline(2 * MAX_LINE)):
+                    is_truncated = not rest.endswith(b"\n")
+                line = line_bytes.decode("utf-8", "replace").lstrip("\ufeff")
                 if line.strip() and not line.lstrip().startswith(("//", "%")):
                     yield f"{path.name}:{number}", line

@@ -1,4 +1,4 @@
-"""Rules of Hex for batches of boards: legal moves, swap and winners."""
+"""Rules of Hex for batches of boards of one size: legal moves, swap and winners."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,82 +9,13 @@ from numpy.typing import NDArray
 from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, EMPTY, RED, Boards, Cells, check_size
 
-_BOARDS_PER_PASS = 16_384
-"""Boards whose words fit into a core's cache."""
-
-Words = NDArray[Any]
-"""(rows, boards) of uint16 or uint32: bit c is column c."""
-
-
-def winners(boards: Boards) -> NDArray[np.int8]:
-    """(batch,): BLUE, RED, or EMPTY where nobody has joined their edges. A board with two winners says BLUE."""
-    found = np.full(len(boards), EMPTY, dtype=np.int8)
-    for begin in range(0, len(boards), _BOARDS_PER_PASS):
-        some = boards[begin : begin + _BOARDS_PER_PASS]
-        part = found[begin : begin + _BOARDS_PER_PASS]
-        size = some.shape[-1]
-        # Cells first: a cell of all boards is one contiguous line.
-        cells = np.ascontiguousarray(some.reshape(len(some), -1).T).view(np.uint8).reshape(size, size, len(some))
-        part[connects(_packed(cells >> 1, by_column=True))] = RED
-        part[connects(_packed(cells & 1, by_column=False))] = BLUE
-    return found
-
-
-def connects(stones: Words) -> NDArray[np.bool_]:
-    """(boards,): whether the stones join the first row and the last."""
-    size, count = stones.shape
-    joined = np.zeros(count, dtype=np.bool_)
-    active = np.arange(count)
-    reached = np.zeros_like(stones)
-    reached[0] = stones[0]
-    while True:
-        for row in range(1, size):
-            above = reached[row - 1]
-            reached[row] = _fill(stones[row], (above | (above >> 1) | reached[row]) & stones[row], size=size)
-        is_joined = reached[-1] != 0
-        joined[active[is_joined]] = True
-        before = reached.copy()
-        for row in range(size - 2, -1, -1):
-            below = reached[row + 1]
-            reached[row] = _fill(stones[row], (below | (below << 1) | reached[row]) & stones[row], size=size)
-        goes_on = (reached != before).any(axis=0) & ~is_joined
-        if not goes_on.any():
-            return joined
-        if goes_on.mean() < 0.7:
-            active, stones, reached = active[goes_on], stones[:, goes_on], reached[:, goes_on]
-
-
-def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
-    """All stones of one row that are in an unbroken line with a seed; the seeds are stones."""
-    # Upwards by the carry of one addition: it runs from the lowest seed of a line through to the line's end.
-    filled = stones & (~(stones + seeds) | seeds)
-    ways, shift = stones.copy(), 1
-    while True:  # Downwards, twice as far each time.
-        filled |= ways & (filled >> shift)
-        shift *= 2
-        if shift >= size:
-            return filled
-        ways &= ways >> (shift // 2)
-
-
-def _packed(stones: NDArray[Any], *, by_column: bool) -> Words:
-    """Ones and zeros (row, column, board) as words of rows, or of columns: the transposed board is Hex again."""
-    size, _, count = stones.shape
-    # A carry that leaves the word is no stone: 16 columns fit into 16 bits.
-    words: Words = np.zeros((size, count), dtype=np.uint16 if size <= 16 else np.uint32)
-    for bit in range(size - 1, -1, -1):
-        words <<= 1
-        words |= stones[bit] if by_column else stones[:, bit]
-    return words
-
-
 Colors = NDArray[np.int8]
-"""One for each board: EMPTY (nobody), BLUE or RED."""
+"""(batch,): EMPTY (nobody), BLUE or RED."""
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Boards and who is to move on each: after a swap the stones alone do not tell."""
+    """Boards and their movers, which the stones alone do not determine after a swap."""
 
     boards: Boards
     """(batch, size, size): EMPTY, BLUE, RED."""
@@ -93,53 +24,53 @@ class Positions:
 
     @property
     def size(self) -> int:
-        """Cells on a side."""
+        """Cells along a side."""
         return int(self.boards.shape[-1])
 
     def __len__(self) -> int:
         return len(self.boards)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Positions":
-        """Some of them."""
+        """Return some of the positions."""
         return Positions(self.boards[index], self.movers[index])
 
 
 def start(batch: int, *, size: int) -> Positions:
-    """Empty boards, blue to move."""
+    """Return empty boards with blue to move."""
     boards = np.zeros((batch, check_size(size), size), dtype=np.int8)
     return Positions(boards, np.full(batch, BLUE, dtype=np.int8))
 
 
 def legal(boards: Boards) -> NDArray[np.bool_]:
-    """(batch, cells): where a stone may be put while the game goes on."""
+    """Return the legal moves of unfinished games, (batch, cells)."""
     return np.asarray(boards == EMPTY).reshape(len(boards), boards.shape[-1] ** 2)
 
 
 def play(positions: Positions, moves: Cells) -> Positions:
-    """The positions after one move on each; a move onto a stone or beside the board is refused."""
+    """Return the positions after one move on each; raise for an illegal move."""
     cells = positions.boards.reshape(len(positions), positions.size**2).copy()
     index = np.arange(len(positions))
     moves = np.asarray(moves)
     is_outside = (moves < 0) | (moves >= cells.shape[1])
-    is_taken = cells[index, np.where(is_outside, 0, moves)] != EMPTY
-    if (is_outside | is_taken).any():
-        first = int(np.argmax(is_outside | is_taken))
+    is_occupied = cells[index, np.where(is_outside, 0, moves)] != EMPTY
+    if (is_outside | is_occupied).any():
+        first = int(np.argmax(is_outside | is_occupied))
         raise UsageError("not a legal move", got=f"cell {int(moves[first])} on board {first}", try_="an empty cell")
     cells[index, moves] = positions.movers
     return Positions(cells.reshape(positions.boards.shape), (BLUE + RED - positions.movers).astype(np.int8))
 
 
 def may_swap(positions: Positions) -> NDArray[np.bool_]:
-    """Where red, before its first stone, may take over blue's."""
+    """Whether red may take over blue's first stone, (batch,)."""
     num_stones = (positions.boards != EMPTY).sum(axis=(1, 2))
     return np.asarray((num_stones == 1) & (positions.movers == RED) & (positions.boards == BLUE).any(axis=(1, 2)))
 
 
 def swap(positions: Positions) -> Positions:
-    """Red takes over blue's first stone, and blue is to move.
+    """Let red take over blue's first stone; then blue is to move.
 
-    The pieces are swapped, not the players: the stone is mirrored on the long diagonal and turns red, so that it is to
-    red's edges what it was to blue's.
+    Pieces are swapped, not players: the stone is mirrored on the long diagonal and becomes red, so that its position
+    relative to red's edges is the one it had relative to blue's.
     """
     if not may_swap(positions).all():
         first = int(np.argmin(may_swap(positions)))
@@ -148,26 +79,106 @@ def swap(positions: Positions) -> Positions:
     return Positions(boards, np.full(len(boards), BLUE, dtype=np.int8))
 
 
+# --- Winners ----------------------------------------------------------------------------------------------------------
+#
+# A flood fill from one edge. Each row of a board is one machine word, and the words of one row of all boards are adjacent,
+# so each step is one call of numpy for thousands of boards. Floods go down and up over the rows until nothing changes;
+# boards that are decided leave early.
+
+_BOARDS_PER_PASS = 16_384
+"""As many boards as fit into a core's cache."""
+
+Words = NDArray[Any]
+"""(rows, boards) of uint16 or uint32; bit c is column c."""
+
+
+def winners(boards: Boards) -> NDArray[np.int8]:
+    """Return the winners, (batch,): BLUE, RED or EMPTY. For an illegal board with two winners it is BLUE."""
+    result = np.full(len(boards), EMPTY, dtype=np.int8)
+    for begin in range(0, len(boards), _BOARDS_PER_PASS):
+        chunk = boards[begin : begin + _BOARDS_PER_PASS]
+        part = result[begin : begin + _BOARDS_PER_PASS]
+        size = chunk.shape[-1]
+        # Cells first, so that one cell of all boards is contiguous.
+        cells = np.ascontiguousarray(chunk.reshape(len(chunk), -1).T).view(np.uint8).reshape(size, size, len(chunk))
+        part[connects(_pack_rows(cells >> 1, by_column=True))] = RED
+        part[connects(_pack_rows(cells & 1, by_column=False))] = BLUE
+    return result
+
+
+def connects(stones: Words) -> NDArray[np.bool_]:
+    """Whether the stones connect the first row to the last, (boards,)."""
+    size, count = stones.shape
+    connected = np.zeros(count, dtype=np.bool_)
+    active = np.arange(count)
+    reached = np.zeros_like(stones)
+    reached[0] = stones[0]
+    while True:
+        for row in range(1, size):
+            above = reached[row - 1]
+            reached[row] = _fill(stones[row], (above | (above >> 1) | reached[row]) & stones[row], size=size)
+        is_connected = reached[-1] != 0
+        connected[active[is_connected]] = True
+        before = reached.copy()
+        for row in range(size - 2, -1, -1):
+            below = reached[row + 1]
+            reached[row] = _fill(stones[row], (below | (below << 1) | reached[row]) & stones[row], size=size)
+        is_active = (reached != before).any(axis=0) & ~is_connected
+        if not is_active.any():
+            return connected
+        if is_active.mean() < 0.7:
+            active, stones, reached = active[is_active], stones[:, is_active], reached[:, is_active]
+
+
+def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
+    """Return all stones of a row that are in an unbroken line with a seed; seeds are stones."""
+    # Toward higher bits: the carry of an addition runs from the lowest seed of a line to its end.
+    filled = stones & (~(stones + seeds) | seeds)
+    lines, shift = stones.copy(), 1
+    while True:  # Toward lower bits, doubling the distance each time.
+        filled |= lines & (filled >> shift)
+        shift *= 2
+        if shift >= size:
+            return filled
+        lines &= lines >> (shift // 2)
+
+
+def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
+    """Pack zeros and ones, (row, column, board), into a word per row, or per column: the transpose is Hex for red."""
+    size, _, count = stones.shape
+    # A carry out of the word is harmless, so 16 columns fit into 16 bits.
+    words: Words = np.zeros((size, count), dtype=np.uint16 if size <= 16 else np.uint32)
+    for bit in range(size - 1, -1, -1):
+        words <<= 1
+        words |= stones[bit] if by_column else stones[:, bit]
+    return words
+
+
+# --- The mover's perspective --------------------------------------------------------------------------------------------
+#
+# Nets and searches see every board as if blue were to move: boards with red to move are mirrored and their colors
+# swapped. Of the four symmetries of the game only the rotation by 180 degrees is then left to learn.
+
 _SWAPPED_COLORS = np.array([EMPTY, RED, BLUE], dtype=np.int8)
 
 
 def place_stones(boards: Boards, moves: Cells) -> Boards:
-    """Copies with the mover's stone put on each, still as the mover sees them."""
+    """Return copies with a stone of the mover on each, still in the same perspective."""
     after = boards.copy()
     after.reshape(len(after), after.shape[-1] ** 2)[np.arange(len(after)), moves] = BLUE
     return after
 
 
 def flip_perspective(boards: Boards) -> Boards:
-    """The boards as the other player sees them."""
+    """Return the boards in the opponent's perspective."""
     return _SWAPPED_COLORS[boards.transpose(0, 2, 1)]
 
 
 def mover_has_won(boards: Boards) -> NDArray[np.bool_]:
-    """Whether whoever sees each board as its own has joined its edges."""
+    """Whether the player in whose perspective a board is has won, (batch,)."""
     return np.asarray(winners(boards) == BLUE)
 
 
 def as_positions(boards: Boards) -> Positions:
-    """Boards as their movers see them, for a player who asks about colors."""
+    """Return boards in the mover's perspective as positions with blue to move."""
     return Positions(boards, np.full(len(boards), BLUE, dtype=np.int8))

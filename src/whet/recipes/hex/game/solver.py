@@ -12,41 +12,41 @@ MAX_SOLVED_SIZE = 4
 
 @dataclass(slots=True)
 class Solver:
-    """Exact results on boards of one size; what it has found out it remembers."""
+    """Finds the winner with perfect play on boards of one size; results are memoized."""
 
     size: int
     known: dict[tuple[int, int], bool] = field(default_factory=dict)
-    """By the masks of the mover and the other, the mover joining top and bottom: whether the mover wins."""
+    """Whether the mover wins, by the bit masks of mover and opponent; the mover connects top and bottom."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.size <= MAX_SOLVED_SIZE:
-            raise UsageError("too large for an exact answer", got=f"size {self.size}", try_=f"2 to {MAX_SOLVED_SIZE}")
+            raise UsageError("the board is too large to solve", got=f"size {self.size}", try_=f"2 to {MAX_SOLVED_SIZE}")
 
     def winner(self, blue: int, red: int, *, mover: int) -> int:
-        """BLUE or RED: who wins with perfect play; bit c of a mask is cell c."""
+        """Return the winner with perfect play; bit c of a mask is cell c."""
         if mover == BLUE:
             return BLUE if self._wins(blue, red) else RED
         return RED if self._wins(_moved(red, MIRRORED, self.size), _moved(blue, MIRRORED, self.size)) else BLUE
 
     def first_moves(self) -> dict[int, int]:
-        """Who wins after each first move of blue."""
+        """Return the winner after each first move of blue."""
         return {cell: self.winner(1 << cell, 0, mover=RED) for cell in range(self.size**2)}
 
     def _wins(self, own: int, other: int) -> bool:
-        """Whether the mover, who joins top and bottom and has not lost yet, wins."""
-        turned = (_moved(own, TURNED, self.size), _moved(other, TURNED, self.size))
-        key = min((own, other), turned)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = self._search(own, other)
-        return found
+        """Whether the mover, who connects top and bottom and has not lost yet, wins."""
+        rotated = (_moved(own, TURNED, self.size), _moved(other, TURNED, self.size))
+        key = min((own, other), rotated)
+        result = self.known.get(key)
+        if result is None:
+            result = self.known[key] = self._search(own, other)
+        return result
 
     def _search(self, own: int, other: int) -> bool:
         free = [cell for cell in _from_the_middle(self.size) if not (own | other) >> cell & 1]
         if any(_connects(own | 1 << cell, self.size) for cell in free):
             return True
         mirrored = _moved(other, MIRRORED, self.size)
-        # What the other would win with must be taken now; of two of them one is left.
+        # The opponent's winning moves must be blocked now; two of them cannot both be.
         threats = [cell for cell in free if _connects(mirrored | 1 << _mirrored_cell(cell, self.size), self.size)]
         if len(threats) > 1:
             return False
@@ -55,7 +55,7 @@ class Solver:
 
 @cache
 def _from_the_middle(size: int) -> tuple[int, ...]:
-    """Better moves first."""
+    # Better moves first.
     middle = (size - 1) / 2
     return tuple(sorted(range(size**2), key=lambda cell: abs(cell // size - middle) + abs(cell % size - middle)))
 
@@ -66,14 +66,14 @@ def _mirrored_cell(cell: int, size: int) -> int:
 
 @cache
 def _moved(mask: int, symmetry: int, size: int) -> int:
-    """The cells of a mask where a symmetry takes them."""
-    where = cell_maps(size)[symmetry].tolist()
-    return sum(1 << where[cell] for cell in range(size**2) if mask >> cell & 1)
+    """Apply a symmetry to a mask."""
+    image = cell_maps(size)[symmetry].tolist()
+    return sum(1 << image[cell] for cell in range(size**2) if mask >> cell & 1)
 
 
 @cache
 def _connects(mask: int, size: int) -> bool:
-    """Whether the cells of a mask join top and bottom."""
+    """Whether the cells of a mask connect top and bottom."""
     reached, rest = 0, mask & (1 << size) - 1
     last_row = ((1 << size) - 1) << size * (size - 1)
     while rest:

@@ -1,6 +1,6 @@
-"""Which positions are the same game? Four symmetries: as it is, turned by 180 degrees, and mirrored on each diagonal.
+"""The four symmetries of Hex: identity, rotation by 180 degrees, and reflection on each diagonal.
 
-A mirrored board swaps the edges, so it swaps the colors as well, stones and mover. The mover's chances stay.
+A reflection exchanges the edges, so it also exchanges the colors of stones and mover. The mover's chances stay the same.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from whet.recipes.hex.game.rules import Positions
 IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED = range(4)
 """MIRRORED is on the diagonal from a1, MIRRORED_TURNED on the other."""
 SYMMETRIES = (IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED)
-"""Each is its own inverse, and i then j is i ^ j."""
+"""Each is its own inverse, and the composition of i and j is i ^ j."""
 
 T = TypeVar("T", bound=np.generic)
 Symmetries = int | NDArray[np.int64]
@@ -24,7 +24,7 @@ Symmetries = int | NDArray[np.int64]
 
 @cache
 def cell_maps(size: int) -> NDArray[np.int64]:
-    """(4, cells): where each symmetry takes each cell."""
+    """Return the image of each cell under each symmetry, (4, cells)."""
     row, column = np.divmod(np.arange(size * size), size)
     maps = np.stack([row * size + column, (size - 1 - row) * size + size - 1 - column, column * size + row])
     maps = np.concatenate([maps, maps[TURNED][maps[MIRRORED]][None]])
@@ -33,7 +33,7 @@ def cell_maps(size: int) -> NDArray[np.int64]:
 
 
 def transform(positions: Positions, symmetry: Symmetries) -> Positions:
-    """The same positions seen otherwise."""
+    """Apply a symmetry to positions."""
     which = _each(symmetry, len(positions))
     size = positions.size
     cells = transform_policy(positions.boards.reshape(len(positions), size**2), symmetry, size=size)
@@ -45,20 +45,20 @@ def transform(positions: Positions, symmetry: Symmetries) -> Positions:
 
 
 def transform_moves(moves: Cells, symmetry: Symmetries, *, size: int) -> Cells:
-    """(batch,): where each move goes; a number below zero (no move) stays."""
+    """Apply a symmetry to moves, (batch,); negative numbers (no move) stay."""
     moves = np.asarray(moves)
     moved = cell_maps(size)[_each(symmetry, len(moves)), np.maximum(moves, 0)]
     return np.where(moves < 0, moves, moved)
 
 
 def transform_policy(policy: NDArray[T], symmetry: Symmetries, *, size: int) -> NDArray[T]:
-    """(batch, cells): what each cell has, on the cell it goes to."""
-    # Each symmetry is its own inverse: where a cell goes is where its new content comes from.
+    """Apply a symmetry to values per cell, (batch, cells)."""
+    # Each symmetry is its own inverse, so the image of a cell is also where its new value comes from.
     return np.take_along_axis(policy, cell_maps(size)[_each(symmetry, len(policy))], axis=1)
 
 
 def mover_view(positions: Positions) -> tuple[Positions, NDArray[np.int64]]:
-    """The same positions with blue to move everywhere, and the symmetry that was used on each (and leads back)."""
+    """Return the positions with blue to move, and the symmetry applied to each (its own inverse)."""
     symmetry = np.where(positions.movers == RED, MIRRORED, IDENTITY).astype(np.int64)
     return transform(positions, symmetry), symmetry
 

@@ -1,4 +1,8 @@
-"""The web page of a game and its API."""
+"""The web page of a game and its API.
+
+GET /api/about                          {"player", "sizes": [...], "size", "color"}
+GET /api/game?size=&moves=&seed=        the game after these moves, with the player's reply (`view.GameView`)
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,8 +21,6 @@ from whet.web.registry import RunningServer
 from whet.web.server import require_libraries, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import BaseRoute
@@ -30,30 +32,30 @@ _MAX_MOVES = MAX_SIZE**2 + 1
 
 
 class PlayRoutes:
-    """The answers, for one player."""
+    """The request handlers for one player."""
 
-    def __init__(self, player: Player, *, sizes: "Sequence[int]", size: int, color: str) -> None:
+    def __init__(self, player: Player, *, sizes: Sequence[int], size: int, color: str) -> None:
         self._player, self._sizes = player, tuple(sizes)
         self._about = {"player": player.name, "sizes": list(sizes), "size": size, "color": color}
         self._files = page_files() | page_files(STATIC)
-        # One at a time: a net that thinks takes the whole machine.
-        self._thinker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinker")
+        # One at a time: a search uses the whole machine.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="player")
 
     def routes(self) -> list["BaseRoute"]:
-        """For `web.serving.serve`."""
+        """Return the routes for the web server."""
         from starlette.routing import Route
 
         return [
             Route("/", self._page),
             Route("/favicon.ico", self._icon),
             Route("/static/{name}", self._static),
-            Route("/api/about", self._tell),
+            Route("/api/about", self._get_about),
             Route("/api/game", self._game),
         ]
 
     def close(self) -> None:
-        """Waits for nobody: Python would wait for a long search before it ends."""
-        self._thinker.shutdown(wait=False, cancel_futures=True)
+        """Stop a running search; otherwise Python would wait for it at exit."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
         if (stop := getattr(self._player, "stop", None)) is not None:
             stop()
 
@@ -69,34 +71,34 @@ class PlayRoutes:
     def _file(self, name: str) -> "Response":
         from starlette.responses import Response
 
-        found = self._files.get(name)
-        if found is None:
+        file = self._files.get(name)
+        if file is None:
             raise HttpError(404, "the page has no such file", got=name, try_="/")
-        return Response(found.body, media_type=found.media_type, headers={"Cache-Control": "no-cache, private"})
+        return Response(file.body, media_type=file.media_type, headers={"Cache-Control": "no-cache, private"})
 
-    async def _tell(self, request: "Request") -> "Response":  # noqa: ARG002
+    async def _get_about(self, request: "Request") -> "Response":  # noqa: ARG002
         return _json(self._about)
 
     async def _game(self, request: "Request") -> "Response":
-        asked = request.query_params
-        size = _number(asked.get("size"), "size")
+        params = request.query_params
+        size = _number(params.get("size"), "size")
         if size not in self._sizes:
-            told = ", ".join(map(str, self._sizes))
-            raise UsageError(f"{self._player.name} does not play on this board", got=f"{size}x{size}", try_=told)
-        words = [word for word in asked.get("moves", "").split(",") if word]
-        if len(words) > _MAX_MOVES:
-            raise UsageError("more moves than a board has cells", got=len(words), try_=f"{size * size} at most")
-        moves = [SWAP if word == "swap" else parse_cell(word, size=size) for word in words]
-        seed = _number(asked.get("seed", "0"), "seed")
-        thinking = asyncio.get_running_loop().run_in_executor(
-            self._thinker, lambda: view_game(self._player, moves, size=size, seed=seed)
+            sizes = ", ".join(map(str, self._sizes))
+            raise UsageError(f"{self._player.name} does not play on this board", got=f"{size}x{size}", try_=sizes)
+        names = [name for name in params.get("moves", "").split(",") if name]
+        if len(names) > _MAX_MOVES:
+            raise UsageError("more moves than a board has cells", got=len(names), try_=f"{size * size} at most")
+        moves = [SWAP if name == "swap" else parse_cell(name, size=size) for name in names]
+        seed = _number(params.get("seed", "0"), "seed")
+        view = asyncio.get_running_loop().run_in_executor(
+            self._worker, lambda: view_game(self._player, moves, size=size, seed=seed)
         )
-        return _json((await thinking).as_json())
+        return _json((await view).as_json())
 
 
 def _number(text: str | None, name: str) -> int:
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UsageError(f"{name} is a number", got=repr(text), try_=f"{name}=5")
+        raise UsageError(f"{name} must be a number", got=repr(text), try_=f"{name}=5")
     return int(text)
 
 
@@ -121,7 +123,7 @@ def serve_game(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serves the page until a signal ends it; the exit code."""
+    """Serve the page until a signal arrives; return the exit code."""
     require_libraries()
     if size not in sizes:
         raise UsageError(f"{player.name} does not play on this board", got=f"{size}x{size}", try_=str(list(sizes)))

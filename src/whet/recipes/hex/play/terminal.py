@@ -13,11 +13,11 @@ _STONES = ".BR"
 
 
 def board_lines(view: GameView, *, hints: Collection[int] = ()) -> list[str]:
-    """The board: B and R are stones, (B) the last one, * a suggestion.
+    """Draw the board: B and R are stones, (B) the last one, * a suggestion.
 
-    >>> from whet.recipes.hex.play.view import look
+    >>> from whet.recipes.hex.play.view import view_game
     >>> from whet.recipes.hex.game.players import RandomPlayer
-    >>> print("\\n".join(board_lines(look(RandomPlayer(), [4, 0], size=3))))
+    >>> print("\\n".join(board_lines(view_game(RandomPlayer(), [4, 0], size=3))))
        a b c
       BBBBBBBB
     1 R(R). . R
@@ -41,86 +41,87 @@ def board_lines(view: GameView, *, hints: Collection[int] = ()) -> list[str]:
 
 
 HELP = (
-    "c4      put a stone: a letter for the column, a number for the row",
+    "c4      place a stone: a letter for the column, a number for the row",
     "swap    as red's first move: take over blue's stone, mirrored",
-    "hint    what the player would do in your place",
-    "undo    take back your last move and the answer to it",
-    "new     another game; new red and new blue choose your color",
-    "resign  give up; quit leaves",
+    "hint    show the player's suggestions for your move",
+    "undo    take back your last move and the reply",
+    "new     start another game; new red or new blue selects your color",
+    "resign  give up",
+    "quit    leave",
 )
 
 
 @dataclass
 class TerminalGame:
-    """One person against one player."""
+    """A game of a person against a player."""
 
     player: Player
     size: int
     color: int = BLUE
-    """The person's."""
+    """The person's color."""
     seed: int = 0
     is_over: bool = field(default=False, init=False)
-    """Whether the person has left."""
+    """Whether the person has quit."""
     _moves: tuple[int, ...] = field(default=(), init=False)
     _resigned: bool = field(default=False, init=False)
 
     def begin(self) -> list[str]:
-        """The first lines."""
+        """Return the first lines."""
         edges = "top and bottom" if self.color == BLUE else "left and right"
         return [
-            f"you are {COLORS[self.color]} and join {edges}; blue begins. `help` lists the words.",
-            *self._go_on(),
+            f"you are {COLORS[self.color]} and connect {edges}; blue moves first. Type help for the commands.",
+            *self._continue(),
         ]
 
-    def say(self, line: str) -> list[str]:
-        """Answers one line; what cannot be done is told, and changes nothing."""
+    def enter(self, line: str) -> list[str]:
+        """Execute a line and return the output; an invalid command changes nothing."""
         words = line.strip().lower().split()
         if not words:
             return []
         try:
-            return self._obey(words[0], words[1:])
+            return self._execute(words[0], words[1:])
         except UsageError as error:
             return str(error).splitlines()
 
-    def _obey(self, word: str, rest: list[str]) -> list[str]:
-        if word in ("quit", "exit", "q"):
+    def _execute(self, command: str, rest: list[str]) -> list[str]:
+        if command in ("quit", "exit", "q"):
             self.is_over = True
             return []
-        if word in ("help", "?"):
+        if command in ("help", "?"):
             return list(HELP)
-        if word == "new":
+        if command == "new":
             return self._new(rest)
-        if word == "undo":
+        if command == "undo":
             return self._undo()
         if self._resigned or self._game.winner != EMPTY:
-            raise UsageError("the game is over", got=word, try_="new, undo or quit")
-        if word in ("hint", "hints"):
+            raise UsageError("the game is over", got=command, try_="new, undo or quit")
+        if command in ("hint", "hints"):
             return self._hint()
-        if word == "resign":
+        if command == "resign":
             self._resigned = True
             return [f"{COLORS[other(self.color)]} ({self.player.name}) wins: you have resigned"]
-        move = SWAP if word == "swap" else parse_cell(word, size=self.size)
+        move = SWAP if command == "swap" else parse_cell(command, size=self.size)
         self._moves = replay((*self._moves, move), size=self.size).moves
-        return self._go_on()
+        return self._continue()
 
     @property
     def _game(self) -> Game:
         return replay(self._moves, size=self.size)
 
-    def _look(self) -> GameView:
+    def _view(self) -> GameView:
         return view_game(self.player, self._moves, size=self.size, seed=self.seed)
 
-    def _go_on(self) -> list[str]:
-        """The board after the player's answer, if it is the player's turn."""
-        view, told = self._look(), []
+    def _continue(self) -> list[str]:
+        """Let the player reply if it is its turn, and return the board."""
+        view, lines = self._view(), []
         if view.winner is None and view.mover != COLORS[self.color]:
             assert view.reply is not None
             move = SWAP if view.reply == "swap" else parse_cell(view.reply, size=self.size)
-            self._moves, told = (*self._moves, move), [f"{self.player.name}: {view.reply}"]
-            view = self._look()
-        return [*told, *board_lines(view), self._standing(view)]
+            self._moves, lines = (*self._moves, move), [f"{self.player.name}: {view.reply}"]
+            view = self._view()
+        return [*lines, *board_lines(view), self._status(view)]
 
-    def _standing(self, view: GameView) -> str:
+    def _status(self, view: GameView) -> str:
         if view.winner is not None:
             return "you win" if view.winner == COLORS[self.color] else f"{view.winner} ({self.player.name}) wins"
         chance = view.blue_wins if self.color == BLUE else 1 - view.blue_wins
@@ -128,21 +129,24 @@ class TerminalGame:
         return f"your move ({COLORS[self.color]}): {self.player.name} gives you {100 * chance:.0f} %{choice}"
 
     def _hint(self) -> list[str]:
-        view = self._look()
-        named = ", ".join(f"{one.name} {100 * one.share:.0f} %" for one in view.suggestions)
+        view = self._view()
+        named = ", ".join(f"{hint.name} {100 * hint.share:.0f} %" for hint in view.suggestions)
         named = f"a swap; else {named}" if view.reply == "swap" else named
-        return [*board_lines(view, hints=[one.cell for one in view.suggestions]), f"{self.player.name} likes {named}"]
+        return [
+            *board_lines(view, hints=[hint.cell for hint in view.suggestions]),
+            f"{self.player.name} suggests {named}",
+        ]
 
     def _undo(self) -> list[str]:
         if self._resigned:
             self._resigned = False
-            return self._go_on()
-        # Back to the last position in which the person was to move.
+            return self._continue()
+        # Return to the last position with the person to move.
         for length in range(len(self._moves) - 1, -1, -1):
             if replay(self._moves[:length], size=self.size).mover == self.color:
                 self._moves = self._moves[:length]
-                return self._go_on()
-        raise UsageError("there is nothing of yours to take back", got="undo", try_="a move first")
+                return self._continue()
+        raise UsageError("there is no move to take back", got="undo", try_="make a move first")
 
     def _new(self, rest: list[str]) -> list[str]:
         colors = {"blue": BLUE, "red": RED}

@@ -16,11 +16,11 @@ from whet.recipes.hex.game.rules import Positions
 
 _NUM_SUGGESTIONS = 5
 _VARIED_PLIES, _VARIATION = 3, 0.25
-"""The first moves of a player are drawn, so that no two games need be the same."""
+"""The first moves of a player are sampled with this temperature, so that games differ."""
 
 
 class Suggestion(FrozenModel):
-    """A move and how much of the player's policy it has."""
+    """A move and its probability in the player's policy."""
 
     cell: int
     name: str
@@ -28,33 +28,33 @@ class Suggestion(FrozenModel):
 
 
 class GameView(FrozenModel):
-    """A game as it is now."""
+    """The state of a game."""
 
     size: int
     cells: tuple[int, ...]
     """Row by row: 0 empty, 1 blue, 2 red."""
     moves: tuple[str, ...]
-    """Cells by name, or "swap"."""
+    """Names of cells, or "swap"."""
     mover: str
     winner: str | None
     may_swap: bool
     last: int | None
-    """The stone that came last."""
+    """The last stone."""
     chain: tuple[int, ...]
-    """The stones that won."""
+    """The winning chain."""
     blue_wins: float
-    """The chance of blue, as the player sees it."""
+    """The player's estimate of blue's chance."""
     suggestions: tuple[Suggestion, ...]
     """The best first."""
     reply: str | None
-    """What the player would do now: a cell by name, or "swap"."""
+    """The player's move: a cell, or "swap"."""
     record: str
-    """A link that shows the game elsewhere."""
+    """A HexWorld link to the game."""
     player: str
 
 
 def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0) -> GameView:
-    """The game after some moves; a move that is not legal is refused and named."""
+    """Return the game after some moves; raise for an illegal one."""
     game = replay(tuple(moves), size=size)
     common = {
         "size": size,
@@ -67,34 +67,34 @@ def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0)
         "player": player.name,
     }
     if game.winner != EMPTY:
-        ends = {"winner": COLORS[game.winner], "chain": _chain(game), "blue_wins": float(game.winner == BLUE)}
-        return GameView(**common, **ends, suggestions=(), reply=None)
+        result = {"winner": COLORS[game.winner], "chain": _chain(game), "blue_wins": float(game.winner == BLUE)}
+        return GameView(**common, **result, suggestions=(), reply=None)
     analysis = player.analyze(game.position)
-    shares, value = analysis.policy[0], float(analysis.value[0])
-    best = np.argsort(-shares, kind="stable")[:_NUM_SUGGESTIONS]
+    policy, value = analysis.policy[0], float(analysis.value[0])
+    best = np.argsort(-policy, kind="stable")[:_NUM_SUGGESTIONS]
     return GameView(
         **common,
         winner=None,
         chain=(),
         blue_wins=value if game.mover == BLUE else 1 - value,
         suggestions=tuple(
-            Suggestion(cell=int(cell), name=cell_name(cell, size=size), share=float(shares[cell]))
+            Suggestion(cell=int(cell), name=cell_name(cell, size=size), share=float(policy[cell]))
             for cell in best
-            if shares[cell] > 0
+            if policy[cell] > 0
         ),
         reply=_name(_reply(player, game, analysis.policy, value, seed), size),
     )
 
 
 def _reply(player: Player, game: Game, policy: NDArray[np.float32], value: float, seed: int) -> int:
-    """Its move: the best one, after a few that are drawn; or a swap, where that gives it the better side."""
+    """Return the player's move: a swap if that is better for it, a sampled move early in the game, else the best."""
     if game.may_swap:
         swapped = player.analyze(game.after(SWAP).position)
         if 1 - float(swapped.value[0]) > value:
             return SWAP
     if len(game.moves) >= _VARIED_PLIES:
         return int(best_moves(policy)[0])
-    # The same game and seed give the same move, whoever asks how often.
+    # Depends on game and seed only, so that repeated requests give the same move.
     digest = hashlib.sha256(repr((seed, game.moves)).encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     return int(draw_moves(policy, generator, temperature=_VARIATION)[0])
@@ -111,10 +111,10 @@ def _last(game: Game) -> int | None:
 
 
 def _chain(game: Game) -> tuple[int, ...]:
-    """The chain that joins the winner's edges."""
+    """Return the chain that connects the winner's edges."""
     position: Positions = game.position
     board = position.boards[0] if game.winner == BLUE else position.boards[0].T
     labels = chain_labels(np.ascontiguousarray(board == game.winner)[..., None])[..., 0]
-    joined = set(labels[0].tolist()) & set(labels[-1].tolist()) - {-1}
-    found = np.isin(labels, list(joined - {-1}))
-    return tuple(np.flatnonzero(found if game.winner == BLUE else found.T).tolist())
+    connecting = set(labels[0].tolist()) & set(labels[-1].tolist()) - {-1}
+    is_member = np.isin(labels, list(connecting - {-1}))
+    return tuple(np.flatnonzero(is_member if game.winner == BLUE else is_member.T).tolist())
