@@ -42,9 +42,9 @@ ROW_STEPS = 20
 class GroupOfOne(RankGroup):
     """A process group of one that runs the full distributed code path."""
 
-    @property
-    def is_alone(self) -> bool:
-        return False
+    def __init__(self, ranks: RankInfo) -> None:
+        super().__init__(ranks)
+        self.is_alone = False
 
 
 @dataclass

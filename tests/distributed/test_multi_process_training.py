@@ -185,7 +185,7 @@ def test_a_process_that_fails_takes_the_others_along(fork_server: ForkServer, tm
     assert time.monotonic() - begun < 10
     assert "the disk of the second process is gone" in failed.errors
     # Its connection is closed, or its pulse is missed first.
-    assert "another process of this training is gone" in lost.errors or "rank 1 of 2 has ended" in lost.errors
+    assert "another rank is gone" in lost.errors or "rank 1 of 2 has ended" in lost.errors
 
 
 @pytest.fixture(scope="module")

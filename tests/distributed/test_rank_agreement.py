@@ -1,6 +1,5 @@
 """Processes that would not train the same are refused before the first step; the other process is simulated."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ SAME: dict[str, Any] = {
     ("named", "other"),
     [
         ("lr: 0.1 on rank 0, 0.2 on rank 1", {"optimizer": OptimizerChoice(lr=0.2)}),
-        ("max_steps: None on rank 0, 5 on rank 1", {"training": replace(SAME["training"], max_steps=5)}),
+        ("max_steps: None on rank 0, 5 on rank 1", {"training": SAME["training"].model_copy(update={"max_steps": 5})}),
         ("samples: 4 on rank 0, 5 on rank 1", {"data": torch.arange(15.0).reshape(5, 3)}),
         ("content of the data: ", {"data": torch.arange(1.0, 13.0).reshape(4, 3)}),
         ("model: 8 parameters", {"model": nn.Linear(3, 2).double()}),

@@ -80,12 +80,12 @@ def take_snapshot(
 
 def wanted_rows(model: nn.Module) -> WantedRows:
     """Select the rows that this rank holds of the model's parameters."""
-    local_rows = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
+    held = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
 
     def wanted(name: str, shape: tuple[int, ...]) -> RowRange | None:
         role, _, rest = name.partition("/")
         owner = rest.rpartition("/")[0] if role == "optimizer" else rest
-        rows, whole = local_rows.get(owner, (None, ()))
+        rows, whole = held.get(owner, (None, ()))
         # Optimizer state of another shape, such as a step count, is needed whole.
         return rows if shape == whole else None
 

@@ -35,20 +35,15 @@ class RankGroup:
 
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks
+        # Attributes, not properties: every step reads them.
+        self.is_first = ranks.is_first
+        """Whether this is rank 0, which writes files and prints."""
+        self.is_alone = ranks.is_alone
         self.tensor_group: dist.ProcessGroup | None = None
         """The process group for tensors of the device; None for the default group."""
         self.backend = "none"
         """The backend for tensors of the device: nccl or gloo."""
         self.stall_detector = StallDetector(is_alone=ranks.is_alone)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
-        return self.ranks.is_first
-
-    @property
-    def is_alone(self) -> bool:
-        return self.ranks.is_alone
 
     @functools.cached_property
     def store(self) -> RankStore:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.data.adapters import AbstractSource
-from whet.data.batch import GlobalBatch, Position
+from whet.data.batch import Position
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo, check_not_mps
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, attention_kernel_reason, norm_kernel_reason
@@ -85,30 +85,15 @@ def parse_allow(allow: object) -> tuple[str, ...]:
 # --- how a session is used --------------------------------------------------------------------------------------------
 
 
-def check_entered(phase: str) -> None:
-    """A session has a device, data and a lock only inside `with`."""
-    if phase != "entered":
-        raise UsageError(
-            "a session works inside `with`", got=f"a session that is {phase}", try_="with whet.Session(...) as session:"
-        )
-
-
-def check_current_batch(batch: GlobalBatch, *, current: GlobalBatch | None, position: Position) -> None:
+def wrong_batch_error() -> UsageError:
     """Each batch is stepped once, in order: a resume could not repeat any other order."""
-    if batch is not current or position == batch.after:
-        raise UsageError(
-            "every batch is stepped once, in order",
-            got="a batch that was stepped before, or another one",
-            try_=_ONE_STEP_HINT,
-        )
+    got = "a batch that was stepped before, or another one"
+    return UsageError("every batch is stepped once, in order", got=got, try_=_ONE_STEP_HINT)
 
 
-def check_one_step(num_steps: int) -> None:
+def one_step_error(num_steps: int) -> UsageError:
     """A batch that is not stepped would be lost."""
-    if num_steps != 1:
-        raise UsageError(
-            "every batch is one step", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT
-        )
+    return UsageError("every batch is one step", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT)
 
 
 def check_epoch_complete(position: Position) -> None:

@@ -31,7 +31,7 @@ class AgreedAction:
 
 
 class RankSync:
-    """Synchronizes ranks every few steps; a single process agrees with itself after every step, at no cost."""
+    """Synchronizes several ranks every few steps."""
 
     def __init__(self, group: RankGroup, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._group = group
@@ -42,12 +42,10 @@ class RankSync:
 
     def is_due(self, step: int) -> bool:
         """Whether all ranks synchronize after this step."""
-        return self._group.is_alone or step >= self._next_step
+        return step >= self._next_step
 
     def agree(self, step: int, action: Action, *, is_non_finite: bool, has_failed: bool) -> AgreedAction:
         """Merge the actions of all ranks. Every rank must call it after the same step."""
-        if self._group.is_alone:
-            return AgreedAction(action=action, is_non_finite=is_non_finite, has_failed=has_failed)
         mine = (
             float(action.signal or (_STOP_WITHOUT_SIGNAL if action.stop else 0.0)),
             float(action.save),

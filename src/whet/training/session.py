@@ -39,7 +39,7 @@ from whet.training.executor import RollbackRequiredError
 from whet.training.metrics import normalize_metrics, scalar_metrics
 from whet.training.rank_sync import RankSync
 from whet.training.resume import run_exists
-from whet.training.setup import make_run_config, setup
+from whet.training.setup import RunContext, make_run_config, setup
 from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench, report_lines, tuned_plan
 from whet.verify.trainable import OutputFunction
@@ -197,8 +197,7 @@ class Session:
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """Yield the global batches that are left, from where the run stands. Act on callbacks between two steps."""
-        checks.check_entered(self._phase)
-        run, state = self.run, self.state
+        run, state = self._entered_run(), self.state
         while not state.is_finished:
             num_rollbacks, before = self._num_rollbacks, state.step
             for batch in run.batches():
@@ -213,7 +212,8 @@ class Session:
                     if action.stop not in (None, _ALL_DONE):
                         return
                     break
-                checks.check_one_step(state.step - before)
+                if state.step != before + 1:
+                    raise checks.one_step_error(state.step - before)
                 before += 1
                 if action.save:
                     self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
@@ -231,21 +231,20 @@ class Session:
         if state.is_finished or self._is_session_over(batch):
             action |= Action(stop=_ALL_DONE, on_all_ranks=True)
         # What is a pure function of the step is known to all ranks; they agree on the rest when they synchronize.
-        must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
-        if not must_sync and not self._sync.is_due(step):
-            return Action.NONE
+        is_non_finite, has_failed = False, run.callbacks.failure is not None
+        if not run.group.is_alone:
+            must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
+            if not must_sync and not self._sync.is_due(step):
+                return Action.NONE
+            agreed = self._sync.agree(step, action, is_non_finite=run.guard.broken is not None, has_failed=has_failed)
+            action, is_non_finite, has_failed = agreed.action, agreed.is_non_finite, agreed.has_failed
+            run.stop_signals.signal = run.stop_signals.signal or action.signal or None
         run.pending = Action.NONE
-        agreed = self._sync.agree(
-            step, action, is_non_finite=run.guard.broken is not None, has_failed=run.callbacks.failure is not None
-        )
-        action = agreed.action
-        run.stop_signals.signal = run.stop_signals.signal or action.signal or None
-        if agreed.has_failed:
+        if has_failed:
             run.raise_callback_error()
         if action.stop not in (None, _ALL_DONE) and not action.signal:
             run.log.notify("stopping", step=state.step, words=f"stopping: {action.stop}")
-        look_closely = bool(action.save) or action.stop is not None
-        look_closely = look_closely or (agreed.is_non_finite and not run.group.is_alone)
+        look_closely = is_non_finite or bool(action.save) or action.stop is not None
         if not is_rolled_back and not run.executor.is_finite(look_closely=look_closely):
             # What is pending belongs to steps that will be repeated.
             run.log.read()
@@ -254,9 +253,9 @@ class Session:
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Run one optimizer step on a global batch: split, forward, backward, clip, update, average, log."""
-        checks.check_entered(self._phase)
-        run, state = self.run, self.state
-        checks.check_current_batch(batch, current=self._batch, position=state.position)
+        run, state = self._entered_run(), self.state
+        if batch is not self._batch or state.position == batch.after:
+            raise checks.wrong_batch_error()
         number = state.step + 1
         state.lr = run.rates.set_for(number)
         # Not before: what was refused so far has changed nothing, and the steps before it can be saved.
@@ -344,6 +343,13 @@ class Session:
         return 0 if self.is_finished else self.run.stop_signals.exit_code
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _entered_run(self) -> RunContext:
+        """The live run; a session has a device, data and a lock only inside `with`."""
+        if self._phase != "entered":
+            got = f"a session that is {self._phase}"
+            raise UsageError("a session works inside `with`", got=got, try_="with whet.Session(...) as session:")
+        return self.run
 
     def _log(self, values: Mapping[str, Any], **fields: Any) -> None:
         checks.check_metric_names({*values})
