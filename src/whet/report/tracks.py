@@ -36,6 +36,7 @@ _PHASE_NOTES = {
     "evaluate": "evaluating the model",
     "save": "training paused for checkpoints",
     "cooldown": "pausing to cool down",
+    "verify": "checking the model before the first step",
 }
 
 

@@ -9,7 +9,7 @@ kind. NaN and infinity are written as described in strict_json. Fields that read
     step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
                 16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
                 on the device's own clock ("graph" for a step that is replayed as a whole), and what was spent since
-                the previous step: {"evaluate", "save", "cooldown"}
+                the previous step: {"evaluate", "save", "cooldown", "verify"}
     health      about every 5 s between steps, each part only where it can be read: samples (so far),
                 samples_per_second (since the previous one, without evaluations, saves and cooldown pauses),
                 memory: {"allocated", "reserved", "peak", "limit"} of the device, {"process", "used", "available",
