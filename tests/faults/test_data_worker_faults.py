@@ -144,13 +144,13 @@ def test_a_small_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
     code = """
 import torch
 from whet.data.batch import Position
-from whet.data.adapters import Loading, Mapped
+from whet.data.adapters import LoaderConfig, MapStyleSource
 
 class Images:
     def __len__(self): return 16
     def __getitem__(self, index): return {"x": torch.full((65536,), float(index)), "b": torch.ones(3).bfloat16()}
 
-source = Mapped(Images(), global_batch_size=4, seed=0, loading=Loading(workers=2))
+source = MapStyleSource(Images(), global_batch_size=4, seed=0, loading=LoaderConfig(workers=2))
 total = sum(sample["x"].sum() for batch in source.batches(Position()) for sample in batch.samples)
 source.close()
 print(int(total))

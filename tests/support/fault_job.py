@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> int:
             number = str(session.state.step + 1)
             tell(f"step {number}")
             if number == pause_at:
-                tell(f"workers {json.dumps(session.source.workers.pids)}")
+                tell(f"workers {json.dumps(session.run.source.workers.pids)}")
                 time.sleep(pause_seconds)
             act(act_at.get(number), run)
             if number in stop_at:
