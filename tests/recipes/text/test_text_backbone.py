@@ -33,15 +33,15 @@ def model(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def config(*words: str) -> TextConfig:
-    return resolve_config(TextConfig, words).config
+def config(*args: str) -> TextConfig:
+    return resolve_config(TextConfig, args).config
 
 
 def test_pretrained_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_path: Path) -> None:
     word = f"model={model(tmp_path)}"
     tuned, small = config(word), config()
-    told = (tuned.lr, tuned.epochs, tuned.warmup_share, tuned.global_batch_size, tuned.dropout, tuned.clip)
-    assert told == (2e-5, 4, 0.1, 32, 0.1, 1.0)
+    defaults = (tuned.lr, tuned.epochs, tuned.warmup_share, tuned.global_batch_size, tuned.dropout, tuned.clip)
+    assert defaults == (2e-5, 4, 0.1, 32, 0.1, 1.0)
     assert (tuned.optimizer, tuned.schedule, tuned.arch.max_length) == ("adamw", "linear", 256)
     assert (small.lr, small.epochs, small.warmup_share, small.arch.max_length) == (1e-3, 10, 0.06, 64)
     mine = config(word, "lr=5e-5", "epochs=2", "warmup_share=0", "arch.max_length=77")
@@ -56,7 +56,7 @@ def test_pretrained_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("args", "what"),
     [
         (["freeze=2"], "freeze needs a pretrained model"),
         (["lora=8"], "lora needs a pretrained model"),
@@ -67,9 +67,9 @@ def test_pretrained_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_pa
         (["model={m}", "lora=8", "freeze=2"], "LoRA freezes the model already"),
     ],
 )
-def test_incompatible_options_are_rejected(tmp_path: Path, words: list[str], what: str) -> None:
+def test_incompatible_options_are_rejected(tmp_path: Path, args: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what) as error:
-        describe(config(*(word.format(m=model(tmp_path)) for word in words)))
+        describe(config(*(word.format(m=model(tmp_path)) for word in args)))
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -135,5 +135,5 @@ def test_commands_in_the_docs_are_valid(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "reviews.csv").write_text("text,label\n")
     monkeypatch.chdir(tmp_path)
     for command in commands:
-        words = [word for word in shlex.split(command) if re.match(r"[a-z_.]+=", word)]
-        assert describe(config(*words)).num_parameters
+        args = [word for word in shlex.split(command) if re.match(r"[a-z_.]+=", word)]
+        assert describe(config(*args)).num_parameters

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.torch
 SMALL = ("arch.hidden_size=16", "arch.layers=1", "arch.heads=2", "arch.vocab_size=300", "global_batch_size=4")
 
 
-def train(run: Path, *words: str) -> TrainResult:
+def train(run: Path, *args: str) -> TrainResult:
     recipe = load_recipe("text")
-    return train_recipe(recipe, resolve_config(recipe.Config, (*SMALL, *words)), run=run, device="cpu")
+    return train_recipe(recipe, resolve_config(recipe.Config, (*SMALL, *args)), run=run, device="cpu")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
@@ -47,10 +47,10 @@ def test_changed_embedded_texts_are_rejected_with_the_reason(
     train(run, "max_steps=2")
     (run / "versions.json").write_text(json.dumps({**installed_versions(), **then}))
     install(monkeypatch, number=14)
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as error:
         train(run, "max_steps=3")
-    assert refused.value.what == "the data is not what the run was started with"
-    assert f"the embedded texts are docstrings of six installed libraries, and {why}" in str(refused.value)
+    assert error.value.what == "the data is not what the run was started with"
+    assert f"the embedded texts are docstrings of six installed libraries, and {why}" in str(error.value)
     install(monkeypatch, number=12)
     assert train(run, "max_steps=3").step == 3, "as the try line says"
 
@@ -61,6 +61,6 @@ def test_changed_user_texts_are_not_explained_by_an_update(tmp_path: Path) -> No
     file.write_text("\n".join(("text,label", *rows)))
     train(run, f"data={file}", "max_steps=2")
     file.write_text("\n".join(("text,label", *rows[:50])))
-    with pytest.raises(DataChangedError) as refused:
+    with pytest.raises(DataChangedError) as error:
         train(run, f"data={file}", "max_steps=3")
-    assert "installed libraries" not in str(refused.value)
+    assert "installed libraries" not in str(error.value)

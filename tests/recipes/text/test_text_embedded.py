@@ -129,14 +129,14 @@ def test_a_second_read_comes_from_the_cache(home: Path, monkeypatch: pytest.Monk
     assert read_docstrings(rows_per_class=20) == first
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "other"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty", "other"])
 def test_a_damaged_cache_is_rebuilt(home: Path, damage: str) -> None:
     first = read_docstrings(rows_per_class=20)
     (cache,) = home.rglob("*.json")
     good = cache.read_text()
     rows = json.loads(good)
     rows["rows"][0][0] += "!"
-    cache.write_text({"cut": good[:-9], "changed": json.dumps(rows), "empty": "", "other": "[1]"}[damage])
+    cache.write_text({"truncated": good[:-9], "changed": json.dumps(rows), "empty": "", "other": "[1]"}[damage])
     assert read_docstrings(rows_per_class=20) == first
     assert cache.read_text() == good
 

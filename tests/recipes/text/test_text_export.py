@@ -27,23 +27,23 @@ TEXTS = ("the fox of fox red", "some flint of flint the flint four", "a")
 PAIRS = ("red", "blue green the fox", "of of of of")
 
 
-def trained(folder: Path, *words: str) -> Path:
+def trained(folder: Path, *args: str) -> Path:
     recipe = text_recipe()
-    train_recipe(recipe, resolve_config(recipe.Config, [*words, "threads=1"]), run=folder, device="cpu")
+    train_recipe(recipe, resolve_config(recipe.Config, [*args, "threads=1"]), run=folder, device="cpu")
     return folder
 
 
-def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
+def probabilities(run: Path, *, has_pairs: bool = False) -> np.ndarray:
     """The probabilities of whet predict."""
     recipe, opened = text_recipe(), open_run(run)
-    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.metadata)
-    assert isinstance(answers, TextPredictor)
+    model, predictor = recipe.predict(recipe.Config.model_validate(opened.config), opened.metadata)
+    assert isinstance(predictor, TextPredictor)
     load_weights(run, model, checkpoint="best")
     model.eval()
-    asked = [
+    queries = [
         TextQuery(row="1", text=text, pair=pair if has_pairs else None) for text, pair in zip(TEXTS, PAIRS, strict=True)
     ]
-    return np.array([list(answer.result["probabilities"].values()) for answer in answers.predict(asked)])
+    return np.array([list(prediction.result["probabilities"].values()) for prediction in predictor.predict(queries)])
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     rows = write_rows(folder / "rows.jsonl", num_rows=90, has_pairs=True)
-    words = (f"data={rows}", f"model={model}", "pair_column=sentence2", "lr=1e-3", "epochs=2")
-    return trained(folder / "run", *words)
+    args = (f"data={rows}", f"model={model}", "pair_column=sentence2", "lr=1e-3", "epochs=2")
+    return trained(folder / "run", *args)
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +69,16 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tmp_path: Path) -> None:
     written = export_model(pair_run, to="transformers", out=tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "whet-export.json").read_text())
-    assert {*told["files"], "whet-export.json"} == {*written.files} >= {"config.json", "model.safetensors"}
-    assert told["classes"] == ["animal", "plant", "stone"]
+    manifest = json.loads((tmp_path / "out" / "whet-export.json").read_text())
+    assert {*manifest["files"], "whet-export.json"} == {*written.files} >= {"config.json", "model.safetensors"}
+    assert manifest["classes"] == ["animal", "plant", "stone"]
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = tokenizer(list(TEXTS), list(PAIRS), padding=True, return_tensors="pt")
     with torch.no_grad():
         found = theirs(**batch).logits.softmax(1).numpy()
-    np.testing.assert_allclose(found, shares(pair_run, has_pairs=True), atol=1e-5)
-    assert theirs.config.id2label == dict(enumerate(told["classes"]))
+    np.testing.assert_allclose(found, probabilities(pair_run, has_pairs=True), atol=1e-5)
+    assert theirs.config.id2label == dict(enumerate(manifest["classes"]))
 
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="other files than an export"):
@@ -95,21 +95,21 @@ def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, reque
     pytest.importorskip("onnxscript", reason="the extra onnx")
     run = request.getfixturevalue(f"{kind}_run")
     export_model(run, to="onnx", out=tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "whet-export.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "whet-export.json").read_text())
     evaluator = reference.ReferenceEvaluator(str(tmp_path / "out" / "model.onnx"))
     if kind == "pair":
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         batch = tokenizer(list(TEXTS), list(PAIRS), padding=True, return_tensors="np")
-        given = {name: batch[name].astype(np.int64) for name in told["inputs"]}
+        given = {name: batch[name].astype(np.int64) for name in manifest["inputs"]}
     else:
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(tmp_path / "out" / "tokenizer.json"), pad_token="<pad>"
         )
         batch = tokenizer(list(TEXTS), padding=True, return_tensors="np")
-        given = {name: batch[name].astype(np.int64) for name in told["inputs"]}
+        given = {name: batch[name].astype(np.int64) for name in manifest["inputs"]}
     (logits,) = evaluator.run(["logits"], given)
     found = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    np.testing.assert_allclose(found, shares(run, has_pairs=kind == "pair"), atol=1e-4)
+    np.testing.assert_allclose(found, probabilities(run, has_pairs=kind == "pair"), atol=1e-4)
 
     class Other(torch.nn.Module):
         def forward(self, **given: torch.Tensor) -> torch.Tensor:

@@ -9,22 +9,22 @@ pytestmark = pytest.mark.torch
 
 
 def expected_scores(
-    shares: np.ndarray, truth: np.ndarray
+    probabilities: np.ndarray, truth: np.ndarray
 ) -> tuple[dict[str, float], list[tuple[float, float, float, int]]]:
     """Compute the scores by their definitions, one text and one class at a time."""
-    num_texts, num_classes = shares.shape
+    num_texts, num_classes = probabilities.shape
     is_multi_label = truth.ndim == 2
-    answers, truths, asked = [], [], []
+    answers, truths, predictions = [], [], []
     for row in range(num_texts):
         if is_multi_label:
-            answers.append({c for c in range(num_classes) if shares[row, c] > 0.5})
+            answers.append({c for c in range(num_classes) if probabilities[row, c] > 0.5})
             truths.append({c for c in range(num_classes) if truth[row, c] == 1})
-            asked += [(shares[row, c], c in truths[-1]) for c in range(num_classes)]
+            predictions += [(probabilities[row, c], c in truths[-1]) for c in range(num_classes)]
         else:
-            likeliest = max(range(num_classes), key=lambda c: shares[row, c])
+            likeliest = max(range(num_classes), key=lambda c: probabilities[row, c])
             answers.append({likeliest})
             truths.append({int(truth[row])})
-            asked.append((shares[row, likeliest], likeliest == truth[row]))
+            predictions.append((probabilities[row, likeliest], likeliest == truth[row]))
     rows, present = [], []
     for c in range(num_classes):
         both = sum(c in a and c in t for a, t in zip(answers, truths, strict=True))
@@ -36,12 +36,14 @@ def expected_scores(
     both = sum(len(a & t) for a, t in zip(answers, truths, strict=True))
     error = 0.0
     for low in range(NUM_BINS):
-        inside = [(p, r) for p, r in asked if low / NUM_BINS <= p < (low + 1) / NUM_BINS or (p == 1 and low == 14)]
+        inside = [
+            (p, r) for p, r in predictions if low / NUM_BINS <= p < (low + 1) / NUM_BINS or (p == 1 and low == 14)
+        ]
         if inside:
             gap = sum(p for p, _ in inside) / len(inside) - sum(r for _, r in inside) / len(inside)
-            error += abs(gap) * len(inside) / len(asked)
+            error += abs(gap) * len(inside) / len(predictions)
     squares = [
-        sum((shares[row, c] - (c in truths[row])) ** 2 for c in range(num_classes))
+        sum((probabilities[row, c] - (c in truths[row])) ** 2 for c in range(num_classes))
         / (num_classes if is_multi_label else 1)
         for row in range(num_texts)
     ]
@@ -62,17 +64,17 @@ def test_scores_match_their_definitions_for_any_batching(is_multi_label: bool) -
     logits[:, 4] = -40  # A class that neither occurs nor is answered, and
     logits[:, 3] -= 6  # one that is hardly ever found.
     if is_multi_label:
-        shares = 1 / (1 + np.exp(-logits))
-        truth = (chance.random(shares.shape) < shares**2).astype(np.float32)
+        probabilities = 1 / (1 + np.exp(-logits))
+        truth = (chance.random(probabilities.shape) < probabilities**2).astype(np.float32)
         truth[:, 4] = 0
     else:
-        shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        truth = np.where(chance.random(num_texts) < 0.6, shares.argmax(1), chance.integers(0, 4, num_texts))
-    shares[0] = np.eye(num_classes)[0]  # Certain: the upper edge of the last bin.
-    expected, rows = expected_scores(shares, truth)
-    for cut in (num_texts, 1, 37):
+        probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        truth = np.where(chance.random(num_texts) < 0.6, probabilities.argmax(1), chance.integers(0, 4, num_texts))
+    probabilities[0] = np.eye(num_classes)[0]  # Certain: the upper edge of the last bin.
+    expected, rows = expected_scores(probabilities, truth)
+    for size in (num_texts, 1, 37):
         scores = Scores(num_classes, is_multi_label=is_multi_label)
-        right = [scores.add(shares[a : a + cut], truth[a : a + cut]) for a in range(0, num_texts, cut)]
+        right = [scores.add(probabilities[a : a + size], truth[a : a + size]) for a in range(0, num_texts, size)]
         assert scores.metrics() == pytest.approx(expected, abs=1e-12)
         assert np.concatenate(right).mean() == expected["accuracy"]
         classes = scores.classes()

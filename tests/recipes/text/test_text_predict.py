@@ -32,9 +32,9 @@ pytestmark = pytest.mark.torch
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1", "epochs=2")
 
 
-def trained(folder: Path, *words: str) -> Path:
+def trained(folder: Path, *args: str) -> Path:
     recipe = text_recipe()
-    train_recipe(recipe, resolve_config(recipe.Config, words), run=folder, device="cpu")
+    train_recipe(recipe, resolve_config(recipe.Config, args), run=folder, device="cpu")
     return folder
 
 
@@ -67,9 +67,9 @@ def pair_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lengths(*, most: int = 60) -> Iterator[str]:
-    words = ["the", "fox", "fern", "flint", "red", "some", "of", "seven"]
+    args = ["the", "fox", "fern", "flint", "red", "some", "of", "seven"]
     for number in range(150):
-        yield " ".join(words[(number * 3 + place * place) % 8] for place in range(1 + number * 7 % most))
+        yield " ".join(args[(number * 3 + place * place) % 8] for place in range(1 + number * 7 % most))
 
 
 @pytest.mark.parametrize("kind", ["small", "pairs"])
@@ -161,14 +161,14 @@ def test_bad_rows_are_reported_and_the_others_predicted(run: Path, tmp_path: Pat
     [
         ("lines.txt", "the fox, and more\n\nsome flint\n", "plain text", ["1", "3"]),
         ("table.txt", "id\tsentence\n7\tthe fox\n8\tsome flint\n", "TSV; text = sentence", ["2", "3"]),
-        ("odd.csv", "id;words\n7;the fox\n8;some flint\n", "CSV; text = words", ["2", "3"]),
+        ("odd.csv", "id;args\n7;the fox\n8;some flint\n", "CSV; text = args", ["2", "3"]),
     ],
 )
 def test_plain_text_and_tables_are_distinguished(
     run: Path, tmp_path: Path, capfd, name: str, content: str, told: str, rows: list[str]
 ) -> None:
     (tmp_path / name).write_text(content)
-    column = ("--text-column", "words") if "words" in told else ()
+    column = ("--text-column", "args") if "args" in told else ()
     assert main.run(["predict", str(run), str(tmp_path / name), *column]) == 0
     out, noted = capfd.readouterr()
     found = list(csv.DictReader(io.StringIO(out)))
@@ -187,11 +187,11 @@ def test_standard_input_and_invalid_arguments(run: Path, pair_run: Path, tmp_pat
     pairs.write_text("text,sentence2\nthe fox,red\n")
     assert main.run(["predict", str(pair_run), str(pairs)]) == 0, "the pair column is the training's"
     assert main.run(["predict", str(pair_run), "the fox", "red"]) == 0
-    for words, what in (
+    for args, what in (
         ((run, "absent.csv"), "no such file"),
         ((run, tmp_path), "is a folder"),
         ((run, single, "--format", "xml"), "no such output format"),
-        ((run, single, "--text-column", "words"), "no column 'words'"),
+        ((run, single, "--text-column", "args"), "no column 'args'"),
         ((run, single, "--label-column", "truth"), "no column 'truth'"),
         ((run, pairs, "--pair-column", "sentence2"), "trained on single texts"),
         ((pair_run, single), "trained on pairs"),
@@ -202,7 +202,7 @@ def test_standard_input_and_invalid_arguments(run: Path, pair_run: Path, tmp_pat
         ((run, "a text", "  "), "nothing to predict"),
     ):
         capfd.readouterr()
-        assert main.run(["predict", *map(str, words)]) == 2
+        assert main.run(["predict", *map(str, args)]) == 2
         out, errors = capfd.readouterr()
         assert what in errors
         assert not out, "no header without answers"

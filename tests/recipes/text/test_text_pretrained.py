@@ -48,9 +48,9 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", num_rows=240)
 
 
-def trained(tmp_path: Path, model: Path, table: Path, *words: str) -> Run:
+def trained(tmp_path: Path, model: Path, table: Path, *args: str) -> Run:
     recipe = text_recipe()
-    resolved = resolve_config(recipe.Config, [f"model={model}", f"data={table}", "threads=1", *words])
+    resolved = resolve_config(recipe.Config, [f"model={model}", f"data={table}", "threads=1", *args])
     train_recipe(recipe, resolved, run=tmp_path / "run", device="cpu")
     return open_run(tmp_path / "run")
 
@@ -62,14 +62,14 @@ def used(run: Run) -> tuple[Any, Any]:
     return network.eval(), answer
 
 
-@pytest.mark.parametrize("words", [("epochs=8", "lr=3e-3"), ("epochs=8", "lora=4", "lr=1e-2")], ids=["whole", "lora"])
+@pytest.mark.parametrize("args", [("epochs=8", "lr=3e-3"), ("epochs=8", "lora=4", "lr=1e-2")], ids=["whole", "lora"])
 def test_a_run_does_not_need_the_original_folder(
-    tmp_path: Path, model: Path, table: Path, words: tuple[str, ...]
+    tmp_path: Path, model: Path, table: Path, args: tuple[str, ...]
 ) -> None:
-    if words[1].startswith("lora"):
+    if args[1].startswith("lora"):
         pytest.importorskip("peft", reason="LoRA needs the extra lora")
     lent = Path(shutil.copytree(model, tmp_path / "lent"))
-    run = trained(tmp_path, lent, table, *words)
+    run = trained(tmp_path, lent, table, *args)
     shutil.rmtree(lent)
     assert str(tmp_path) not in str(run.metadata)
     assert run.metadata["max_length"] == NUM_POSITIONS
@@ -127,7 +127,7 @@ def test_half_precision_weights_are_trained_in_float32(tmp_path: Path, model: Pa
 
 
 def test_incomplete_or_unsafe_models_are_rejected(tmp_path: Path, model: Path) -> None:
-    def refused(folder: Path) -> str:
+    def load_error(folder: Path) -> str:
         with pytest.raises(WhetError) as error:
             load_pretrained(
                 model_folder(str(folder)), classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1)
@@ -139,18 +139,18 @@ def test_incomplete_or_unsafe_models_are_rejected(tmp_path: Path, model: Path) -
     tensors = load_file(gap / "model.safetensors")
     lost = tensors.pop("encoder.layer.1.output.dense.weight")
     save_file(tensors, gap / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights of its model" in refused(gap)
+    assert "lacks weights of its model" in load_error(gap)
     tensors["encoder.layer.1.output.dense.weight"] = lost[:5]
     save_file(tensors, gap / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights of its model" in refused(gap)
+    assert "lacks weights of its model" in load_error(gap)
     pickled = Path(shutil.copytree(model, tmp_path / "pickled"))
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    assert "no safetensors weights" in refused(pickled)
+    assert "no safetensors weights" in load_error(pickled)
     code = Path(shutil.copytree(model, tmp_path / "code"))
     (code / "modeling.py").write_text("raise SystemExit('code was run')")
     written = '{"model_type": "own", "auto_map": {"AutoConfig": "modeling.Own", "AutoModel": "modeling.Own"}}'
     (code / "config.json").write_text(written)
-    assert "cannot load the model" in refused(code)
+    assert "cannot load the model" in load_error(code)
 
 
 def test_missing_packages_and_models_are_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,16 +201,14 @@ def test_a_real_encoder_ranks_similar_texts() -> None:
     assert float(means[0] @ means[1]) > 0.4 > float(means[0] @ means[2])
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("freeze=embeddings",), ("freeze=2",), ("freeze=encoder",), ("lora=4",)], ids=str
-)
+@pytest.mark.parametrize("args", [(), ("freeze=embeddings",), ("freeze=2",), ("freeze=encoder",), ("lora=4",)], ids=str)
 def test_only_trained_parameters_have_gradients_and_optimizer_state(
-    tmp_path: Path, model: Path, table: Path, words: tuple[str, ...]
+    tmp_path: Path, model: Path, table: Path, args: tuple[str, ...]
 ) -> None:
-    if words == ("lora=4",):
+    if args == ("lora=4",):
         pytest.importorskip("peft", reason="LoRA needs the extra lora")
     recipe = text_recipe()
-    config = resolve_config(recipe.Config, [f"model={model}", f"data={table}", *words]).config
+    config = resolve_config(recipe.Config, [f"model={model}", f"data={table}", *args]).config
     data = recipe.data(config)
     expected = recipe.describe(config, data)
     made = recipe.model(config, data)
@@ -219,7 +217,7 @@ def test_only_trained_parameters_have_gradients_and_optimizer_state(
     parts = predict_memory_parts(expected, micro_batch=1, device="cpu", precision="fp32")
     assert parts is not None
 
-    run = trained(tmp_path, model, table, *words, "epochs=1")
+    run = trained(tmp_path, model, table, *args, "epochs=1")
     (epoch,) = read_events(run, kinds=("epoch",))
     held = epoch.get("state_bytes")
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in made.buffers())
@@ -231,5 +229,5 @@ def test_only_trained_parameters_have_gradients_and_optimizer_state(
     assert (
         f"{held['gradients'] // 4:,} trainable weights"
         in explain_setting(read_plan(run.plan, where="plan"), "memory_gb")
-        or not words
+        or not args
     )

@@ -53,13 +53,13 @@ class Cli:
         self.folder = folder
         self._python = python
 
-    def start(self, *words: object, is_supervised: bool = False) -> Program:
-        alone = ("--max-restarts", "0") if words[0] == "train" and not is_supervised else ()
+    def start(self, *args: object, is_supervised: bool = False) -> Program:
+        alone = ("--max-restarts", "0") if args[0] == "train" and not is_supervised else ()
         env = {**os.environ, "WHET_HOME": str(self.folder / "home")}
-        return self._python.start("-m", "whet", *words, *alone, cwd=self.folder, env=env)
+        return self._python.start("-m", "whet", *args, *alone, cwd=self.folder, env=env)
 
-    def run(self, *words: object, is_supervised: bool = False) -> tuple[int, str, str]:
-        done = self.start(*words, is_supervised=is_supervised).wait()
+    def run(self, *args: object, is_supervised: bool = False) -> tuple[int, str, str]:
+        done = self.start(*args, is_supervised=is_supervised).wait()
         return done.returncode, done.stdout, done.stderr
 
 
@@ -113,8 +113,8 @@ def test_an_evaluation_has_the_confusion_matrix_and_mistakes(table: Path, shape:
     for rows in torch.arange(len(data.val["label"])).split(16):
         tokens, lengths = data.val["tokens"], data.val["tokens"].lengths[rows]
         longest, total = int(lengths.max()), int(lengths.sum())
-        cut = tokens.padded(rows, length=longest) if shape == "padded" else None
-        field = cut or tokens.packed(rows, max_length=longest, total=total)
+        padded = tokens.padded(rows, length=longest) if shape == "padded" else None
+        field = padded or tokens.packed(rows, max_length=longest, total=total)
         micro_batches.append(MicroBatch(fields={"tokens": field, "label": data.val["label"][rows]}, ids=rows.numpy()))
     with torch.no_grad():
         found = recipe.evaluate(model, iter(micro_batches))

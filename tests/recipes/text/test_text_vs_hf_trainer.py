@@ -30,10 +30,10 @@ def test_losses_equal_those_of_the_hf_trainer(tmp_path: Path) -> None:
     folder = write_tiny_bert(tmp_path / "model")
     table = write_rows(tmp_path / "pairs.jsonl", num_rows=210, has_pairs=True)
     recipe = text_recipe()
-    words = (f"model={folder}", f"data={table}", "pair_column=sentence2", f"global_batch_size={BATCH}", "dropout=0")
+    args = (f"model={folder}", f"data={table}", "pair_column=sentence2", f"global_batch_size={BATCH}", "dropout=0")
     # Two micro-batches and packing must not matter.
     how = ("lr=3e-3", "warmup_steps=0", f"max_steps={NUM_STEPS}", "epochs=9", "micro_batch=4", "threads=1", "seed=3")
-    resolved = resolve_config(recipe.Config, [*words, *how])
+    resolved = resolve_config(recipe.Config, [*args, *how])
     corpus, data = load_corpus(resolved.config).corpus, recipe.data(resolved.config)
     seed_everything(resolved.config.seed)
     network = copy.deepcopy(as_pretrained(recipe.model(resolved.config, data)).network)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_losses_equal_those_of_the_hf_trainer(tmp_path: Path) -> None:
     assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) < 1e-4
     assert sum(ours[-10:]) < 0.8 * sum(ours[:10]), "a model that learns nothing would agree too"
     longest = max(len(sample["input_ids"]) for sample in samples)
-    assert longest == 24, "some texts are cut"
+    assert longest == 24, "some texts are truncated"
     assert any(1 in sample["token_type_ids"] for sample in samples)
 
 
