@@ -15,6 +15,9 @@ from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe, validate_recipe
 from whet.recipes.runner import prepare_recipe, train_recipe
 
 
+pytestmark = pytest.mark.torch
+
+
 class Minimal(Recipe):
     """Only what is required."""
 
