@@ -152,7 +152,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     run = train(kind, [*words, f"epochs={epochs}", *last], scratch / kind, given)
     seconds = time.perf_counter() - began
     kept = open_run(run).kept
-    speaker = ChatRecipe().speak(kept)
+    speaker = ChatRecipe().load_generator(kept)
     step = load_weights(run, speaker.model, checkpoint="best")
     device.put_model(speaker.model)
     with torch.no_grad():

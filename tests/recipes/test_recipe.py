@@ -14,7 +14,6 @@ from whet.config.resolve import resolve_config
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe, validate_recipe
 from whet.recipes.runner import prepare_recipe, train_recipe
 
-
 pytestmark = pytest.mark.torch
 
 

@@ -204,7 +204,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
     opened = open_run(run)
     # Built-in recipes only: a run folder may come from anywhere and must not decide which code is executed.
     recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
-    if recipe is None or not recipe.supports("speak"):
+    if recipe is None or not recipe.supports("load_generator"):
         raise UsageError(
             "this is not a chat run", got=f"a run of {opened.header.recipe}", try_="a run of whet train chat"
         )
@@ -214,7 +214,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
 
     place = open_device(device).device
     try:
-        model: Responder = recipe.speak(opened.metadata)
+        model: Responder = recipe.load_generator(opened.metadata)
     except (KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None

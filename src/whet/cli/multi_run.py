@@ -103,7 +103,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     from whet.cli import output
     from whet.device.environment import configure_before_torch
 
-    if not recipe.supports("improve"):
+    if not recipe.supports("train_by_self_play"):
         raise UsageError(f"{recipe.name} has no self-play", got="selfplay=True", try_="whet train hex selfplay=True")
     if resolved.is_batch_open:
         raise UsageError(
@@ -133,7 +133,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             line.say(f"{recipe.name}: {text}")
 
     try:
-        code: int = recipe.improve(
+        code: int = recipe.train_by_self_play(
             resolved, folder=path, device=device, command=command, message=say, on_event=on_event
         )
     except KeyboardInterrupt:

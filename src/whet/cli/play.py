@@ -139,10 +139,10 @@ def arena(
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(game)
-    if not recipe.supports("hold_contest"):
+    if not recipe.supports("play_match"):
         raise UsageError(f"{game} is not a game", got=game, try_="hex")
     with _game_counter() as watch:
-        result = recipe.hold_contest(
+        result = recipe.play_match(
             player_a,
             player_b,
             num_games=games,

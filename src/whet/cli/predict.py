@@ -146,8 +146,8 @@ def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, devic
 
     loaded = load_run_recipe(opened, given=recipe)
     if not loaded.supports("predict"):
-        can_speak = loaded.supports("speak")
-        way = f'whet generate {opened.path} --prompt "..."' if can_speak else "a method predict()"
+        can_generate = loaded.supports("load_generator")
+        way = f'whet generate {opened.path} --prompt "..."' if can_generate else "a method predict()"
         raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_=way)
 
     from whet.device.open import open_device

@@ -121,7 +121,7 @@ def _use_commands(path: Path, run: str, recipe: "Recipe") -> Iterator[tuple[str,
     question = recipe.example_input(open_run(path).metadata)
     if question:
         yield f'whet predict {run} "{question}"', "use the model"
-    if recipe.supports("hold_contest"):
+    if recipe.supports("play_match"):
         yield f"whet play {run}", "play against it in the browser"
-    if recipe.supports("speak"):
+    if recipe.supports("load_generator"):
         yield f"whet chat {run}", "chat with it; whet serve offers it to other programs"

@@ -161,7 +161,7 @@ class Recipe:
         """Return an input to suggest for `whet predict` after training; None for no suggestion."""
         return None
 
-    def speak(self, metadata: dict[str, Any]) -> Any:  # noqa: ARG002
+    def load_generator(self, metadata: dict[str, Any]) -> Any:  # noqa: ARG002
         """Return the text generator for `whet generate`, `whet chat` and `whet serve`."""
         raise self._unsupported("generate text")
 
@@ -173,11 +173,11 @@ class Recipe:
         """Write the model in the format `to` for `whet export`, and return what the export manifest should say."""
         raise self._unsupported("export its model")
 
-    def hold_contest(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
+    def play_match(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
         """Play two players against each other for `whet arena`."""
         raise self._unsupported("be played")
 
-    def improve(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
+    def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
         """Train by self-play, and return the exit code."""
         raise self._unsupported("train by self-play")
 

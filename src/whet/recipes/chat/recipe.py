@@ -95,7 +95,7 @@ class ChatRecipe(Recipe):
         # Prepared folders do not change by themselves; the embedded data changes with whet and Python.
         return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
-    def speak(self, metadata: dict[str, Any]) -> "Responder":
+    def load_generator(self, metadata: dict[str, Any]) -> "Responder":
         """Return a responder whose model has no weights yet."""
         from whet.recipes.chat.responder import restore_responder
 

@@ -79,12 +79,12 @@ class HexRecipe(Recipe):
     def metadata(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
         return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}
 
-    def hold_contest(self, one: str, two: str, **options: Any) -> "Contest":
+    def play_match(self, one: str, two: str, **options: Any) -> "Contest":
         from whet.recipes.hex.arena import hold_contest
 
         return hold_contest(one, two, **options)
 
-    def improve(self, resolved: "ResolvedConfig[HexConfig]", **options: Any) -> int:
+    def train_by_self_play(self, resolved: "ResolvedConfig[HexConfig]", **options: Any) -> int:
         from whet.recipes.hex.self_play import SelfPlay
 
         return SelfPlay(resolved=resolved, **options).run()
