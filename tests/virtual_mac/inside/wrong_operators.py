@@ -17,8 +17,8 @@ from whet.device.open import open_device  # noqa: E402
 from whet.doctor.check import DeviceUnderTest  # noqa: E402
 from whet.doctor.runner import load_checks, run_check_safely  # noqa: E402
 
-GROUPS = ("operators", "hazards", "parity", "resume")
-CASES = {case.name: case for group in GROUPS for case in load_checks(f"whet.doctor.checks.{group}:CASES")}
+TABLES = ("operators:CHECKS", "hazards:CHECKS", "training:PARITY", "training:RESUME")
+CHECKS = {check.name: check for table in TABLES for check in load_checks(f"whet.doctor.checks.{table}")}
 ATTENTION = f.scaled_dot_product_attention
 
 
@@ -116,14 +116,27 @@ def _wrong_gradient(func, x, *rest, **options):
     return func(x, *rest, **options)
 
 
+class _UnrestorableGenerator:
+    """The device's generator, whose state is never restored."""
+
+    def __init__(self, generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name):
+        return getattr(self._generator, name)
+
+    def set_state(self, _state) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def forgets_the_generator():
-    kept = MpsDevice.set_rng_state
-    MpsDevice.set_rng_state = lambda *_: None
+    own = MpsDevice.generator
+    MpsDevice.generator = property(lambda device: _UnrestorableGenerator(own.fget(device)))
     try:
         yield
     finally:
-        MpsDevice.set_rng_state = kept
+        MpsDevice.generator = own
 
 
 FAULTS = {
@@ -152,9 +165,9 @@ def main() -> None:
     place = DeviceUnderTest(device=open_device("mps").device, name="mps", is_virtual=True)
     found = {}
     for name, fault in FAULTS.items():
-        without = run_check_safely(CASES[name], place)
+        without = run_check_safely(CHECKS[name], place)
         with fault:
-            found[name] = {"without": without.verdict, "with": run_check_safely(CASES[name], place).verdict}
+            found[name] = {"without": without.verdict, "with": run_check_safely(CHECKS[name], place).verdict}
     print(json.dumps(found), flush=True)
     os._exit(0)
 
