@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from hex_solver import Solver
 from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, EMPTY, RED
 from whet.recipes.hex.game.players import TwoDistancePlayer, best_moves
 from whet.recipes.hex.game.rules import Positions, legal, play, winners
-from whet.recipes.hex.game.solver import Solver
 from whet.recipes.hex.game.symmetry import SYMMETRIES, transform
 
 # Blue wins after these first moves: on 2x2 and 4x4 the short diagonal, on 3x3 the middle row as well.

@@ -1,1 +1,1 @@
-"""Hex: nets that say where to play and who wins."""
+"""Hex: the game (game/), playing it (play/), and training nets for it."""
