@@ -1,4 +1,4 @@
-"""The idea of whet in 100 lines of plain PyTorch: probe, plan, train, report. It does not import whet.
+"""The idea of whet in 100 lines of plain PyTorch: probe, plan, train, report. It uses torch only.
 
 python examples/tiny_whet.py
 """
