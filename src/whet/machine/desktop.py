@@ -76,8 +76,8 @@ def desktop_command(title: str, text: str, *, platform: str = sys.platform) -> t
         return None, "no desktop here (DISPLAY is not set), and no terminal"
     program = shutil.which("notify-send")
     # Desktops interpret markup such as <b> in the text.
-    words = ["--app-name=whet", "--", title, escape(text, quote=False)]
-    return ([program, *words], None) if program else (None, "no notify-send here")
+    arguments = ["--app-name=whet", "--", title, escape(text, quote=False)]
+    return ([program, *arguments], None) if program else (None, "no notify-send here")
 
 
 def escape_sequence(title: str, text: str, *, kind: str) -> str:

@@ -174,7 +174,7 @@ def hides_all_gpus(visible_devices: str | None) -> bool:
 
 def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) -> MissingDevice:
     cause = next(cause for cause in causes if cause.applies(facts))
-    words = {
+    values = {
         "version": facts.torch.version or "",
         "error": facts.torch.error or "",
         "macos": facts.os.version or "",
@@ -183,7 +183,7 @@ def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) 
         "cuda_error": facts.torch.cuda_error or "torch gives no reason",
         "build": facts.torch.cuda_build or "",
     }
-    return MissingDevice(device=device, reason=cause.reason.format(**words), fix=cause.fix.format(**words))
+    return MissingDevice(device=device, reason=cause.reason.format(**values), fix=cause.fix.format(**values))
 
 
 def _is_old_macos(facts: DeviceFacts) -> bool:
