@@ -12,7 +12,7 @@ _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
 def format_bytes(num_bytes: float) -> str:
     """Format bytes, with one decimal below 100 of a unit unless it is zero.
 
-    >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(6.01 * 1024**2), show_bytes(512)
+    >>> format_bytes(5726623061), format_bytes(8 * GB), format_bytes(6.01 * 1024**2), format_bytes(512)
     ('5.3 GB', '8 GB', '6 MB', '512 B')
     """
     for unit, size in _BYTE_STEPS:
@@ -26,7 +26,7 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration in a readable unit.
 
-    >>> show_seconds(0.0042), show_seconds(38), show_seconds(14 * 60), show_seconds(2 * 3600 + 5 * 60)
+    >>> format_seconds(0.0042), format_seconds(38), format_seconds(14 * 60), format_seconds(2 * 3600 + 5 * 60)
     ('4 ms', '38 s', '14 min', '2 h 5 min')
     """
     if not math.isfinite(seconds):
@@ -48,7 +48,7 @@ def format_seconds(seconds: float) -> str:
 def format_count(count: float) -> str:
     """Format a count; millions and billions are shortened.
 
-    >>> show_count(109_482_240), show_count(7320)
+    >>> format_count(109_482_240), format_count(7320)
     ('109.5 M', '7,320')
     """
     for unit, size in _COUNT_STEPS:
@@ -60,7 +60,7 @@ def format_count(count: float) -> str:
 def format_plural(count: int, noun: str) -> str:
     """Format a count with its noun.
 
-    >>> show_some(1, "row"), show_some(1200, "row")
+    >>> format_plural(1, "row"), format_plural(1200, "row")
     ('1 row', '1,200 rows')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -69,7 +69,7 @@ def format_plural(count: int, noun: str) -> str:
 def format_percent(share: float, digits: int = 0) -> str:
     """Format a fraction in percent.
 
-    >>> show_share(0.5), show_share(0.1304, 1)
+    >>> format_percent(0.5), format_percent(0.1304, 1)
     ('50 %', '13.0 %')
     """
     return f"{100 * share:.{digits}f} %"

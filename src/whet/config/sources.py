@@ -125,8 +125,8 @@ def parse_args(args: Iterable[str]) -> ParsedArgs:
 
     `+key=value` and `++key=value` set a key too (as in Hydra); `~key` resets it to its default.
 
-    >>> read_words(["lr=1e-4", "arch.layers=4", "data_paths=[a,b]", "ema=True", "seed=7", "~seed"])
-    Words(values={'lr': 0.0001, 'arch.layers': 4, 'data_paths': ['a', 'b'], 'ema': True}, dropped=('seed',))
+    >>> parse_args(["lr=1e-4", "arch.layers=4", "data_paths=[a,b]", "ema=True", "seed=7", "~seed"])
+    ParsedArgs(values={'lr': 0.0001, 'arch.layers': 4, 'data_paths': ['a', 'b'], 'ema': True}, dropped=('seed',))
     """
     values: dict[str, Any] = {}
     dropped: dict[str, None] = {}
@@ -154,7 +154,7 @@ def _is_file(word: str) -> bool:
 def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
     """Parse a value: null, true or false, a number, a list, or else the text itself.
 
-    >>> read_value("1e-4", ""), read_value("null", ""), read_value("[1,[a,'b,c']]", ""), read_value("3.0", "")
+    >>> parse_value("1e-4", ""), parse_value("null", ""), parse_value("[1,[a,'b,c']]", ""), parse_value("3.0", "")
     (0.0001, None, [1, ['a', 'b,c']], 3.0)
     """
     text = text.strip()

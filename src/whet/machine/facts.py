@@ -64,7 +64,7 @@ class TorchFacts(FrozenModel):
     def is_before(self, major: int, minor: int) -> bool | None:
         """Whether torch is older than that release; None if its version is unknown.
 
-        >>> [Torch(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
+        >>> [TorchFacts(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
         [False, True, None]
         """
         parts = (self.version or "").split(".")
