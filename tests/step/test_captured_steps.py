@@ -1,7 +1,4 @@
-"""Captured steps, simulated on the CPU: operators are noted, undone and run again; Python is not asked in a replay.
-
-That CUDA behaves so is for tests/device/test_cuda_graphs.py, which needs a GPU.
-"""
+"""Captured steps, with graphs simulated on the CPU. tests/device/test_cuda_graphs.py tests CUDA itself."""
 
 import functools
 import random
@@ -12,36 +9,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import whet
-from small_models import TokenModel, convnet, images, ragged_tokens
-from whet.autotune.step_bench import ProbeFailedError
+from captured_steps import Norm, assert_same, mean_loss, plain_loss, rows, waits
+from small_models import TokenModel, ragged_tokens
 from whet.data.columns import as_columns
 from whet.data.split import BatchSplitter
-from whet.device.cpu import CpuDevice
-from whet.device.fake import FakeDevice, SimulatedGraphs
+from whet.device.fake import FakeDevice
 from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.chat.model import build_model, next_token_loss
-from whet.run.events import History
 from whet.step.ema import Ema
 from whet.step.graphs import MAX_CAPTURED_SHAPES, GraphedStepper
 from whet.step.optimizers import OptimizerChoice, build_optimizer, set_learning_rate
 from whet.step.step import Stepper, WrongReplayError
-from whet.training.step_bench import LocalStepBench
 
 pytestmark = pytest.mark.torch
 
 RATES = [1.0, 0.5, 0.25, 0.9, 0.1, 0.7, 0.3, 0.6]
-
-
-class Norm(nn.Module):
-    """BatchNorm and dropout: what a forward pass writes to and draws."""
-
-    def __init__(self, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
-
-    def forward(self, x):
-        return self.net(x)
 
 
 def a_stepper(model, *, is_graphed, optimizer=None, ema=False, choice="adamw", **how):
@@ -85,12 +67,6 @@ def state_of(stepper):
     return {**state, "rng": torch.get_rng_state()}
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-
-
 def pair_of(make, **how):
     """The same model twice: run as it is, and captured."""
     steppers = []
@@ -100,21 +76,12 @@ def pair_of(make, **how):
     return steppers
 
 
-def rows(num_samples=40):
-    torch.manual_seed(1)
-    return torch.randn(num_samples, 6), torch.randint(0, 3, (num_samples,))
-
-
-def mean_loss(model):
-    return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
-
-
 # --- the same training ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["adamw", "sgd"])
 @pytest.mark.parametrize("micro_batch", [8, 3])
-def test_simulated_replays_train_as_steps_that_run_do_bit_for_bit(choice, micro_batch):
+def test_replays_train_bit_identically_to_eager_steps(choice, micro_batch):
     plain, graphed = pair_of(Norm, ema=True, choice=choice)
     data = rows()
     expected = train(plain, mean_loss(plain.model), data, steps=12, micro_batch=micro_batch)
@@ -126,7 +93,7 @@ def test_simulated_replays_train_as_steps_that_run_do_bit_for_bit(choice, micro_
 
 
 @pytest.mark.parametrize("micro_batch", [4, 2])
-def test_simulated_replays_weigh_tokens_over_few_shapes(micro_batch):
+def test_replays_weight_tokens_with_few_shapes(micro_batch):
     plain, graphed = pair_of(TokenModel)
     # Its own way to packed samples has shapes that depend on values; this one has not.
     data = {"tokens": ragged_tokens(60, longest=24, seed=3)}
@@ -151,7 +118,7 @@ def token_loss(model):
 
 @pytest.mark.parametrize("kind", ["trm", "gpt"])
 @pytest.mark.parametrize("micro_batch", [8, 3])
-def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batch):
+def test_replays_train_a_chat_model(kind, micro_batch):
     """Rule K3 captures chat: with documents of any place in a row, dropout, an average and several passes."""
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
     plain, graphed = pair_of(lambda: build_model(arch, vocab_size=20, dropout=0.2), ema=True)
@@ -167,7 +134,7 @@ def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batc
     assert (graphed.num_captured, graphed.graph_obstacle) == (1, None)
 
 
-def test_a_simulated_replay_scales_losses_as_a_step_does():
+def test_replays_scale_the_loss():
     plain, graphed = pair_of(lambda: Norm(0.0), loss_scaling="dynamic")
     data = rows()
     data[0][5] = 1e30  # Some steps overflow, are left out, and halve the scale.
@@ -182,7 +149,7 @@ def test_a_simulated_replay_scales_losses_as_a_step_does():
     assert graphed.num_captured == 1
 
 
-def test_a_share_in_a_tensor_averages_with_the_same_bits():
+def test_ema_share_in_a_tensor_gives_the_same_bits():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         model = nn.Linear(7, 5).to(dtype)
@@ -198,7 +165,7 @@ def test_a_share_in_a_tensor_averages_with_the_same_bits():
 # --- what Python decides ----------------------------------------------------------------------------------------------
 
 
-def test_a_simulated_replay_follows_modes_frozen_layers_hyperparameters_and_numbers_in_the_loss():
+def test_replays_follow_modes_frozen_layers_hyperparameters_and_loss_constants():
     def follow(stepper):
         model, weight = stepper.model, [1.0]
 
@@ -233,7 +200,7 @@ def test_a_simulated_replay_follows_modes_frozen_layers_hyperparameters_and_numb
     assert graphed.graph_obstacle is None
 
 
-def test_a_number_deep_in_python_is_found_out_by_looking():
+def test_a_hidden_change_of_the_loss_is_detected():
     class Deep:
         factor = 1.0
 
@@ -251,7 +218,7 @@ def test_a_number_deep_in_python_is_found_out_by_looking():
     assert "a graph does not see" in graphed.graph_obstacle
 
 
-def test_weights_and_state_that_lie_elsewhere_are_never_replayed():
+def test_moved_weights_and_state_are_captured_again():
     plain, graphed = pair_of(Norm)
     data = rows()
 
@@ -273,7 +240,7 @@ def test_weights_and_state_that_lie_elsewhere_are_never_replayed():
     assert graphed.num_captured == 1
 
 
-def test_more_shapes_than_are_kept_run_as_they_are():
+def test_shapes_above_the_limit_run_eagerly():
     plain, graphed = pair_of(lambda: Norm(0.0))
     data = rows(64)
 
@@ -314,7 +281,7 @@ def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_another_shape_is_captured_without_running_first_unless_it_must_compile(is_compiled):
+def test_another_shape_is_captured_without_an_eager_step_unless_it_must_compile(is_compiled):
     plain, graphed = pair_of(lambda: Norm(0.0))
     graphed._runs_eagerly_first = graphed._is_compiled = is_compiled
     data, calls = rows(64), []
@@ -376,11 +343,6 @@ class Restless(Norm):
         return super().forward(x)
 
 
-def waits(model, micro):
-    each = functional.cross_entropy(model(micro.x), micro.y, reduction="none")
-    return each.mean() if float(each.detach().max()) > 0 else each.sum()
-
-
 def depends_on_values(model, micro):
     losses = functional.cross_entropy(model(micro.x), micro.y, reduction="none")
     return losses[losses > 0].mean()
@@ -398,10 +360,6 @@ def reads_ids(model, micro):
     return functional.cross_entropy(model(micro.x), micro.y) * (1 + float(micro.ids.sum()))
 
 
-def plain_loss(model, micro):
-    return functional.cross_entropy(model(micro.x), micro.y)
-
-
 @pytest.mark.parametrize(
     ("model", "loss", "reason"),
     [
@@ -413,7 +371,7 @@ def plain_loss(model, micro):
         (Restless, plain_loss, "replaces the buffer 'calls'"),
     ],
 )
-def test_what_cannot_be_captured_runs_as_it_is_with_the_reason_and_the_same_bits(model, loss, reason):
+def test_uncapturable_steps_run_eagerly_with_a_reason_and_the_same_bits(model, loss, reason):
     plain, graphed = pair_of(model)
     data, results = rows(), []
     for stepper in (plain, graphed):
@@ -426,7 +384,7 @@ def test_what_cannot_be_captured_runs_as_it_is_with_the_reason_and_the_same_bits
     assert reason in graphed.graph_obstacle
 
 
-def test_hooks_and_optimizers_that_keep_numbers_on_the_host_are_not_captured():
+def test_hooks_and_host_state_of_optimizers_prevent_capture():
     def refusal(model, optimizer=None, **how):
         stepper = a_stepper(model, is_graphed=True, optimizer=optimizer, **how)
         train(stepper, mean_loss(model), rows(), steps=3)
@@ -458,7 +416,7 @@ class Stumbles(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_a_capture_that_fails_in_the_update_leaves_nothing_half_done():
+def test_a_capture_that_fails_in_the_update_changes_nothing():
     results = []
     for kind, is_graphed in ((torch.optim.AdamW, False), (Stumbles, True)):
         torch.manual_seed(0)
@@ -472,220 +430,10 @@ def test_a_capture_that_fails_in_the_update_leaves_nothing_half_done():
     assert_same(results[1][1], results[0][1])
 
 
-def test_shapes_that_never_come_again_are_given_up():
+def test_shapes_that_never_repeat_disable_graphs():
     stepper = a_stepper(Norm(0.0), is_graphed=True)
     loss = mean_loss(stepper.model)
     data = rows(80)
     for number in range(1, 66):
         stepper(loss, micros_of(data, np.arange(number + 1), micro_batch=80), num_samples=number + 1, step=number)
     assert stepper.graph_obstacle == "no shape repeated in 64 steps"
-
-
-# --- in a run ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Simulated: the CPU captures steps too."""
-    monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
-
-
-def run(path, model=None, *, loss=None, graph="on", overrides=None, on_event=None, **options):
-    torch.manual_seed(0)
-    model = model or convnet(dropout=0.2)
-    whet.train(
-        model,
-        images(64, seed=0),
-        loss=functools.partial(loss or plain_loss, model),
-        optimizer=OptimizerChoice(lr=1e-2),
-        run=path,
-        on_event=on_event,
-        measure=False,
-        **{
-            "device": "cpu",
-            "global_batch_size": 12,
-            "epochs": 4,
-            "ema": True,
-            "seed": 1,
-            "overrides": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
-            **options,
-        },
-    )
-    return model
-
-
-def losses_of(path):
-    return [(e.step, e.fields["loss"]) for e in History(whet.open_run(path)).events(kinds=("step",))]
-
-
-def changes_of(path):
-    events = History(whet.open_run(path)).events(kinds=("plan",))
-    return [event.fields["message"] for event in events if "message" in event.fields]
-
-
-def test_a_simulated_run_with_graphs_is_the_run_without_and_resumes_bit_for_bit(graphs, tmp_path):
-    whole, plain = run(tmp_path / "whole"), run(tmp_path / "plain", graph="off")
-    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
-    run(tmp_path / "twice", max_steps=9)
-    resumed = run(tmp_path / "twice", max_steps=None)
-    assert losses_of(tmp_path / "twice") == losses_of(tmp_path / "whole")
-    for model in (plain, resumed):
-        assert_same(model.state_dict(), whole.state_dict())
-    assert not changes_of(tmp_path / "whole")
-    phases = {
-        phase
-        for e in History(whet.open_run(tmp_path / "whole")).events(kinds=("step",))
-        for phase in e.fields["seconds"]
-    }
-    assert "graph" in phases, "nothing was replayed"
-
-
-def test_a_run_that_cannot_be_captured_says_it_once_and_its_plan_why(graphs, tmp_path):
-    told = []
-    run(tmp_path / "run", loss=waits, on_event=lambda kind, fields: told.append((kind, fields)))
-    reason = "the step waits for the device, at _local_scalar_dense"
-    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
-    assert [fields["message"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
-    setting = whet.open_run(tmp_path / "run").plan["settings"]["graph"]
-    assert (setting["value"], setting["reason"]) == ("off", reason)
-
-
-def test_a_device_without_graphs_says_so_and_trains(tmp_path):
-    run(tmp_path / "run", max_steps=3)
-    assert changes_of(tmp_path / "run") == ["steps are not captured as graphs: cpu cannot capture a step"]
-
-
-def test_activations_that_are_computed_again_are_not_captured(graphs, tmp_path):
-    run(tmp_path / "run", max_steps=3, overrides={"activation_checkpointing": "on"})
-    assert "activation checkpointing restores generators" in changes_of(tmp_path / "run")[0]
-
-
-def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path):
-    for graph in ("on", "off"):
-        calls = []
-
-        def breaks_once(model, micro, calls=calls):
-            calls.append(len(micro))
-            return functional.cross_entropy(model(micro.x), micro.y)
-
-        torch.manual_seed(0)
-        model = convnet()
-        with whet.Session(
-            model,
-            OptimizerChoice(lr=1e-2),
-            images(64, seed=0),
-            run=tmp_path / graph,
-            device="cpu",
-            global_batch_size=16,
-            epochs=4,
-            seed=1,
-            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 4},
-        ) as session:
-            has_broken = False
-            for batch in session:
-                session.step(functools.partial(breaks_once, model), batch)
-                if session.state.step == 9 and not has_broken:
-                    has_broken = True
-                    with torch.no_grad():
-                        model[0].weight.fill_(float("nan"))
-        assert session.state.step == 16
-    events = History(whet.open_run(tmp_path / "on")).events(kinds=("resume", "skip"))
-    assert any(event.fields.get("rollback_reason") for event in events)
-    assert dict(losses_of(tmp_path / "on")) == dict(losses_of(tmp_path / "off"))
-
-
-def test_a_wrong_replay_goes_back_to_the_checkpoint_and_the_run_ends_as_it_should(graphs, tmp_path):
-    class Deep:
-        factor = 1.0
-
-    finals = []
-    for graph in ("on", "off"):
-        torch.manual_seed(0)
-        model, deep = convnet(), Deep()
-
-        def loss(micro, model=model, deep=deep):
-            return functional.cross_entropy(model(micro.x), micro.y) * deep.factor
-
-        with whet.Session(
-            model,
-            OptimizerChoice(lr=1e-2),
-            images(64, seed=0),
-            run=tmp_path / graph,
-            device="cpu",
-            global_batch_size=16,
-            epochs=4,
-            seed=1,
-            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
-        ) as session:
-            for batch in session:
-                # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
-                deep.factor = 2.0 if session.state.step >= 4 else 1.0
-                session.step(loss, batch)
-        finals.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    assert "a graph does not see" in changes_of(tmp_path / "on")[0]
-    assert_same(finals[0], finals[1])
-
-
-@pytest.mark.parametrize(
-    ("samples", "failing", "reason"),
-    [
-        (12, [2], "capturing failed: RuntimeError: CUDA out of memory."),
-        (4, [1, 2], "memory ran out, and graphs hold some"),
-    ],
-)
-def test_memory_that_runs_out_gives_graphs_back(graphs, tmp_path, samples, failing, reason):
-    """In the capture of a shape that has run, or in both the capture and the run of another one."""
-    calls = []
-
-    def hungry(model, micro):
-        calls.append(len(micro))
-        if calls[-1] == samples and calls.count(samples) in failing:
-            raise RuntimeError("CUDA out of memory.")
-        return plain_loss(model, micro)
-
-    run(tmp_path / "run", loss=hungry, epochs=1)
-    run(tmp_path / "plain", graph="off", epochs=1)
-    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
-
-
-# --- measured ---------------------------------------------------------------------------------------------------------
-
-
-def a_rig(model, loss, data):
-    from whet.device.open import current_machine
-    from whet.plan.plan import make_plan
-    from whet.training.training_config import parse_training_config
-    from whet.training.workload import describe_workload
-
-    training = parse_training_config({"global_batch_size": 16, "epochs": 2, "ema": True})
-    machine, conditions = current_machine()
-    plan = make_plan(
-        machine,
-        describe_workload(model, data, training, recipe="net"),
-        overrides={"device": "cpu"},
-        conditions=conditions,
-    )
-    return LocalStepBench(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
-
-
-def test_a_rig_measures_simulated_graphs_and_a_refusal_is_the_trials_reason(graphs):
-    model = Norm()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with a_rig(model, mean_loss(model), rows(80)) as rig:
-        plain, graphed = rig.prepare({}, seconds=30), rig.prepare({"graph": "on"}, seconds=30)
-        for index in range(4):
-            assert plain.step(index) > 0
-            assert graphed.step(index) > 0
-        assert graphed.preparation_seconds > 0
-        graphed.close()
-        plain.close()
-    with a_rig(model, functools.partial(waits, model), rows(80)) as rig:
-        with pytest.raises(ProbeFailedError) as failed:
-            rig.prepare({"graph": "on"}, seconds=30)
-        assert "waits for the device" in failed.value.reason
-    assert_same(model.state_dict(), before)
-
-
-def test_other_devices_say_that_they_have_no_graphs():
-    assert CpuDevice().graphs() is None

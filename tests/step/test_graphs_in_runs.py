@@ -1,0 +1,226 @@
+"""Captured steps in whole runs and in measurements, with graphs simulated on the CPU."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+
+import whet
+from captured_steps import Norm, assert_same, mean_loss, plain_loss, rows, waits
+from small_models import convnet, images
+from whet.autotune.step_bench import ProbeFailedError
+from whet.device.cpu import CpuDevice
+from whet.device.fake import SimulatedGraphs
+from whet.run.events import History
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Simulated: the CPU captures steps too."""
+    monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
+
+
+def run(path, model=None, *, loss=None, graph="on", overrides=None, on_event=None, **options):
+    torch.manual_seed(0)
+    model = model or convnet(dropout=0.2)
+    whet.train(
+        model,
+        images(64, seed=0),
+        loss=functools.partial(loss or plain_loss, model),
+        optimizer=OptimizerChoice(lr=1e-2),
+        run=path,
+        on_event=on_event,
+        measure=False,
+        **{
+            "device": "cpu",
+            "global_batch_size": 12,
+            "epochs": 4,
+            "ema": True,
+            "seed": 1,
+            "overrides": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
+            **options,
+        },
+    )
+    return model
+
+
+def losses_of(path):
+    return [(e.step, e.fields["loss"]) for e in History(whet.open_run(path)).events(kinds=("step",))]
+
+
+def changes_of(path):
+    events = History(whet.open_run(path)).events(kinds=("plan",))
+    return [event.fields["message"] for event in events if "message" in event.fields]
+
+
+def test_a_run_with_graphs_equals_one_without_and_resumes_bit_for_bit(graphs, tmp_path):
+    whole, plain = run(tmp_path / "whole"), run(tmp_path / "plain", graph="off")
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
+    run(tmp_path / "twice", max_steps=9)
+    resumed = run(tmp_path / "twice", max_steps=None)
+    assert losses_of(tmp_path / "twice") == losses_of(tmp_path / "whole")
+    for model in (plain, resumed):
+        assert_same(model.state_dict(), whole.state_dict())
+    assert not changes_of(tmp_path / "whole")
+    phases = {
+        phase
+        for e in History(whet.open_run(tmp_path / "whole")).events(kinds=("step",))
+        for phase in e.fields["seconds"]
+    }
+    assert "graph" in phases, "nothing was replayed"
+
+
+def test_an_uncapturable_run_logs_the_reason_once_and_in_its_plan(graphs, tmp_path):
+    told = []
+    run(tmp_path / "run", loss=waits, on_event=lambda kind, fields: told.append((kind, fields)))
+    reason = "the step waits for the device, at _local_scalar_dense"
+    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
+    assert [fields["message"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
+    setting = whet.open_run(tmp_path / "run").plan["settings"]["graph"]
+    assert (setting["value"], setting["reason"]) == ("off", reason)
+
+
+def test_a_device_without_graphs_logs_that_and_trains(tmp_path):
+    run(tmp_path / "run", max_steps=3)
+    assert changes_of(tmp_path / "run") == ["steps are not captured as graphs: cpu cannot capture a step"]
+
+
+def test_activation_checkpointing_prevents_capture(graphs, tmp_path):
+    run(tmp_path / "run", max_steps=3, overrides={"activation_checkpointing": "on"})
+    assert "activation checkpointing restores generators" in changes_of(tmp_path / "run")[0]
+
+
+def test_a_run_with_graphs_rolls_back_from_nan(graphs, tmp_path):
+    for graph in ("on", "off"):
+        calls = []
+
+        def breaks_once(model, micro, calls=calls):
+            calls.append(len(micro))
+            return functional.cross_entropy(model(micro.x), micro.y)
+
+        torch.manual_seed(0)
+        model = convnet()
+        with whet.Session(
+            model,
+            OptimizerChoice(lr=1e-2),
+            images(64, seed=0),
+            run=tmp_path / graph,
+            device="cpu",
+            global_batch_size=16,
+            epochs=4,
+            seed=1,
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 4},
+        ) as session:
+            has_broken = False
+            for batch in session:
+                session.step(functools.partial(breaks_once, model), batch)
+                if session.state.step == 9 and not has_broken:
+                    has_broken = True
+                    with torch.no_grad():
+                        model[0].weight.fill_(float("nan"))
+        assert session.state.step == 16
+    events = History(whet.open_run(tmp_path / "on")).events(kinds=("resume", "skip"))
+    assert any(event.fields.get("rollback_reason") for event in events)
+    assert dict(losses_of(tmp_path / "on")) == dict(losses_of(tmp_path / "off"))
+
+
+def test_a_wrong_replay_rolls_back_and_the_run_ends_correctly(graphs, tmp_path):
+    class Deep:
+        factor = 1.0
+
+    finals = []
+    for graph in ("on", "off"):
+        torch.manual_seed(0)
+        model, deep = convnet(), Deep()
+
+        def loss(micro, model=model, deep=deep):
+            return functional.cross_entropy(model(micro.x), micro.y) * deep.factor
+
+        with whet.Session(
+            model,
+            OptimizerChoice(lr=1e-2),
+            images(64, seed=0),
+            run=tmp_path / graph,
+            device="cpu",
+            global_batch_size=16,
+            epochs=4,
+            seed=1,
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
+        ) as session:
+            for batch in session:
+                # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
+                deep.factor = 2.0 if session.state.step >= 4 else 1.0
+                session.step(loss, batch)
+        finals.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert "a graph does not see" in changes_of(tmp_path / "on")[0]
+    assert_same(finals[0], finals[1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "failing", "reason"),
+    [
+        (12, [2], "capturing failed: RuntimeError: CUDA out of memory."),
+        (4, [1, 2], "memory ran out, and graphs hold some"),
+    ],
+)
+def test_out_of_memory_releases_graphs(graphs, tmp_path, samples, failing, reason):
+    """In the capture of a shape that has run, or in both the capture and the run of another one."""
+    calls = []
+
+    def hungry(model, micro):
+        calls.append(len(micro))
+        if calls[-1] == samples and calls.count(samples) in failing:
+            raise RuntimeError("CUDA out of memory.")
+        return plain_loss(model, micro)
+
+    run(tmp_path / "run", loss=hungry, epochs=1)
+    run(tmp_path / "plain", graph="off", epochs=1)
+    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def a_rig(model, loss, data):
+    from whet.device.open import current_machine
+    from whet.plan.plan import make_plan
+    from whet.training.training_config import parse_training_config
+    from whet.training.workload import describe_workload
+
+    training = parse_training_config({"global_batch_size": 16, "epochs": 2, "ema": True})
+    machine, conditions = current_machine()
+    plan = make_plan(
+        machine,
+        describe_workload(model, data, training, recipe="net"),
+        overrides={"device": "cpu"},
+        conditions=conditions,
+    )
+    return LocalStepBench(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
+
+
+def test_a_step_bench_measures_graphs_and_reports_why_it_cannot(graphs):
+    model = Norm()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with a_rig(model, mean_loss(model), rows(80)) as rig:
+        plain, graphed = rig.prepare({}, seconds=30), rig.prepare({"graph": "on"}, seconds=30)
+        for index in range(4):
+            assert plain.step(index) > 0
+            assert graphed.step(index) > 0
+        assert graphed.preparation_seconds > 0
+        graphed.close()
+        plain.close()
+    with a_rig(model, functools.partial(waits, model), rows(80)) as rig:
+        with pytest.raises(ProbeFailedError) as failed:
+            rig.prepare({"graph": "on"}, seconds=30)
+        assert "waits for the device" in failed.value.reason
+    assert_same(model.state_dict(), before)
+
+
+def test_devices_without_graphs_return_none():
+    assert CpuDevice().graphs() is None
