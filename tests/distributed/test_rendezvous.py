@@ -24,13 +24,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 def test_a_port_that_is_taken_is_named(taken: socket.socket) -> None:
     taken.listen()
-    with pytest.raises(UsageError, match="port at which all meet is taken") as refused:
+    with pytest.raises(UsageError, match="rendezvous port is taken") as refused:
         join_store(RankInfo(rank=0, size=2), start_seconds=2, timeout_seconds=20)
     assert str(taken.getsockname()[1]) in str(refused.value)
 
 
 @pytest.mark.usefixtures("taken")
 def test_a_first_process_that_is_not_there_is_not_waited_for_as_long_as_an_evaluation() -> None:
-    with pytest.raises(WhetError, match="no place to meet") as refused:
+    with pytest.raises(WhetError, match="cannot reach each other") as refused:
         join_store(RankInfo(rank=1, size=2), start_seconds=1, timeout_seconds=20)
     assert "rank 1 of 2 at 127.0.0.1" in str(refused.value)

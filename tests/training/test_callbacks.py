@@ -14,6 +14,8 @@ from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.training.callback import Action, Callback, CallbackList, State
 
+pytestmark = pytest.mark.torch
+
 
 class Recording(Callback):
     """Notes every call, and returns the action planned for a step."""

@@ -144,7 +144,7 @@ def test_killed_soon_again_or_under_pressure_means_fewer_samples_at_once(
     assert micro_batch == 32 or plan.accumulation == 2
     (restart,) = read_events(open_run(run), kinds=("restart",))
     is_lowered = micro_batch == 16
-    assert ("micro batch 16 instead of 32" in said) == is_lowered
+    assert ("micro-batch 16 instead of 32" in said) == is_lowered
     assert (restart.get("exact") is False) == is_lowered
     assert summarize(run).inexact_since == (reached if is_lowered else None)
 

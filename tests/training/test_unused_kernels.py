@@ -7,8 +7,7 @@ from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.recipes.hex.config import HexConfig
-from whet.recipes.hex.config import describe as describe_hex
+from whet.recipes.hex.config import HexConfig, describe_hex
 from whet.recipes.text.config import TextConfig
 from whet.recipes.text.config import describe as describe_text
 from whet.training.checks import check_own_attention, check_own_norms

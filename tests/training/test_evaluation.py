@@ -1,0 +1,171 @@
+"""Evaluation: no side effects on training, the best checkpoint, early stopping, metrics."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from small_models import convnet, images
+from small_training import cross_entropy, sgd, train
+from whet.base.errors import WhetError
+
+pytestmark = pytest.mark.torch
+
+
+def test_evaluation_disturbs_nothing() -> None:
+    """The same training, evaluated at every step or never, ends with the same weights."""
+
+    def evaluate(model, micro_batches):
+        assert not model.training
+        torch.rand(3)
+        return {"loss": float(sum(model(micro.x).sum() for micro in micro_batches))}
+
+    finals = []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.5)
+        extra = {"evaluate": evaluate, "val": images(10, seed=1), "eval_every": every} if every else {}
+        train(model, images(40, seed=0), ema=True, seed=4, **extra)
+        finals.append(model.state_dict())
+    for name in finals[0]:
+        assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+def test_evaluation_uses_the_average_and_covers_every_sample() -> None:
+    model = nn.Linear(1, 1)
+    seen: list[float] = []
+
+    def evaluate(model, micro_batches):
+        seen.extend(value for micro in micro_batches for value in micro.x.flatten().tolist())
+        return {"weight": model.weight.item()}
+
+    x = torch.arange(13.0)[:, None]
+    result = whet.train(
+        model,
+        {"x": x / 10},
+        loss=lambda micro: (model(micro.x) - 1).square().mean(),
+        optimizer=sgd(model),
+        evaluate=evaluate,
+        val={"x": x},
+        global_batch_size=4,
+        epochs=1,
+        ema=True,
+    )
+    assert seen == x.flatten().tolist()
+    assert result.metrics["weight"] != model.weight.item()
+
+
+def test_early_stop_and_best(tmp_path: Path) -> None:
+    model = convnet()
+    scores = iter([0.1, 0.5, 0.4, 0.3, 0.9])
+    result = train(
+        model,
+        images(16, seed=0),
+        evaluate=lambda model, micro_batches: {"accuracy": next(scores)},
+        val=images(4, seed=1),
+        epochs=9,
+        goal="accuracy",
+        patience=2,
+        run=tmp_path / "run",
+    )
+    assert result.step == 8, "two worse evaluations after the best one"
+    assert result.state == "done"
+    report = whet.summarize(tmp_path / "run")
+    assert (report.best_goal, report.best_goal_step) == (0.5, 4)
+    assert {checkpoint.step for checkpoint in report.checkpoints} >= {4, 8}, "the best one is kept"
+
+
+def test_a_goal_that_no_evaluation_gives_is_refused() -> None:
+    with pytest.raises(WhetError, match="the goal is not among the metrics"):
+        train(
+            convnet(),
+            images(16, seed=0),
+            evaluate=lambda model, micro_batches: {"accuracy": 1.0},
+            val=images(8, seed=1),
+            goal="acuracy",
+        )
+
+
+def test_a_failing_evaluation_loses_no_step(tmp_path: Path) -> None:
+    def evaluate(model, micro_batches):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(convnet(), images(16, seed=0), evaluate=evaluate, val=images(8, seed=1), run=tmp_path / "run")
+    report = whet.summarize(tmp_path / "run")
+    assert (report.state, [c.step for c in report.checkpoints]) == ("failed", [0, 2])
+
+
+def test_a_goal_of_nan_is_never_the_best(tmp_path: Path) -> None:
+    scores = iter([math.nan, 0.5, math.nan])
+    train(
+        convnet(),
+        images(8, seed=0),
+        epochs=3,
+        evaluate=lambda model, micro_batches: {"accuracy": next(scores)},
+        val=images(8, seed=1),
+        goal="accuracy",
+        run=tmp_path / "run",
+    )
+    assert whet.summarize(tmp_path / "run").best_goal == 0.5
+
+
+def test_evaluation_keeps_the_order_of_ragged_data() -> None:
+    from whet.data.batch import Ragged
+
+    column = Ragged.of([torch.full((n,), i) for i, n in enumerate((5, 1, 4, 2, 3))])
+    model = nn.Linear(1, 1)
+    with whet.Session(model, sgd(model), torch.randn(8, 1), global_batch_size=4) as session:
+        seen = [int(row[0]) for micro in session.batches({"x": column}) for row in micro.x.values]
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_metrics_may_be_tensors_and_need_names_of_their_own(tmp_path: Path) -> None:
+    model = convnet()
+    with whet.Session(
+        model, sgd(model), images(16, seed=0), global_batch_size=8, run=tmp_path / "run", goal="accuracy"
+    ) as session:
+        for batch in session:
+            session.step(cross_entropy(model), batch)
+            session.log(accuracy=torch.tensor(0.5))
+        with pytest.raises(WhetError, match="a reserved name"):
+            session.log(step=3)
+    assert whet.summarize(tmp_path / "run").metrics == {"accuracy": 0.5}
+
+
+def test_a_missed_evaluation_is_made_up(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def evaluate(model, micro_batches):
+        calls.append(len(list(micro_batches)))
+        if len(calls) in (1, 3):
+            raise ZeroDivisionError
+        return {"accuracy": 0.5}
+
+    options = {"evaluate": evaluate, "val": images(8, seed=1), "test": images(8, seed=2), "run": tmp_path / "run"}
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(convnet(), images(16, seed=0), **options)
+    assert train(convnet(), images(16, seed=0), **options).metrics == {"test_accuracy": 0.5}
+    assert train(convnet(), images(16, seed=0), **options).metrics == {}
+    assert whet.summarize(tmp_path / "run").metrics == {"accuracy": 0.5, "test_accuracy": 0.5}
+    assert len(calls) == 4, "dev failed, dev, test failed, test"
+
+
+def test_an_infinite_goal_is_never_the_best(tmp_path: Path) -> None:
+    scores = iter([math.inf, 3.0])
+    result = train(
+        convnet(),
+        images(8, seed=0),
+        epochs=2,
+        evaluate=lambda model, micro_batches: {"perplexity": next(scores)},
+        val=images(8, seed=1),
+        goal="perplexity",
+        mode="min",
+        schedule="plateau",
+        run=tmp_path / "run",
+    )
+    assert result.state == "done"

@@ -1,0 +1,203 @@
+"""Data of a session: streams, ragged columns, workers, arrays."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from small_models import convnet, images
+from small_training import small_workload, train
+from whet.base.errors import WhetError
+from whet.data.adapters import StatefulIterable
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+
+class Counting:
+    """A stream that can say where it stands."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield {"x": torch.tensor([float(self.at)]), "y": torch.tensor(0)}
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_stream_goes_on_where_it_was(tmp_path: Path, has_state: bool) -> None:
+    seen: list[list[float]] = []
+    model = nn.Linear(1, 2)
+
+    def loss(micro):
+        seen.append(micro.x.flatten().tolist())
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    def data():
+        return Counting(10) if has_state else list_stream(10)
+
+    options = {"epochs": 2, "global_batch_size": 4, "run": tmp_path / "run", "overrides": {"micro_batch": 4}}
+    options["workload"] = small_workload().model_copy(update={"activation_bytes": 1, "global_batch_size": 4})
+    train(model, data(), loss=loss, max_steps=2, **options)
+    train(model, data(), loss=loss, max_steps=6, **options)
+    expected = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10], [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    assert seen == expected
+    resumed = next(iter(read_events(open_run(tmp_path / "run"), kinds=("resume",))))
+    assert (resumed.get("exact") is False) is not has_state
+    assert isinstance(data(), StatefulIterable) is has_state
+
+
+class list_stream:  # noqa: N801
+    """An iterable that starts anew each time and cannot say where it stands."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return ({"x": torch.tensor([float(n + 1)]), "y": torch.tensor(0)} for n in range(self.count))
+
+
+def test_a_first_micro_batch_in_which_nothing_counts_does_no_harm() -> None:
+    """Weights 0, then 2: the step is that of the samples that count."""
+    finals = []
+    for micro_batch in (4, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+        counts = torch.tensor([0.0, 0.0, 1.0, 1.0])
+
+        def loss(micro, model=model):
+            return (model(micro.x).squeeze(1).square() * micro.y).sum(), micro.y.sum()
+
+        train(model, (x, counts), loss=loss, global_batch_size=4, shuffle=False, overrides={"micro_batch": micro_batch})
+        finals.append(model.weight.detach().clone())
+    assert finals[0].isfinite().all()
+    torch.testing.assert_close(finals[0], finals[1])
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    for weight in (torch.tensor(0.0), 0.0):
+        train(model, torch.randn(8, 3), loss=lambda m, w=weight: (model(m.x).sum() * 0, w))
+    assert torch.equal(model.weight, before)
+
+
+def test_several_ragged_columns_are_padded_each_to_its_own_length() -> None:
+    from whet.data.adapters import open_source
+    from whet.data.batch import Position, Ragged
+    from whet.device.cpu import CpuDevice
+
+    short = Ragged.of([torch.arange(n) for n in (1, 2, 3, 1)])
+    long = Ragged.of([torch.arange(n) + 10 for n in (9, 2, 4, 7)])
+    source = open_source({"short": short, "long": long}, CpuDevice(), global_batch_size=4, seed=0)
+    for how in ("fixed", "sorted", "few shapes"):
+        for batch in source.batches(Position()):
+            for micro in source.micro_batches(batch, micro_batch=3, length_mode=how):
+                for name, column in (("short", short), ("long", long)):
+                    padded = getattr(micro, name)
+                    for row, sample in enumerate(micro.ids.tolist()):
+                        length = int(padded.lengths[row])
+                        assert torch.equal(padded.values[row, :length], column[sample]), (how, name)
+
+
+def test_other_data_is_refused_and_shorter_data_does_not_hang(tmp_path: Path) -> None:
+    model = convnet()
+    train(model, images(64, seed=0), run=tmp_path / "run", max_steps=4)
+    for data in (images(64, seed=1), images(24, seed=0), images(128, seed=0)):
+        with pytest.raises(WhetError, match="the data is not what the run was started with"):
+            train(model, data, run=tmp_path / "run", max_steps=9)
+
+
+def test_a_stream_with_a_state_can_stop_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    model = nn.Linear(1, 2)
+    options = {"epochs": 3, "global_batch_size": 4, "epochs_per_session": 1, "run": tmp_path / "run"}
+    for sitting in (1, 2, 3):
+        assert train(model, Counting(8), **options).step == 2 * sitting
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_survive_an_interrupt(start: str) -> None:
+    import os
+    import signal
+
+    from whet.data.adapters import LoaderConfig, MapStyleSource
+    from whet.data.batch import Position
+
+    source = MapStyleSource(Squares(), global_batch_size=4, seed=0, loading=LoaderConfig(workers=1, start=start))
+    batches = source.batches(Position())
+    first = next(batches)
+    assert source.workers is not None
+    (worker,) = source.workers.pids
+    os.kill(worker, signal.SIGINT)
+    assert len(first) + sum(len(batch) for batch in batches) == 40
+    source.close()
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def test_numpy_arrays_are_data() -> None:
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(16, 3))
+    model = nn.Linear(3, 2)
+    seen: list[torch.dtype] = []
+
+    def loss(micro):
+        seen.append(micro.x.dtype)
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    train(model, (x, np.zeros(16, dtype=np.int64)), loss=loss)
+    assert set(seen) == {torch.float32}
+
+
+class Sentences:
+    """Samples of unequal lengths; the last batch has one sample alone."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int):
+        return {"tokens": torch.ones(1 + index % 4), "y": 0}
+
+
+def test_a_lonely_sample_has_the_form_of_the_others() -> None:
+    from whet.data.batch import Padded
+
+    seen: list[type] = []
+    model = nn.Linear(1, 2)
+
+    def loss(micro):
+        seen.append(type(micro.tokens))
+        means = micro.tokens.values.sum(1, keepdim=True)
+        return nn.functional.cross_entropy(model(means), micro.y)
+
+    train(model, Sentences(), loss=loss, global_batch_size=4, overrides={"workers": 0})
+    assert set(seen) == {Padded}
+
+
+def test_every_row_of_a_small_table_counts_in_its_fingerprint(tmp_path: Path) -> None:
+    x, y = images(640, seed=0)
+    train(convnet(), (x, y), run=tmp_path / "run", max_steps=2)
+    changed = x.clone()
+    changed[123] += 1e-3
+    with pytest.raises(WhetError, match="not what the run was started with"):
+        train(convnet(), (changed, y), run=tmp_path / "run", max_steps=4)
