@@ -63,7 +63,7 @@ print("micro", micro, "events", len(ran_out), [f["action"] for f in ran_out])
     done = python(code, 900, 4)
     assert done.returncode == 0, done.stderr
     assert "micro 128 events 2" in done.stdout, done.stdout
-    assert "micro batch 128 instead of 256" in done.stdout
+    assert "micro-batch 128 instead of 256" in done.stdout
 
 
 def test_a_model_that_cannot_fit_says_so(python: Start) -> None:
