@@ -1,4 +1,4 @@
-"""The search on simulated machines: it finds the best settings, claims no noise, keeps its budget and survives failures."""
+"""The search on simulated machines: best settings, false claims, budgets and failures."""
 
 import itertools
 

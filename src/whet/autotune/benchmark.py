@@ -28,8 +28,8 @@ from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
 
 _SHOWN = (
-    "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_location", "compile",
-    "activation_checkpointing",
+    "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_location",
+    "compile", "activation_checkpointing",
 )  # fmt: skip
 _ROUNDS = 2
 _PAIRS_PER_ROUND = 20

@@ -93,7 +93,7 @@ class StepBench(Protocol):
         """Compare loss and gradients with fp32. Raises ProbeFailedError."""
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedStep:
-        """Build, compile and run the first steps, at least one, within `seconds` if possible. Raises ProbeFailedError."""
+        """Build, compile and run at least one step, within `seconds` if possible. Raises ProbeFailedError."""
 
     def use_batch(self, size: int) -> None:
         """Change the global batch; `plan` becomes the rules' plan for it. Prepared steps become invalid.

@@ -3,8 +3,8 @@
     with JsonWorker("package.module:function", {"device": "cpu"}) as worker:
         reply = worker.request({"step": 3}, timeout=30.0)
 
-The function runs in the child as `function(channel, arguments)`; what it returns is the exit code. A crash, a hang or an
-excess of memory in the child is an exception in the parent, and the child ends when its parent does.
+The function runs in the child as `function(channel, arguments)` and returns the exit code. A crash, a hang or an excess
+of memory in the child is an exception in the parent, and the child ends when its parent does.
 
 No file of the current folder or of PYTHONPATH can shadow the standard library or an installed package: the parent's
 entries of `sys.path` are appended behind the child's own.
@@ -218,7 +218,7 @@ class WorkerChannel:
             line = line[os.write(self._responses, line) :]
 
     def receive(self) -> Message:
-        """Wait for the next message of the parent. Raises EOFError in a single-threaded child whose parent has ended."""
+        """Wait for the next message. Raises EOFError in a single-threaded child whose parent has ended."""
         line = self._requests.readline() if self._lines is None else self._lines.get()
         if not line:
             raise EOFError
@@ -231,12 +231,12 @@ class WorkerChannel:
                 yield self.receive()
 
     def has_parent(self) -> bool:
-        """Whether a parent that waits for a response still lives; for single-threaded children."""
-        # It sends nothing meanwhile, so that a readable pipe is a closed one.
+        """Whether the parent still waits for a response; for single-threaded children."""
+        # The parent sends nothing meanwhile, so a readable pipe has been closed.
         return not select.select([self._requests], [], [], 0.0)[0]
 
     def close(self) -> None:
-        """Close both pipes, in a fork that has nothing to say."""
+        """Close both pipes, in a fork of the child."""
         self._requests.close()
         os.close(self._responses)
 

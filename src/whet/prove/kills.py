@@ -308,7 +308,7 @@ def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
 def kill_at_disk_calls(
     runner: ProofRunner, counter: KillCounter, *, num_drafts: int, budget_seconds: float, seed: int, log: Log
 ) -> int:
-    """Kill before each disk call of a resume, the save after it and its cleanup, and after the last; return their number.
+    """Kill before each disk call of a resume and a save with its cleanup, and after the last; return their number.
 
     Before a call is also after the previous one: the disk changes only by its calls. They come in an order drawn from
     `seed`, as many as the budget has time for.

@@ -249,8 +249,8 @@ def render_proof(proof: Proof) -> list[str]:
 
 def _render_tally(tally: KillCounts) -> str:
     return (
-        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.processes} processes, {tally.resumed} resumed; "
-        f"{tally.leftovers} leftovers, {tally.torn} torn"
+        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.processes} processes, "
+        f"{tally.resumed} resumed; {tally.leftovers} leftovers, {tally.torn} torn"
     )
 
 

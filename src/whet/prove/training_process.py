@@ -63,8 +63,8 @@ class TrainFunction(Protocol):
 class CountingDisk(Disk):
     """Counts disk calls from 1, and kills the process with SIGKILL at one of them.
 
-    At call `die_at`, before it or after it; or in the middle of writing the checkpoint number `die_in_draft`. `log` gets
-    a message at the start of every checkpoint and at the last call.
+    At call `die_at`, before it or after it; or in the middle of writing the checkpoint number `die_in_draft`. `log` is
+    called at the start of every checkpoint and at the last call.
     """
 
     def __init__(

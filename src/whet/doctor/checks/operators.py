@@ -21,7 +21,7 @@ from whet.doctor.checks.compare import (
 )
 from whet.verify.tolerance import HALF_TOLERANCES
 
-# --- Layers ------------------------------------------------------------------------------------------------------------
+# --- Layers ----------------------------------------------------------------------------------------------------------
 
 _HEADS = [draw(2, 3, 12, 16, seed=seed) for seed in range(3)]
 _ATTENTION_MASK = draw(2, 1, 12, 12).abs() > 0.3
@@ -125,7 +125,7 @@ LAYERS: list[Check] = [
 ]  # fmt: skip
 
 
-# --- After the backward pass: optimizers, clipping, averages, loss scaling ---------------------------------------------
+# --- After the backward pass: optimizers, clipping, averages, loss scaling -------------------------------------------
 
 _STEPS = 4
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -193,7 +193,7 @@ UPDATES: list[Check] = [
 ]
 
 
-# --- Functions ---------------------------------------------------------------------------------------------------------
+# --- Functions -------------------------------------------------------------------------------------------------------
 
 _MASK = draw(4, 6) > 0
 _ROWS = torch.tensor([3, 0, 3, 1])
@@ -276,7 +276,8 @@ _LOSSES = [
     operator("cross_entropy", f.cross_entropy, draw(16, 50), draw_integers(16, below=50), is_quick=True),
     operator("cross_entropy, smoothed and ignored", lambda a, i: f.cross_entropy(a, i, label_smoothing=0.1,
              ignore_index=3), draw(64, 9), draw_integers(64, below=9)),
-    operator("nll_loss, 2-d", lambda a, i: f.nll_loss(a.log_softmax(1), i), draw(3, 5, 4, 4), draw_integers(3, 4, 4, below=5)),
+    operator("nll_loss, 2-d", lambda a, i: f.nll_loss(a.log_softmax(1), i), draw(3, 5, 4, 4),
+             draw_integers(3, 4, 4, below=5)),
     operator("mse, l1, huber", lambda a, b: (f.mse_loss(a, b), f.l1_loss(a, b), f.huber_loss(a, b)), draw(9),
              draw(9, seed=1)),
     operator("binary_cross_entropy", lambda a, b: (f.binary_cross_entropy_with_logits(a, b), f.binary_cross_entropy(

@@ -190,7 +190,8 @@ def _memory(target: DeviceUnderTest) -> CheckFinding:
         seconds.append(time.perf_counter() - start)
     limit = device.memory.usage().limit
     cost = statistics.median(seconds)
-    what = f"emptying the cache takes {format_seconds(cost)}; recommended memory {format_bytes(limit) if limit else 'unknown'}"
+    recommended = format_bytes(limit) if limit else "unknown"
+    what = f"emptying the cache takes {format_seconds(cost)}; recommended memory {recommended}"
     return good(what, empty_cache_seconds=cost, limit_bytes=limit)
 
 

@@ -21,7 +21,7 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training.session import Session
 from whet.verify.tolerance import relative_error, relative_errors
 
-# --- Parity with the CPU -----------------------------------------------------------------------------------------------
+# --- Parity with the CPU ---------------------------------------------------------------------------------------------
 
 PARITY_STEPS = 20
 # The largest relative errors that count as agreement; rounding grows along a trajectory.
@@ -107,7 +107,7 @@ PARITY: list[Check] = [
 ]
 
 
-# --- Exact resume ------------------------------------------------------------------------------------------------------
+# --- Exact resume ----------------------------------------------------------------------------------------------------
 
 RESUME_STEPS = 14
 _STOPS = (5, 9)
@@ -117,7 +117,7 @@ _MOVE_TOLERANCE = 1e-2
 
 
 def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | None, is_move: bool = False) -> int:
-    """Start or resume a run with a new model, as a new process would; Ctrl-C after `stop_after` steps. Return the step."""
+    """Start or resume a run as a new process would, with Ctrl-C after `stop_after` steps; return the last step."""
     torch.manual_seed(0)
     model = SmallTransformer(dropout=dropout)
     tokens = draw_integers(64, 25, below=VOCABULARY, seed=3)
