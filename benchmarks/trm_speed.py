@@ -234,7 +234,7 @@ def main() -> None:
     data = made_up(config)
     print(f"torch {torch.__version__}, {describe(config, SUDOKU).num_parameters:,} parameters, {config.arch}")
     with our_bench(config, model, data, given.device, given.precision) as bench:
-        device = bench._built(bench.plan).device
+        device = bench._build(bench.plan).device
         arms: dict[str, Callable[[int], float]] = {}
         if given.reference is not None:
             dtype = {"bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}[given.precision]

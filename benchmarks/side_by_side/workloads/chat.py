@@ -65,7 +65,7 @@ def make(spec: Spec) -> PeerWorkload:
         batch=batch,
         lr=LR_FOR_LOSSES if spec.records_losses else LR,
         flops=batch * length * config.arch.training_flops(vocabulary),
-        description=f"{config.arch.words(vocabulary)}; {count:,} rows of {length} tokens",
+        description=f"{config.arch.summary(vocabulary)}; {count:,} rows of {length} tokens",
     )
 
 
