@@ -159,7 +159,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
         test = conclude(speaker.model, [tally(speaker.model, batches(data.test, device))], None)
     found = {
         "model": kind,
-        "words": data.arch.words(data.tokenizer.vocab_size),
+        "words": data.arch.summary(data.tokenizer.vocab_size),
         "epochs": epochs,
         "best_step": step,
         "step_seconds": step_seconds,
