@@ -184,7 +184,7 @@ def test_of_many_classes_the_rarest_become_one() -> None:
         ({"classes": {"labels": ["a", "b"], "f1": [1.0]}}, "a number for each label"),
         ({"test_classes": {"labels": ["a"], "f1": ["x"]}}, "a number for each label"),
         ({"classes": {"labels": ["a"]}}, "a number for each label"),
-        ({"samples": ["text"]}, "samples are maps"),
+        ({"samples": ["text"]}, "samples must be dicts"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(found: dict[str, Any], what: str) -> None:

@@ -1,4 +1,11 @@
-"""Normalize what an evaluation returns: metrics, a confusion matrix, scores by class, samples."""
+"""Normalize what an evaluation returns: metrics, a confusion matrix, scores by class, samples.
+
+    {"accuracy": 0.8, "confusion": {"labels": ["cat", "dog"], "counts": [[8, 2], [2, 8]]},
+     "classes": {"labels": ["cat", "dog"], "f1": [0.8, 0.8], "support": [10, 10]},
+     "samples": [{"input": "...", "expected": "cat", "predicted": "dog"}]}
+
+A row of `counts` is a true class, a column the predicted one.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +13,7 @@ from typing import Any
 from whet.base.errors import UsageError
 
 MAX_CLASSES = 32
-"""Of more classes the rarest become one, so that every evaluation of a long run can be kept."""
+"""With more classes, the rarest are merged into one, so that every evaluation of a long run can be kept."""
 MAX_SAMPLES = 16
 MAX_FIELDS = 8
 MAX_CHARACTERS = 300
@@ -15,14 +22,14 @@ _CLASSES_EXAMPLE = '{"labels": ["a", "b"], "f1": [0.8, 0.9], "support": [10, 12]
 _CONFUSION_EXAMPLE = '{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}'
 
 
-def normalize_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What an evaluation gave, in plain types and bounded size; what can be neither written nor shown is refused."""
-    return {name: _read(name, value) for name, value in found.items()}
+def normalize_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the result of an evaluation to plain types of bounded size; refuses what cannot be logged."""
+    return {name: _read(name, value) for name, value in values.items()}
 
 
-def scalar_metrics(found: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among what `normalize_metrics` gave."""
-    return {name: value for name, value in found.items() if isinstance(value, float)}
+def scalar_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers in a normalized result."""
+    return {name: value for name, value in values.items() if isinstance(value, float)}
 
 
 def _read(name: str, value: Any) -> Any:
@@ -45,7 +52,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _is_named(name: str, word: str) -> bool:
-    """Of the test part names begin with "test_"."""
+    """Whether a name is `word`, perhaps with a prefix such as "test_"."""
     return name == word or name.endswith(f"_{word}")
 
 
@@ -72,7 +79,7 @@ def _confusion(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of the most frequent classes, by their support where that is told."""
+    """Scores of the most frequent classes, by support if it is given."""
     try:
         labels = [_truncate(str(label)) for label in value.get("labels") or ()]
         scores = {
@@ -93,7 +100,7 @@ def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_rare_classes(names: list[str], rows: list[list[int]]) -> dict[str, Any]:
-    """The most frequent classes, and all others as one."""
+    """Keep the most frequent classes, and merge all others into one."""
     frequent = sorted(range(len(names)), key=lambda place: -sum(rows[place]))[: MAX_CLASSES - 1]
     places = {place: new for new, place in enumerate(sorted(frequent))}
     rest = len(places)
@@ -107,7 +114,9 @@ def _merge_rare_classes(names: list[str], rows: list[list[int]]) -> dict[str, An
 def _sample(item: Any) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise UsageError(
-            "samples are maps", got=type(item).__name__, try_='[{"input": "...", "expected": "a", "predicted": "b"}]'
+            "samples must be dicts",
+            got=type(item).__name__,
+            try_='[{"input": "...", "expected": "a", "predicted": "b"}]',
         )
     return {_truncate(str(name)): _cell(value) for name, value in [*item.items()][:MAX_FIELDS]}
 
