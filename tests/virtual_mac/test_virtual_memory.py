@@ -43,7 +43,7 @@ def train(name, device):
 )
 
 
-def test_out_of_memory_at_the_watermark_shrinks_the_micro_batch_and_the_run_goes_on(python: Start) -> None:
+def test_out_of_memory_at_the_watermark_halves_the_micro_batch(python: Start) -> None:
     code = (
         TRAIN
         + """

@@ -168,10 +168,10 @@ def reduce_memory(
     assert isinstance(planned, int)
     micro = min(planned, num_samples)
     if micro > 1 and may_split:
-        reason = f"micro batch {planned} ran out of memory at step {step:,}"
+        reason = f"micro-batch {planned} ran out of memory at step {step:,}"
         return with_smaller_micro_batch(plan, micro // 2, reason=reason, problem=problem)
     if plan.activation_checkpointing == "off" and find_blocks(model):
-        reason = f"micro batch {micro} ran out of memory at step {step:,}"
+        reason = f"micro-batch {micro} ran out of memory at step {step:,}"
         return with_runtime_changes(
             plan,
             {"activation_checkpointing": MeasuredSetting(value="on", reason=reason, evidence={"problem": problem})},
@@ -179,7 +179,7 @@ def reduce_memory(
     if micro > 1:
         raise InsufficientMemoryError(
             "a step of this model needs more memory than is available",
-            got=f"micro batch {micro}: {problem}",
+            got=f"micro-batch {micro}: {problem}",
             try_=f"micro_batch={micro // 2}, if running statistics (e.g. of BatchNorm) may use fewer samples; "
             "or a smaller global_batch_size",
         )
