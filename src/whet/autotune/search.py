@@ -270,7 +270,7 @@ def _summary(state: _SearchState, reason: str) -> Iterator[str]:
     recovery = state.recovery_seconds
     if late and not tried and recovery > spent:
         yield (
-            f"starting took {format_seconds(recovery)} here, and as much is reserved for a trial that has to be stopped: "
+            f"starting took {format_seconds(recovery)} here, and as much is reserved for a trial that must be stopped: "
             "a larger --budget, or a quieter machine, leaves time for trials"
         )
     if any("not quiet" in trial.note for trial in state.trials):

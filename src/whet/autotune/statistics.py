@@ -1,7 +1,8 @@
 """Distribution-free statistics of step times: medians with exact intervals and a sequential sign test.
 
 Comparisons rest on pairs: two steps on the same batch, one right after the other, in random order. If both sides are
-equal, chance alone decides which of them a disturbance hits, so the log ratio of a pair is positive as often as negative. The probability that noise looks like a gain is then a binomial tail (the sign test). Nothing is assumed about
+equal, chance alone decides which of them a disturbance hits, so the log ratio of a pair is as often positive as
+negative. The probability that noise looks like a gain is then a binomial tail (the sign test). Nothing is assumed about
 the distribution: one step may take twenty times as long as the next, and the noise of pairs may be correlated.
 
 Log ratios are the candidate's time over the baseline's: below zero is faster.
