@@ -255,7 +255,7 @@ def test_contradictory_options_are_errors(warm_whet: Run) -> None:
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
     with pytest.raises(UsageError, match="does not return the outputs of its model"):
         check("text", is_causal=True)
-    with pytest.raises(UsageError, match="makes the model itself"):
+    with pytest.raises(UsageError, match="builds the model itself"):
         check(torch.nn.Linear(2, 2))
 
 
