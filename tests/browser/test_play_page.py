@@ -171,7 +171,7 @@ def test_a_wrong_address_is_told_and_a_new_game_goes_on(club: Club) -> None:
     page = visit.page
     page.goto("about:blank")
     page.goto(club.told["url"] + "#5-both,a1.a1")
-    expect(page.locator(".notice")).to_contain_text("a stone lies there")
+    expect(page.locator(".notice")).to_contain_text("the cell is occupied")
     visit.faults[:] = [fault for fault in visit.faults if "400" not in fault and "about:blank" not in fault]
     begin(page, size=5, colour="both")
     expect(page.locator(".board .cell.free")).to_have_count(25)

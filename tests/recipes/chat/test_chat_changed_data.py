@@ -1,4 +1,4 @@
-"""A chat run on the embedded conversations after an update: the refusal says that they are made from whet."""
+"""Resuming a chat run after the embedded conversations have changed."""
 
 import functools
 import json
@@ -49,7 +49,7 @@ def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
         ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {installed_versions()['python']})"),
     ],
 )
-def test_other_embedded_conversations_are_refused_with_their_reason(
+def test_changed_embedded_conversations_are_an_error_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: dict[str, str], why: str
 ) -> None:
     run = tmp_path / "run"

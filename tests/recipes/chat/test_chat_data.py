@@ -1,4 +1,4 @@
-"""Prepared conversations hold what was said, learn from what should be learned, and are the same for the same seed."""
+"""Prepared conversations: content, loss mask, splits, packing and determinism."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def tokenizer() -> ChatTokenizer:
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_a_document_says_what_was_said_and_learns_the_answers_with_their_ends(tmp_path: Path) -> None:
+def test_document_has_all_turns_and_loss_on_answers_and_their_ends(tmp_path: Path) -> None:
     data = made(tmp_path, [planted.SHAREGPT], train_split=1)
     (sample,) = data.train
     learned = [token for token, is_loss in zip(sample.tokens.tolist(), sample.is_loss, strict=True) if is_loss]
@@ -78,14 +78,14 @@ def test_a_document_says_what_was_said_and_learns_the_answers_with_their_ends(tm
     assert data.manifest.splits["train"].loss_tokens == len(learned)
 
 
-def test_with_loss_on_all_only_the_first_token_is_not_learned(tmp_path: Path) -> None:
+def test_loss_all_masks_only_the_first_token(tmp_path: Path) -> None:
     data = made(tmp_path, [planted.SHAREGPT], train_split=1, loss="all")
     (sample,) = data.train
     assert sample.is_loss.tolist() == [0] + [1] * (len(sample.tokens) - 1)
     assert sample.loss_bytes == sum(len(turn["value"].encode()) for turn in planted.SHAREGPT["conversations"])
 
 
-def test_no_text_can_spell_a_mark_and_every_text_comes_back(tokenizer: ChatTokenizer) -> None:
+def test_no_text_produces_a_mark_and_every_text_round_trips(tokenizer: ChatTokenizer) -> None:
     ids = tokenizer.encode(HARD)
     assert max(ids) < tokenizer.pad_id
     assert tokenizer.decode(ids) == HARD
@@ -98,11 +98,11 @@ def test_no_text_can_spell_a_mark_and_every_text_comes_back(tokenizer: ChatToken
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     assert trained().decode(trained().encode(text)) == text
 
 
-def test_a_tokenizer_of_others_keeps_its_ids_and_its_special_tokens_stay_text(tmp_path: Path) -> None:
+def test_other_tokenizers_keep_ids_and_special_tokens_stay_text(tmp_path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer
 
     engine = Tokenizer.from_str(ChatTokenizer.train(["Hello there."] * 9, vocab_size=400).to_json())
@@ -129,7 +129,7 @@ WORDS = {"type": "WordLevel", "unk_token": "?", "vocab": {"Hello": 0, "?": 1}}
         (b"\xc2\0\xff", "codec can't decode"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, change: dict[str, object] | bytes, said: str) -> None:
+def test_unusable_tokenizer_is_an_error(tmp_path: Path, change: dict[str, object] | bytes, said: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(change if isinstance(change, bytes) else changed_tokenizer(change))
     with pytest.raises(WhetError, match=said):
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, change: dict[st
 
 
 @pytest.mark.parametrize(("change", "num_changed"), [({}, 0), (LOWER, 2), ({"model": WORDS}, 3)])
-def test_a_tokenizer_that_changes_texts_is_told(tmp_path: Path, change: dict[str, object], num_changed: int) -> None:
+def test_lossy_tokenizer_is_reported(tmp_path: Path, change: dict[str, object], num_changed: int) -> None:
     (tmp_path / "mine.json").write_bytes(changed_tokenizer(change))
     record = {"messages": [{"role": role, "content": text} for role, text in HELLOS]}
     data = made(tmp_path, [record], tokenizer=str(tmp_path / "mine.json"))
@@ -175,7 +175,7 @@ def test_a_name_on_the_hub_may_have_a_dot_and_the_hub_is_quiet(name: str, monkey
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_conversations_share_a_part_and_shares_are_kept(tmp_path: Path) -> None:
+def test_equal_conversations_share_a_split_and_sizes_are_right(tmp_path: Path) -> None:
     records = [planted.talk(number % 60) for number in range(180)]
     data = made(tmp_path, records, train_split=0.81)  # 146 of 180: between two that are equal.
     parts = [questions(part, data) for part in (data.train, data.val, data.test)]
@@ -188,7 +188,7 @@ def test_equal_conversations_share_a_part_and_shares_are_kept(tmp_path: Path) ->
     assert questions(data.train, data) != {f"<|user|>{text}" for text in first}, "the split is not shuffled"
 
 
-def test_the_same_seed_gives_the_same_bytes_in_any_process_and_another_seed_others(tmp_path: Path) -> None:
+def test_seed_determines_the_bytes_in_any_process(tmp_path: Path) -> None:
     records = [planted.talk(number) for number in range(60)]
     path = planted.write_lines(tmp_path / "chats.jsonl", records)
     code = (
@@ -206,7 +206,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process_and_another_seed_othe
     assert first["train/tokens.bin"] != other["train/tokens.bin"]
 
 
-def test_a_subsample_is_a_part_of_the_whole_in_any_order_of_the_file(tmp_path: Path) -> None:
+def test_subsample_does_not_depend_on_the_order_of_the_file(tmp_path: Path) -> None:
     records = [planted.talk(number) for number in range(80)]
     data = made(tmp_path, records, subsample_size=20, train_split=0.8)
     turned = made(tmp_path, records[::-1], name="turned", subsample_size=20, train_split=0.8)
@@ -216,7 +216,7 @@ def test_a_subsample_is_a_part_of_the_whole_in_any_order_of_the_file(tmp_path: P
     assert data.manifest.counts["excluded_by_subsample"] == 60
 
 
-def test_given_parts_stay_and_what_they_hold_out_is_not_trained_on(tmp_path: Path) -> None:
+def test_given_splits_are_kept_and_their_conversations_not_trained_on(tmp_path: Path) -> None:
     folder = tmp_path / "chats"
     folder.mkdir()
     planted.write_lines(folder / "train.jsonl", [planted.talk(number) for number in range(40)])
@@ -231,7 +231,7 @@ def test_small_data_has_something_held_out(total: int, held: int) -> None:
     assert selection._num_held_out(total, 0.95) == held
 
 
-def test_data_that_nothing_is_held_out_of_is_told(tmp_path: Path) -> None:
+def test_empty_val_split_is_reported(tmp_path: Path) -> None:
     for number, is_told in ((2, True), (3, False)):
         data = made(tmp_path, [planted.talk(one) for one in range(number)], name=f"of-{number}")
         assert any("the val split is empty" in line for line in summary_lines(data.manifest, data.folder)) == is_told
@@ -243,7 +243,7 @@ def test_data_that_nothing_is_held_out_of_is_told(tmp_path: Path) -> None:
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(16, 80), st.booleans(), st.sampled_from([0, 1])
 )
-def test_pieces_fit_end_with_an_answer_and_lose_nothing_but_what_cannot_fit(
+def test_segments_fit_end_with_an_answer_and_lose_only_what_cannot_fit(
     lengths: list[int], max_length: int, has_system: bool, first: int
 ) -> None:
     roles = ("user", "assistant")
@@ -268,7 +268,7 @@ def test_pieces_fit_end_with_an_answer_and_lose_nothing_but_what_cannot_fit(
         assert kept == given_ids
 
 
-def test_a_turn_of_a_megabyte_is_cut_and_told(tmp_path: Path) -> None:
+def test_very_long_turn_is_truncated_and_reported(tmp_path: Path) -> None:
     long = "word " * 200_000
     asked = {"conversations": [{"from": "human", "value": long}, {"from": "gpt", "value": "Short."}]}
     answered = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": long}]}
@@ -284,7 +284,7 @@ def test_a_turn_of_a_megabyte_is_cut_and_told(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=80), st.integers(1, 5))
-def test_packed_rows_hold_every_document_once(lengths: list[int], open_rows: int) -> None:
+def test_packed_rows_contain_every_document_once(lengths: list[int], open_rows: int) -> None:
     packer: Packer[tuple[int, int]] = Packer(50, max_open_rows=open_rows)
     rows = [row for place, length in enumerate(lengths) if (row := packer.add((place, length), length))]
     rows += packer.rest()
@@ -292,7 +292,7 @@ def test_packed_rows_hold_every_document_once(lengths: list[int], open_rows: int
     assert all(sum(length for _, length in row) <= 50 for row in rows)
 
 
-def test_rows_are_documents_behind_each_other_with_places_of_their_own(tmp_path: Path) -> None:
+def test_rows_are_concatenated_documents_with_their_own_positions(tmp_path: Path) -> None:
     data = made(tmp_path, [planted.talk(number) for number in range(40)], max_length=256)
     part = data.train
     assert part.num_rows < part.num_documents == 38
@@ -316,7 +316,7 @@ def test_rows_are_documents_behind_each_other_with_places_of_their_own(tmp_path:
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_bad_records_are_skipped_with_their_places_up_to_a_limit(tmp_path: Path) -> None:
+def test_bad_records_are_skipped_and_located_up_to_a_limit(tmp_path: Path) -> None:
     records = [planted.talk(1), {"id": "odd"}, planted.talk(2), {"id": "x", "conversations": []}, planted.talk(3)]
     data = made(tmp_path, records, max_bad=2)
     assert data.manifest.counts["rejected_examples"] == [
@@ -328,7 +328,7 @@ def test_bad_records_are_skipped_with_their_places_up_to_a_limit(tmp_path: Path)
     assert not (tmp_path / "strict").exists()
 
 
-def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
+def test_failure_leaves_no_files_behind(tmp_path: Path, monkeypatch) -> None:
     records = [planted.talk(number) for number in range(9)]
     before = made(tmp_path, records).folder
     monkeypatch.setattr(prepare, "assemble", lambda *_a, **_k: 1 / 0)
@@ -345,7 +345,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -
         prepare_data(tmp_path / "out.jsonl", tmp_path / ("x" * 300), PrepareOptions(), on_progress=quiet)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_file_that_changes_while_read_is_an_error(tmp_path: Path, monkeypatch) -> None:
     path = planted.write_lines(tmp_path / "chats.jsonl", [planted.talk(number) for number in range(9)])
     after = iter([[], [Conversation((Turn("assistant", "new"),))]])
     monkeypatch.setattr(prepare, "read_conversations", lambda source: [*read_conversations(source), *next(after)][1:])
@@ -358,7 +358,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train/tokens.bin", "train/loss.bin"])
 @pytest.mark.parametrize("damage", ["gone", "shorter", "changed"])
-def test_a_damaged_folder_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_folder_is_an_error(tmp_path: Path, name: str, damage: str) -> None:
     folder = made(tmp_path, [planted.talk(number) for number in range(9)]).folder
     path = folder / name
     content = path.read_bytes()
@@ -369,7 +369,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, name: str, damage: str) -> 
         open_dataset(folder, verify=True)
 
 
-def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
+def test_wrong_manifest_is_an_error(tmp_path: Path) -> None:
     folder = made(tmp_path, [planted.talk(number) for number in range(9)]).folder
     told = json.loads((folder / "manifest.json").read_text())
     outside = {**told["files"], "../out.jsonl": told["files"]["tokenizer.json"]}
@@ -389,7 +389,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_of_the_guide_works_and_tells_what_it_did(whet: Run, tmp_path: Path, capsys) -> None:
+def test_data_chat_command_of_the_guide_works_and_reports(whet: Run, tmp_path: Path, capsys) -> None:
     records = [planted.talk(number) for number in range(40)] + [{"id": "odd"}]
     planted.write_array(tmp_path / "conversations.json", records)
     words = ("--input-file", "conversations.json", "--output-dir", "data/chat", "--max-length", "1024")
@@ -410,7 +410,7 @@ def test_the_command_of_the_guide_works_and_tells_what_it_did(whet: Run, tmp_pat
 
 
 @given(st.lists(st.lists(st.sampled_from(ROLES), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())
-def test_batches_are_written_as_the_template_says(talks: list[list[Role]], is_all: bool) -> None:
+def test_batched_assembly_equals_the_template(talks: list[list[Role]], is_all: bool) -> None:
     tokenizer, loss = trained(), "all" if is_all else "assistant"
     turns = [tuple(Turn(role, f"{role} \u20ac {place}") for place, role in enumerate(talk)) for talk in talks]
     ids = [tokenizer.encode(turn.text) for talk in turns for turn in talk]
@@ -424,7 +424,7 @@ def test_batches_are_written_as_the_template_says(talks: list[list[Role]], is_al
         assert num_cut == 0
 
 
-def test_a_conversation_of_a_rows_length_is_whole_and_of_one_token_more_is_cut(tokenizer: ChatTokenizer) -> None:
+def test_conversation_of_one_token_more_than_a_row_is_truncated(tokenizer: ChatTokenizer) -> None:
     turns = (Turn("user", "Why is it so?"), Turn("assistant", "Because it was so before."))
     ids = [tokenizer.encode(turn.text) for turn in turns]
     length = sum(map(len, ids)) + 4
@@ -434,7 +434,7 @@ def test_a_conversation_of_a_rows_length_is_whole_and_of_one_token_more_is_cut(t
         assert [len(document.mask) for document in made_of_it.documents] == [max_length]
 
 
-def test_the_mask_of_write_covers_the_ids(tokenizer: ChatTokenizer) -> None:
+def test_mask_has_the_length_of_the_ids(tokenizer: ChatTokenizer) -> None:
     ids, mask = encode_turns([TurnIds("user", [1, 2]), TurnIds("assistant", [3], is_whole=False)], tokenizer)
     assert ids == [tokenizer.role_ids["user"], 1, 2, tokenizer.end_id, tokenizer.role_ids["assistant"], 3]
     assert list(mask) == [0, 0, 0, 0, 0, 1]

@@ -1,4 +1,4 @@
-"""Without data there is something to learn: conversations about whet and Python, the same each time, made offline."""
+"""The embedded conversations: valid, deterministic and generated offline."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ from whet.recipes.chat.conversation import validate_turns
 from whet.recipes.chat.embedded import embedded_conversations, open_embedded
 
 
-def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Path, monkeypatch) -> None:
+def test_embedded_conversations_are_valid_and_answer_about_whet(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path))
     made = embedded_conversations()
     assert made == embedded_conversations()
@@ -51,7 +51,7 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
         open_embedded()
 
 
-def test_a_home_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_read_only_home_folder_is_tolerated(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "file" / "home"))
     monkeypatch.setattr(embedded, "embedded_conversations", lambda: embedded_conversations()[:40])

@@ -1,4 +1,4 @@
-"""Conversations of every shape are read, one at a time; what is none is named, and never silently part of the data."""
+"""Conversation formats: all are read record by record, and bad records are located."""
 
 import bz2
 import gzip
@@ -31,7 +31,7 @@ def turns(found: Conversation | RejectedRecord) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", planted.GOLDEN)
 @pytest.mark.parametrize("write", [planted.write_array, planted.write_lines])
-def test_every_shape_is_detected_and_read(tmp_path: Path, name: str, write) -> None:
+def test_every_format_is_detected_and_read(tmp_path: Path, name: str, write) -> None:
     shape, records, expected = planted.GOLDEN[name]
     path = write(tmp_path / "chats", records)
     (source,) = find_files(path)
@@ -40,7 +40,7 @@ def test_every_shape_is_detected_and_read(tmp_path: Path, name: str, write) -> N
     assert turns(found) == expected
 
 
-def test_two_trees_of_the_flat_dump_are_two_conversations_and_an_orphan_is_named(tmp_path: Path) -> None:
+def test_flat_dump_gives_one_conversation_per_tree_and_rejects_orphans(tmp_path: Path) -> None:
     second = [{**row, "message_tree_id": "m9", "message_id": f"9{row['message_id']}"} for row in planted.FLAT[:1]]
     answer = planted.message("93", second[0]["message_id"], "assistant", "Nine.", message_tree_id="m9")
     orphan = planted.message("o", "gone", "assistant", "Whose?", message_tree_id="m7")
@@ -67,7 +67,7 @@ def test_compressed_files_are_read_by_their_first_bytes(tmp_path: Path, pack) ->
 
 @pytest.mark.parametrize("defect", planted.DEFECTS)
 @pytest.mark.parametrize("form", ["lines", "array"])
-def test_a_bad_record_is_named_and_harms_no_other(tmp_path: Path, defect: str, form: str) -> None:
+def test_bad_record_is_located_and_does_not_affect_others(tmp_path: Path, defect: str, form: str) -> None:
     record, why = planted.DEFECTS[defect]
     good = json.dumps(planted.SHAREGPT).encode()
     both = (good, record, good)
@@ -81,7 +81,7 @@ def test_a_bad_record_is_named_and_harms_no_other(tmp_path: Path, defect: str, f
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1024**2])
-def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int, monkeypatch) -> None:
+def test_records_do_not_depend_on_chunk_boundaries(tmp_path: Path, chunk: int, monkeypatch) -> None:
     records = [planted.SHAREGPT, planted.talk(1), {"a": '\u20ac}]\\"', "b": [[], {}, -1.5e3, None]}, planted.talk(2)]
     for write, spare in ((planted.write_array, []), (planted.write_lines, []), (planted.write_array, records * 20)):
         path = write(tmp_path / "chats", records + spare)
@@ -107,7 +107,7 @@ def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int
         (b"PK\x03\x04", "is an archive"),
     ],
 )
-def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_file_is_an_error(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "chats").write_bytes(content)
     with pytest.raises(WhetError, match=said):
         list(json_records.read_records(tmp_path / "chats"))
@@ -122,13 +122,13 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, conten
         ('{"messages": "caf\xe9"}'.encode("latin-1"), "record 1: not JSON: invalid unicode"),
     ],
 )
-def test_records_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_records_are_an_error_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "chats").write_bytes(content)
     with pytest.raises(UsageError, match=f"no known format\n.*{said}"):
         find_files(tmp_path / "chats")
 
 
-def test_a_pipe_is_refused_and_a_name_is_shown_in_one_line(tmp_path: Path) -> None:
+def test_pipe_is_an_error_and_ids_are_printed_on_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="needs a regular file"):
         find_files(tmp_path / "pipe", format_name="openai")
@@ -138,13 +138,13 @@ def test_a_pipe_is_refused_and_a_name_is_shown_in_one_line(tmp_path: Path) -> No
     assert bad.where == "chats:1 (a  [31mb)"
 
 
-def test_an_unknown_shape_is_refused_with_its_keys(tmp_path: Path) -> None:
+def test_unknown_format_is_an_error_with_its_keys(tmp_path: Path) -> None:
     path = planted.write_lines(tmp_path / "chats", [{"question": "a", "answer": "b"}])
     with pytest.raises(UsageError, match="question, answer"):
         find_files(path)
 
 
-def test_a_record_without_bounds_is_passed_over_in_lines_and_refused_in_arrays(tmp_path: Path, monkeypatch) -> None:
+def test_oversized_record_is_skipped_in_lines_and_an_error_in_arrays(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 4096)
     monkeypatch.setattr(json_records, "_CHUNK", 512)
     records = [planted.talk(1), planted.talk(2, words=2000), planted.talk(3)]
@@ -156,7 +156,7 @@ def test_a_record_without_bounds_is_passed_over_in_lines_and_refused_in_arrays(t
         read(planted.write_array(tmp_path / "array", records))
 
 
-def test_a_folder_of_the_tiny_recursive_fork_is_read_back_into_texts(tmp_path: Path) -> None:
+def test_trm_folder_is_decoded_to_texts(tmp_path: Path) -> None:
     """Composed by its description: a conversation a row, PAD behind it, marks as special tokens, a cut turn last."""
     engine = Tokenizer.from_str(ChatTokenizer.train(["Hello there."], vocab_size=300).to_json())
     marks = ["<|pad|>", "<|user|>", "<|enduser|>", "<|assistant|>", "<|endassistant|>", "<|sep|>", "<|endoftext|>"]

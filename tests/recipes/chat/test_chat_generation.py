@@ -1,4 +1,4 @@
-"""Answers: cached decoding is exact, rows do not know of each other, and samples follow the model's distribution."""
+"""Generation: exact cached decoding, independent rows, correct sampling."""
 
 import io
 import json
@@ -34,7 +34,7 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_cached_decoding_is_the_whole_read_anew(shape: dict[str, object]) -> None:
+def test_cached_decoding_equals_full_decoding(shape: dict[str, object]) -> None:
     model = small_model(**shape)
     tokens = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(2))
     is_start = torch.zeros(2, 20, dtype=torch.bool)
@@ -63,7 +63,7 @@ def said(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("kind", ["trm", "gpt"])
-def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temperature: float) -> None:
+def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, temperature: float) -> None:
     model = small_model(kind=kind)
     how = Sampling(temperature=temperature, top_k=0, top_p=1, seed=5)
     rows = [([5, 6], 9), ([9] * 30, 99), ([11, 12, 13, 14, 15], 4), ([20], 1), ([5, 6], 9)]
@@ -77,7 +77,7 @@ def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temper
         assert end == "stop" or len(ids) == min(ask.max_new_tokens, RULES.context_length - len(ask.prompt))
 
 
-def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
+def test_temperature_zero_is_greedy_and_seeds_determine_samples() -> None:
     model = small_model()
     tokens, end = said(model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
     assert (len(tokens), end) == (12, "length")
@@ -96,7 +96,7 @@ def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
     assert drawn[1] != drawn[2]
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_samples_follow_the_distribution() -> None:
     """Chi-square: with 11 degrees of freedom 31.3 is passed once in a thousand; a wrong temperature gives hundreds."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(0))
     num_draws = 4_000
@@ -129,7 +129,7 @@ def test_top_p_keeps_the_token_that_passes_the_threshold() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
-def test_a_temperature_of_almost_nothing_takes_the_likeliest(temperature: float) -> None:
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([-3.0, 2.0, 5.0, 4.0, -torch.inf])
     how = Sampling(temperature=temperature, top_k=0, top_p=1)
     assert distribution(logits, how)[1].sum() == 1
@@ -144,7 +144,7 @@ def test_marks_in_a_text_stay_text() -> None:
     assert marks == [tokenizer.role_ids["user"], tokenizer.end_id, tokenizer.role_ids["assistant"]]
 
 
-def test_a_long_history_loses_its_oldest_turns_and_keeps_the_system() -> None:
+def test_long_history_drops_oldest_turns_and_keeps_the_system_turn() -> None:
     tokenizer = small_tokenizer()
     turns = [Turn("system", "do")]
     for number in range(6):
@@ -163,7 +163,7 @@ def test_a_long_history_loses_its_oldest_turns_and_keeps_the_system() -> None:
         truncate_history(turns, tokenizer, max_tokens=4)
 
 
-def test_training_generating_and_talking(
+def test_train_generate_and_chat_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A few steps through the commands; what is said is repeatable, and the conversation is remembered and saved."""

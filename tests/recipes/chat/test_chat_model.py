@@ -1,4 +1,4 @@
-"""The causal models: nobody looks ahead or into another document, sizes are what they say, and losses weigh tokens."""
+"""The causal models: causality, document boundaries, sizes and the loss."""
 
 import math
 from functools import partial
@@ -45,7 +45,7 @@ def rows_of_documents() -> MicroBatch:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_comes_out_depends_on_earlier_tokens_of_its_document_alone(shape: dict[str, object]) -> None:
+def test_outputs_depend_only_on_earlier_tokens_of_the_same_document(shape: dict[str, object]) -> None:
     model, micro = small_model(**shape), rows_of_documents()
     assert find_leak(partial(ChatRecipe().outputs, model), micro) is None
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_what_comes_out_depends_on_earlier_tokens_of_its_document_alone(shape: d
     assert torch.allclose(together[:1, 9:20], alone, atol=1e-5)
 
 
-def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_equal_the_mask_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision."""
     micro = rows_of_documents()
     like = torch.zeros(1)
@@ -82,7 +82,7 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
         assert behind == len(firsts) or firsts[behind] == behind, "and that ends there"
 
 
-def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_causal_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: no mask at all."""
 
     def everywhere(is_start: torch.Tensor, **_: object) -> AttentionArgs:
@@ -105,7 +105,7 @@ def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sizes_are_what_they_say(shape: dict[str, object]) -> None:
+def test_parameter_counts_are_exact(shape: dict[str, object]) -> None:
     arch = ChatArch.model_validate({**SIZES, **shape})
     model = build_model(arch, vocab_size=60)
     assert sum(weights.numel() for weights in model.parameters()) == arch.num_parameters(60)
@@ -126,7 +126,7 @@ def test_a_gpt_has_the_same_parameters_or_the_same_cost() -> None:
     ("words", "what"),
     [(["arch.mlp_t=true"], "not causal"), (["arch.num_heads=3"], "num_heads"), (["arch=lstm"], "arch.kind must be")],
 )
-def test_what_cannot_be_a_language_model_is_refused_at_once(words: list[str], what: str) -> None:
+def test_invalid_architectures_are_errors(words: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         resolve_config(ChatRecipe.Config, words)
 
@@ -136,7 +136,7 @@ def test_arch_by_name_and_presets() -> None:
     assert (config.arch.kind, config.arch.hidden_size, config.arch.num_heads) == ("gpt", 768, 8)
 
 
-def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
+def test_loss_weighs_tokens_however_the_batch_is_split() -> None:
     model, micro = small_model(supervision=2), rows_of_documents()
     parts = [
         MicroBatch(fields={name: field[rows] for name, field in micro.fields.items()}, ids=micro.ids[rows])
@@ -148,7 +148,7 @@ def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
     assert torch.allclose(total, torch.stack(sums).sum(), rtol=1e-5)
 
 
-def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path: Path) -> None:
+def test_rows_mark_assistant_tokens_and_evaluation_weighs_them_equally(tmp_path: Path) -> None:
     """A model that knows nothing is as surprised at each token as there are tokens."""
     data, dataset = prepared(tmp_path), open_dataset(tmp_path / "prepared")
     read = read_chat(resolve_config(ChatRecipe.Config, [f"data={data}", *WORDS]).config)
@@ -171,7 +171,7 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
 
 
-def test_folders_that_share_conversations_are_told(tmp_path: Path) -> None:
+def test_overlap_between_folders_is_reported(tmp_path: Path) -> None:
     one = prepared(tmp_path)
     others = []
     for seed in (42, 7):

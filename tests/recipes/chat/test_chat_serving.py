@@ -1,4 +1,4 @@
-"""`whet serve` with OpenAI's own client, in a process of its own; and the queue before the model."""
+"""`whet serve` in a separate process with OpenAI's client, and the request queue."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def client(told: dict[str, Any]) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_the_client_lists_asks_and_streams(client: openai.OpenAI) -> None:
+def test_openai_client_lists_models_completes_and_streams(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["run"]
     asked: Any = {"model": "run", "messages": HELLO, "temperature": 0, "max_tokens": 8}
     whole = client.chat.completions.create(**asked)
@@ -102,7 +102,7 @@ def test_seeds_and_stops(client: openai.OpenAI) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_cannot_be_answered_is_told(
+def test_invalid_requests_are_rejected(
     client: openai.OpenAI, changes: dict[str, Any], kind: type[openai.APIStatusError], what: str
 ) -> None:
     with pytest.raises(kind) as told:
@@ -110,7 +110,7 @@ def test_what_cannot_be_answered_is_told(
     assert what in f"{told.value} {told.value.code}"
 
 
-def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
+def test_wrong_key_host_origin_and_body_are_rejected(told: dict[str, Any]) -> None:
     with (
         openai.OpenAI(base_url=told["base_url"], api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as refused,
@@ -146,7 +146,7 @@ def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
     connection.close()
 
 
-def test_many_at_once_are_answered_or_told_to_wait(client: openai.OpenAI) -> None:
+def test_concurrent_requests_are_answered_or_rejected_with_429(client: openai.OpenAI) -> None:
     def ask(_: int) -> str:
         try:
             client.chat.completions.create(model="run", messages=HELLO, max_tokens=30)
@@ -161,7 +161,7 @@ def test_many_at_once_are_answered_or_told_to_wait(client: openai.OpenAI) -> Non
     assert ask(0) == "answered"
 
 
-def test_an_answer_ends_when_nobody_listens() -> None:
+def test_generation_stops_when_the_client_disconnects() -> None:
     """With a simulated model that would never end."""
     written: list[int] = []
 
@@ -196,7 +196,7 @@ def test_an_answer_ends_when_nobody_listens() -> None:
     asyncio.run(listen_and_leave())
 
 
-def test_the_key_stands_in_no_list_of_processes(told: dict[str, Any]) -> None:
+def test_api_key_is_not_in_the_process_list(told: dict[str, Any]) -> None:
     words = Path(f"/proc/{told['pid']}/cmdline")
     if not words.exists():
         pytest.skip("needs /proc")

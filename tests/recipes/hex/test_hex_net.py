@@ -1,4 +1,4 @@
-"""Hex nets: what a plan says of them is so, what they see and forbid, and what each part of the loss moves."""
+"""Hex nets: plan, inputs, outputs and loss terms."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def a_net() -> HexNet:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: HexArch) -> None:
+def test_plan_has_exact_parameters_and_approximate_memory(arch: HexArch) -> None:
     net = HexNet(arch)
     config = HexConfig(arch=arch, size=7)
     workload = describe_hex(config)
@@ -74,12 +74,12 @@ def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: HexArch
     assert workload.activation_bytes == pytest.approx(measured, rel=0.15)
 
 
-def test_presets_leave_what_you_say() -> None:
+def test_explicit_values_override_presets() -> None:
     assert HexArch.model_validate({"preset": 34}).depth == 16
     assert HexArch.model_validate({"preset": 34, "depth": 3}).depth == 3
 
 
-def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
+def test_batchnorm_is_not_split_and_groupnorm_fits_into_memory() -> None:
     """Eight thousand boards of 13 x 13 want far more than 6 GB."""
     machine = load_machine("h200")
     plans = {}
@@ -94,7 +94,7 @@ def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 5, 9])
-def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) -> None:
+def test_net_plays_any_size_on_empty_cells_and_ignores_colors(size: int) -> None:
     player = NetPlayer(a_net().eval(), CpuDevice())
     draw = np.random.default_rng(size)
     boards = draw.choice(3, (6, size, size), p=(0.5, 0.25, 0.25)).astype(np.int8)
@@ -107,7 +107,7 @@ def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) ->
     assert said.value.std() > 0
 
 
-def test_a_net_that_says_nan_does_not_play() -> None:
+def test_nan_outputs_are_an_error() -> None:
     net = HexNet(HexArch(depth=1, width=8))
     with torch.no_grad():
         net.policy.weight.fill_(float("nan"))
@@ -115,7 +115,7 @@ def test_a_net_that_says_nan_does_not_play() -> None:
         NetPlayer(net, CpuDevice()).evaluate(np.zeros((1, 3, 3), dtype=np.int8))
 
 
-def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
+def test_averaged_evaluation_is_invariant_under_rotation() -> None:
     player = NetPlayer(a_net().eval(), CpuDevice(), averages_symmetry=True)
     boards = some_micro(5).board.numpy()[:4]
     shares, win = player.evaluate(boards)
@@ -124,7 +124,7 @@ def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
     np.testing.assert_allclose(other_win, win, atol=1e-6)
 
 
-def test_decided_positions_teach_the_value_alone_and_a_full_board_is_no_nan() -> None:
+def test_final_positions_train_only_the_value_and_full_boards_are_finite() -> None:
     net, micro = a_net(), some_micro(12)
     decided = MicroBatch(fields={**micro.fields, "move": torch.full((12,), -1)}, ids=micro.ids)
     hex_loss(net(decided.board), decided, LossWeights()).backward()
@@ -135,7 +135,7 @@ def test_decided_positions_teach_the_value_alone_and_a_full_board_is_no_nan() ->
     assert all(bool(p.grad.isfinite().all()) for p in net.parameters())
 
 
-def test_each_weight_moves_its_own_part() -> None:
+def test_each_loss_weight_affects_only_its_term() -> None:
     """The loss of all parts is their weighted sum; the uncertainty moves nothing but itself."""
     net, micro = a_net(), some_micro(12)
     said = net(micro.board)
@@ -151,7 +151,7 @@ def test_each_weight_moves_its_own_part() -> None:
     assert all(part is None or part.abs().max() == 0 for part in gradient)
 
 
-def test_shares_of_a_search_with_all_on_one_move_are_that_move() -> None:
+def test_visits_on_one_move_equal_that_move_as_target() -> None:
     net, micro = a_net(), some_micro(12)
     has_move = micro.move >= 0
     shares = torch.nn.functional.one_hot(micro.move.clamp(min=0), 25) * has_move[:, None]
@@ -160,7 +160,7 @@ def test_shares_of_a_search_with_all_on_one_move_are_that_move() -> None:
     torch.testing.assert_close(hex_loss(said, searched, LossWeights()), hex_loss(said, micro, LossWeights()))
 
 
-def test_half_turns_are_the_same_positions_turned() -> None:
+def test_half_turns_are_rotated_positions() -> None:
     given = some_micro(6).fields
     both = with_half_turns(dict(given))
     for row in range(6):
@@ -171,7 +171,7 @@ def test_half_turns_are_the_same_positions_turned() -> None:
         assert both["win"][row] == both["win"][row + 6]
 
 
-def test_columns_are_what_the_mover_sees() -> None:
+def test_columns_are_in_the_movers_perspective() -> None:
     """Red to move, its stone at the top right, blue's at b1: red sees itself at the left below, and wins."""
     board = np.zeros((1, 3, 3), dtype=np.int8)
     board[0, 0, 2], board[0, 0, 1] = 2, 1
@@ -182,7 +182,7 @@ def test_columns_are_what_the_mover_sees() -> None:
     assert (int(made["move"][0]), float(made["win"][0])) == (7, 1.0)
 
 
-def test_a_net_is_shown_stones_and_edges_of_the_mover_first() -> None:
+def test_input_planes_have_the_mover_first() -> None:
     """The mover's stones, the other's; rows at the mover's edges, columns at the other's."""
     board = torch.tensor([[[1, 0, 0], [0, 0, 2], [0, 0, 0]]], dtype=torch.int8)
     own, others, rows, lines = encode_boards(board, like=torch.zeros(1))[0].tolist()
@@ -192,7 +192,7 @@ def test_a_net_is_shown_stones_and_edges_of_the_mover_first() -> None:
     assert lines == [[1, 0, 1], [1, 0, 1], [1, 0, 1]]
 
 
-def test_metrics_are_what_their_names_say() -> None:
+def test_metrics_match_their_definitions() -> None:
     found = metrics([np.array([0, 4, 5, -1])], [np.array([0.9, 0.2, 0.5, 0.6])], [np.array([1.0, 0.0, 1.0, 0.0])])
     assert found["policy_top1"] == pytest.approx(1 / 3)
     assert found["policy_top5"] == pytest.approx(2 / 3)
@@ -201,7 +201,7 @@ def test_metrics_are_what_their_names_say() -> None:
     assert found["calibration_error"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.6) / 4)
 
 
-def test_a_net_that_says_the_same_everywhere_has_found_nothing() -> None:
+def test_uniform_policy_has_zero_top1() -> None:
     net = HexNet(HexArch(depth=1, width=8))
     torch.nn.init.zeros_(net.policy.weight)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A game with a person: in words, and as a page asks for it."""
+"""Playing against a player: in the terminal, and the API of the page."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def test_a_view_shows_the_game() -> None:
     assert view_game(PLAYER, moves[:2], size=5).last == cell("c3")
 
 
-def test_a_view_shows_the_chain_that_won() -> None:
+def test_view_shows_the_winning_chain() -> None:
     blue = ["c1", "c2", "b3", "e1", "b4", "b5"]
     red = ["a1", "a2", "e4", "e2", "e3"]
     moves = [cell(blue[i // 2] if i % 2 == 0 else red[i // 2]) for i in range(11)]
@@ -80,7 +80,7 @@ def test_first_moves_vary_with_the_seed_alone() -> None:
     assert len({view_game(PLAYER, moves, size=7, seed=seed).reply for seed in range(5)}) == 1
 
 
-def test_a_whole_game_in_words() -> None:
+def test_complete_game_in_the_terminal() -> None:
     talk = TerminalGame(Sure(), 3)
     assert "you are blue" in talk.begin()[0]
     assert talk.enter("") == []
@@ -124,7 +124,7 @@ def test_play_in_the_terminal(tmp_path: Path) -> None:
     assert "two-distance suggests" in done.stdout
 
 
-def test_a_closed_input_is_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_input_ends_the_game(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert run(["play", "random", "--size", "3", "--terminal"]) == 0
     assert "your move (blue)" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_a_closed_input_is_an_end(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--colour", "green"], "--colour blue"),
     ],
 )
-def test_wrong_wishes_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["play", "random", *words, "--terminal"]) == 2
     assert said in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
         yield server
 
 
-def test_the_page_is_behind_the_guard(served: Served) -> None:
+def test_page_requires_the_access_token(served: Served) -> None:
     for path in ("/", "/api/about", "/api/game?size=5", "/static/play.js"):
         assert served.ask_bare(path).status == 401
         assert served.ask(path).status == 200

@@ -1,4 +1,4 @@
-"""Players without nets, and the games they make."""
+"""Players without nets, and the games they generate."""
 
 import itertools
 
@@ -47,7 +47,7 @@ def slow_distance(board: np.ndarray) -> list[list[int]]:
         distance = improved
 
 
-def test_the_two_distance_is_that_of_its_definition() -> None:
+def test_two_distance_equals_its_definition() -> None:
     for size in (2, 3, 5, 8):
         boards = random_boards(40, size=size, seed=size)
         boards[0] = EMPTY
@@ -60,7 +60,7 @@ def test_the_two_distance_is_that_of_its_definition() -> None:
             assert right[number, ::-1, ::-1].T.tolist() == slow_distance(mirrored[::-1, ::-1])
 
 
-def test_players_think_the_same_of_the_same_position_seen_otherwise() -> None:
+def test_analyses_are_equivariant_under_symmetries() -> None:
     boards = random_boards(80, size=7, seed=1)
     boards = boards[(winners(boards) == EMPTY) & (boards == EMPTY).any(axis=(1, 2))]
     positions = Positions(boards, np.random.default_rng(0).integers(1, 3, len(boards)).astype(np.int8))
@@ -150,7 +150,7 @@ def test_unrolled_games_are_those_played_move_by_move(size: int) -> None:
     assert place == len(samples)
 
 
-def test_games_against_the_rules_are_found() -> None:
+def test_illegal_games_are_detected() -> None:
     lists = [[0, 1, 2], [0, 1, 0], [0, 1, 2, 3], [0, 4], [SWAP, 1], [0, SWAP, 1], [1, SWAP, 2], [0, 1, SWAP], []]
     verdict = judge_games(as_moves(lists), size=2)
     assert verdict.is_legal.tolist() == [True, False, False, False, False, True, False, False, True]

@@ -1,4 +1,4 @@
-"""Records of games and sets of positions: read, written, refused, split, and found again."""
+"""Records of games and position sets: parsing, import, splits and damage."""
 
 import hashlib
 import json
@@ -67,7 +67,7 @@ def test_games_are_written_and_read_back(kind: str) -> None:
         ("#5,", 5, "", EMPTY),
     ],
 )
-def test_what_a_line_says(line: str, size: int | None, words: str, winner: int) -> None:
+def test_lines_are_parsed(line: str, size: int | None, words: str, winner: int) -> None:
     found = read_game(line)
     assert (found.size, " ".join(found.names), found.winner) == (size, words, winner)
 
@@ -92,13 +92,13 @@ def test_what_a_line_says(line: str, size: int | None, words: str, winner: int) 
         "a1" * 9000,
     ],
 )
-def test_what_is_no_game_is_refused(line: str) -> None:
+def test_invalid_lines_are_errors(line: str) -> None:
     with pytest.raises(UsageError):
         read_game(line)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> None:
+def test_both_orientations_are_detected(tmp_path: Path, mirrored: bool) -> None:
     games = made(200, size=5)
     path = tmp_path / "games.txt"
     lines = "\r\n".join(written(moves, size=5, mirrored=mirrored) for moves in games)
@@ -112,7 +112,7 @@ def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> Non
     assert rejected.total == 0
 
 
-def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
     games = [written(moves) for moves in made(60)]
     bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z", "#4,a1z9"]
     told_wrongly = [f"{moves} {'red' if len(moves.split()) % 2 else 'blue'}" for moves in games[:1]]
@@ -181,7 +181,7 @@ def test_positions_are_those_of_the_games(kept) -> None:
     assert ((winners(samples.positions.boards) != EMPTY) == (samples.moves == NO_MOVE)).all()
 
 
-def test_no_game_is_in_two_parts(kept) -> None:
+def test_no_game_is_in_two_splits(kept) -> None:
     _, positions = kept
     seen: dict[tuple[int, ...], str] = {}
     parts = {name: positions.split(name) for name in ("train", "val", "test")}
@@ -198,7 +198,7 @@ def test_no_game_is_in_two_parts(kept) -> None:
         positions.split("trian")
 
 
-def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
+def test_seed_determines_bytes_and_splits(kept, tmp_path: Path) -> None:
     _, positions = kept
     source = positions.folder.parent / "games.trmph"
     again = import_records(source, into=tmp_path / "again", options=ImportOptions(val_share=0.2, seed=3))
@@ -233,7 +233,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
     assert ((over == EMPTY) == (winners(plain.positions.boards) == EMPTY)).all()
 
 
-def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
+def test_damaged_position_sets_are_errors(kept, tmp_path: Path) -> None:
     _, positions = kept
     for name, damage, said in (
         ("positions.bin", lambda data: data[:-1], "not 120,610 bytes"),
@@ -267,7 +267,9 @@ def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
         ("split", 3, "without a split"),
     ],
 )
-def test_games_that_lie_with_a_right_hash_are_refused(kept, tmp_path: Path, field: str, value: int, said: str) -> None:
+def test_inconsistent_games_with_a_valid_hash_are_errors(
+    kept, tmp_path: Path, field: str, value: int, said: str
+) -> None:
     _, positions = kept
     shutil.copytree(positions.folder, tmp_path / "copy")
     games = positions.games.copy()

@@ -1,4 +1,4 @@
-"""The rules of Hex: against a slow and obvious reference, and under all symmetries."""
+"""The rules of Hex, compared with a slow reference and under all symmetries."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_winners_and_legal_moves_of_100_000_boards(report_count) -> None:
     report_count(f"{compare_with_reference(5_900):,} boards of sizes 3 to 19")
 
 
-def test_long_winding_chains_of_every_size_are_followed() -> None:
+def test_long_winding_chains_are_followed_on_every_size() -> None:
     for size in range(2, 27):
         snake = np.full((size, size), RED, dtype=np.int8)
         snake[::2] = BLUE
@@ -108,7 +108,7 @@ def test_random_games_agree_with_union_find() -> None:
             positions = positions.take(won == EMPTY)
 
 
-def test_illegal_moves_are_refused_and_named() -> None:
+def test_illegal_moves_are_errors_that_name_them() -> None:
     positions = play(start(3, size=5), np.array([0, 1, 2]))
     for moves in ([3, 3, 2], [3, 3, 25], [3, 3, -1]):
         with pytest.raises(UsageError, match="not a legal move") as refused:
@@ -177,7 +177,7 @@ def test_symmetries_keep_the_game() -> None:
             assert mixed.movers[place] == alone.movers[0]
 
 
-def test_the_movers_view_has_blue_to_move() -> None:
+def test_mover_view_has_blue_to_move() -> None:
     boards = random_boards(50, size=6, seed=0)
     positions = Positions(boards, np.array([BLUE, RED] * 25, dtype=np.int8))
     seen, symmetry = mover_view(positions)
@@ -197,7 +197,7 @@ def test_cells_have_names() -> None:
             parse_cell(wrong, size=5)
 
 
-def test_moves_are_drawn_by_their_shares() -> None:
+def test_moves_are_sampled_from_the_policy() -> None:
     policy = np.tile(np.array([0.0, 0.1, 0.9, 0.0], dtype=np.float32), (20_000, 1))
     drawn = np.bincount(draw_moves(policy, np.random.default_rng(0)), minlength=4) / 20_000
     assert drawn[[0, 3]].tolist() == [0, 0]

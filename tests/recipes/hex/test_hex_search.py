@@ -1,4 +1,4 @@
-"""Looking ahead and meeting: searches that see wins, games that do not disturb each other, intervals that hold."""
+"""Tree search, matches, openings and ratings."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def board(*rows: str) -> Boards:
     return np.array([[".xo".index(cell) for cell in row] for row in rows], dtype=np.int8)[None]
 
 
-def test_a_win_in_one_is_taken_and_a_loss_in_one_is_stopped() -> None:
+def test_search_takes_a_win_in_one_and_blocks_a_loss_in_one() -> None:
     wins = board("x..", "x..", "...")
     found = search_moves(wins, knows_nothing, SearchOptions(simulations=64))
     assert mover_has_won(_with(wins, int(found.best[0])))[0]
@@ -59,7 +59,7 @@ def test_a_long_search_finds_that_the_middle_wins_3x3() -> None:
     assert search_moves(against, knows_nothing, SearchOptions(simulations=1500)).win[0] < 0.35
 
 
-def test_visits_are_simulations_and_never_on_a_stone() -> None:
+def test_visits_sum_to_simulations_on_empty_cells() -> None:
     boards = draw_openings(9, size=4, num_stones=3, seed=1)
     found = search_moves(boards, knows_nothing, SearchOptions(simulations=40))
     assert (found.visits.sum(1) == 40).all()
@@ -67,7 +67,7 @@ def test_visits_are_simulations_and_never_on_a_stone() -> None:
     np.testing.assert_allclose(found.shares.sum(1), 1, rtol=1e-6)
 
 
-def test_a_search_is_the_same_in_any_company_and_again() -> None:
+def test_search_is_deterministic_and_independent_of_the_batch() -> None:
     boards = draw_openings(7, size=5, num_stones=4, seed=2)
     how = SearchOptions(simulations=50)
     together = search_moves(boards, has_opinions, how)
@@ -77,7 +77,7 @@ def test_a_search_is_the_same_in_any_company_and_again() -> None:
         assert alone.win[0] == together.win[row]
 
 
-def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
+def test_noise_depends_on_the_seed_and_spreads_visits() -> None:
     boards = np.zeros((2, 5, 5), dtype=np.int8)
     how = SearchOptions(simulations=30, noise_fraction=0.5)
     first, again, other = (
@@ -104,12 +104,12 @@ class FirstFree:
         return Analysis(policy, np.full(len(positions), 0.5, dtype=np.float32))
 
 
-def test_a_player_who_meets_itself_wins_one_game_of_each_opening() -> None:
+def test_player_against_itself_wins_one_game_of_each_opening() -> None:
     openings = draw_openings(20, size=5, num_stones=2, seed=0)
     assert (play_match(FirstFree(), FirstFree(), openings) == 1).all()
 
 
-def test_a_match_is_won_by_the_better_and_is_the_same_again() -> None:
+def test_better_player_wins_a_match_deterministically() -> None:
     class Searcher:
         def analyze(self, positions: Positions) -> Analysis:
             assert (positions.movers == BLUE).all()
@@ -123,7 +123,7 @@ def test_a_match_is_won_by_the_better_and_is_the_same_again() -> None:
     assert (2 - play_match(RandomPlayer(), Searcher(), openings, seed=3)).sum() >= 17
 
 
-def test_openings_are_all_different_undecided_and_refused_where_there_are_too_few() -> None:
+def test_openings_are_distinct_undecided_and_too_few_are_an_error() -> None:
     openings = draw_openings(300, size=5, num_stones=2, seed=0)
     assert len({made.tobytes() for made in openings}) == 300
     assert not mover_has_won(openings).any()
@@ -154,7 +154,7 @@ def test_in_even_openings_the_mover_is_one_move_behind_and_in_random_ones_mostly
     assert refused.value.try_ == "--games 24, or --openings random"
 
 
-def test_intervals_are_wilsons_and_openings_that_decide_count_once() -> None:
+def test_intervals_are_wilson_and_decisive_openings_count_once() -> None:
     low, high = wilson(0.6, 100)
     assert (round(low, 4), round(high, 4)) == (0.5020, 0.6906)
     alike = rate([2, 2, 0, 2, 0, 2, 2, 0] * 10)

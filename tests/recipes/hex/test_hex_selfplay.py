@@ -1,4 +1,4 @@
-"""Self-play: what it plays is Hex, a kill loses at most a generation, and it ends the same as without one."""
+"""Self-play: legal games, gating, and exact resume after kills."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def played() -> SelfPlayGames:
     return play_self_games(player, size=4, num_games=41, free_moves=3, seed=4)
 
 
-def test_games_are_whole_and_their_results_right(played: SelfPlayGames) -> None:
+def test_self_play_games_are_complete_with_correct_results(played: SelfPlayGames) -> None:
     """Positions of a game follow each other by one stone; the loser is to move at the end, and results alternate."""
     assert set(played.games) == set(range(41))
     for game in range(41):
@@ -71,7 +71,7 @@ def test_games_are_whole_and_their_results_right(played: SelfPlayGames) -> None:
         np.testing.assert_allclose(played.shares[rows[:-1]].sum(1), 1, rtol=1e-5)
 
 
-def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searching_in_chunks_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_fraction=0.25))  # type: ignore[arg-type]
     boards = draw_openings(7, size=4, num_stones=2, seed=0)
     together = player.search(boards, draw=np.random.default_rng(3))
@@ -91,7 +91,7 @@ def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pyt
     assert 7 * tree_bytes(4, num_nodes=13) == sum(array.nbytes for array in arrays if array.ndim > 2)
 
 
-def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
+def test_closing_the_page_stops_a_running_search() -> None:
     """Python waits for every thread of a pool before it ends; a long search would hold Ctrl-C up."""
     calls: list[int] = []
 
@@ -109,14 +109,14 @@ def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
     assert len(calls) == 3
 
 
-def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: SelfPlayGames) -> None:
+def test_moves_are_on_empty_cells_and_absent_at_the_end(played: SelfPlayGames) -> None:
     is_over = played.shares.sum(1) == 0
     assert (played.moves[is_over] == -1).all()
     taken = played.boards.reshape(len(played), -1)[np.arange(len(played)), played.moves]
     assert (taken[~is_over] == 0).all()
 
 
-def test_what_was_played_is_kept_whole_or_not_read(played: SelfPlayGames, tmp_path: Path) -> None:
+def test_self_play_games_round_trip_and_damage_is_detected(played: SelfPlayGames, tmp_path: Path) -> None:
     path = tmp_path / "games.npz"
     write_self_games(path, played)
     found = read_self_games(path)
@@ -138,7 +138,7 @@ def command(folder: Path) -> list[str]:
     return ["train", "hex", *WORDS, "--run", str(folder), "--max-restarts", "0", "--device", "cpu", "--quiet"]
 
 
-def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_resumed_self_play_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill comes while a generation learns and damages older games; the loop that goes on is a shorter one."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -163,7 +163,7 @@ def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, mo
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_board_with_too_few_openings_for_its_gates_is_refused_at_once(
+def test_too_few_openings_for_the_gate_are_an_error_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command(tmp_path / "small"), "size=3", "loop.gate_games=146"]
@@ -173,7 +173,7 @@ def test_a_board_with_too_few_openings_for_its_gates_is_refused_at_once(
     assert not (tmp_path / "small").exists()
 
 
-def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
+def test_kill_or_ctrl_c_during_self_play_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, it is started again by its parent, which is told of the folder; interrupted, it says how to go on."""
@@ -194,7 +194,7 @@ def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
     assert read_state(folder).config == {}
 
 
-def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one_does(tmp_path: Path) -> None:
+def test_changed_options_are_an_error_but_more_generations_continue(tmp_path: Path) -> None:
     folder = tmp_path / "better"
     open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})
     assert open_state(folder, config={"lr": 0.1, "a_new_key": 1, "loop": {"generations": 9}}).config["lr"] == 0.1
@@ -211,7 +211,7 @@ def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hex_strength", "hex_selfplay"])
-def test_the_bars_of_strength_are_reached(name: str) -> None:
+def test_required_strength_is_reached(name: str) -> None:
     """Five and twenty minutes of training on this machine's own cores, then 400 games each."""
     script = ROOT / "benchmarks" / f"{name}.py"
     assert subprocess.run([sys.executable, script], check=False).returncode == 0

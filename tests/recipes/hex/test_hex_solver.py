@@ -1,4 +1,4 @@
-"""Exact results on small boards, against a search that knows no tricks."""
+"""The exact solver of small boards, compared with a plain search."""
 
 import numpy as np
 import pytest
@@ -105,6 +105,6 @@ def test_two_distance_plays_3x3_well() -> None:
     assert won > 9 * lost
 
 
-def test_large_boards_are_refused() -> None:
+def test_large_boards_are_an_error() -> None:
     with pytest.raises(UsageError, match="too large"):
         Solver(5)

@@ -1,4 +1,4 @@
-"""Hex from the command line: data, training, resuming to the same bits, and the arena, in few small processes."""
+"""Hex from the command line: data, training, exact resume and the arena."""
 
 import contextlib
 import io
@@ -76,7 +76,7 @@ def losses(run: Path) -> dict[int, float]:
     return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
 
 
-def test_it_learns_and_says_what_it_knows(whole: Path) -> None:
+def test_training_improves_metrics_and_reports_them(whole: Path) -> None:
     seen = losses(whole)
     assert sum(list(seen.values())[-5:]) < 0.93 * sum(list(seen.values())[:5])
     told = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
@@ -99,7 +99,7 @@ def test_in_three_sessions_it_ends_with_the_same_bits(place: Place, whole: Path)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_players_meet(place: Place, whole: Path) -> None:
+def test_arena_command(place: Place, whole: Path) -> None:
     code, out, errors = place.run("arena", "hex", "runs/whole@8", "random", "--games", 40, "--json", "--device", "cpu")
     assert code == 0, errors
     found = json.loads(out)
@@ -131,7 +131,7 @@ def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: py
     ("name", "content"),
     [("recipe.json", "{}"), ("recipe.json", '{"size": 1000}'), ("config.json", '{"arch": {"width": -3}}')],
 )
-def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, content: str) -> None:
+def test_damaged_run_is_an_error(place: Place, whole: Path, name: str, content: str) -> None:
     shutil.copytree(whole, place.folder / "runs" / "hurt", dirs_exist_ok=True)
     (place.folder / "runs" / "hurt" / name).write_text(content)
     code, _, errors = place.run("arena", "hex", "runs/hurt", "random", "--games", 2, "--device", "cpu")
@@ -153,13 +153,15 @@ def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, conte
         (("plan", "hex", "policy_weight=0", "value_weight=0"), "both loss weights are zero"),
     ],
 )
-def test_what_cannot_be_is_refused_in_three_lines(place: Place, whole: Path, words: tuple[str, ...], said: str) -> None:
+def test_invalid_commands_are_errors_of_three_lines(
+    place: Place, whole: Path, words: tuple[str, ...], said: str
+) -> None:
     code, _, errors = place.run(*words)
     assert (code, len(errors.strip().splitlines())) == (2, 3), errors
     assert said in errors
 
 
-def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place) -> None:
+def test_recorded_games_are_trained_on_and_counted_in_the_plan(place: Place) -> None:
     games = play_games(TwoDistancePlayer(), size=4, count=60, seed=5)
     lines = [" ".join(f"{'abcd'[move % 4]}{move // 4 + 1}" for move in games.move_list(game)) for game in range(60)]
     (place.folder / "games.txt").write_text("\n".join(lines) + "\n")
@@ -175,7 +177,7 @@ def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place)
     assert 0 < decided.sum() < len(decided)
 
 
-def test_no_made_game_that_is_learned_from_judges_the_training() -> None:
+def test_generated_training_games_are_not_in_val_or_test() -> None:
     games = play_games(TwoDistancePlayer(), size=3, count=200, seed=5)
     held_out = games.take(slice(20))
     train, *parts = split_games(games)
@@ -189,7 +191,7 @@ def test_no_made_game_that_is_learned_from_judges_the_training() -> None:
     assert [len(part) for part in few] == [180, 10, 10], "where all games are known they stay"
 
 
-def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Place) -> None:
+def test_test_split_may_be_empty_but_not_val(place: Place) -> None:
     lines = ["b1 a1 b2 a2 b3 a3 b4", "c1 a1 c2 a2 c3 a3 c4", "d1 a1 d2 a2 d3 a3 d4"]
     (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
     recipe = hex_recipe()
