@@ -130,7 +130,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(
     ended, _ = fault_runs.end(run, act_at={"5": "fill"})
     assert ended.code == 1
     assert "the last state, after step 12, could not be saved" in ended.errors
-    assert "step-000000004 is whole; 8 steps are lost" in ended.errors
+    assert "step-000000004 is complete; 8 steps are lost" in ended.errors
     assert "resumes from step 4" in ended.errors
     assert max(published(run)[0]) == 4
     (small_disk / "ballast").unlink()

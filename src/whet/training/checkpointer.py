@@ -51,12 +51,12 @@ def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapsho
         snapshot = store.load_checkpoint(path, wanted=wanted_rows(model))
     except WhetError as error:
         problem = [isinstance(error, DamagedCheckpointError), error.what, str(error.got), str(error.try_)]
-    problems = [(rank, *told) for rank, told in enumerate(group.all_gather(problem)) if told is not None]
+    problems = [(rank, *parts) for rank, parts in enumerate(group.all_gather(problem)) if parts is not None]
     if not problems:
         assert snapshot is not None
         return snapshot
     # An error that is not damage comes first: the checkpoint must not be passed over for an older one because of it.
-    rank, is_damaged, what, got, hint = min(problems, key=lambda told: bool(told[1]))
+    rank, is_damaged, what, got, hint = min(problems, key=lambda parts: bool(parts[1]))
     kind = DamagedCheckpointError if is_damaged else WhetError
     raise kind(what, got=f"rank {rank}: {got}", try_=hint)
 
@@ -303,9 +303,9 @@ class Checkpointer:
         self._run.group.barrier()
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
-    def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:
+    def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore the whole run."""
-        step, snapshot, rejected = found
+        step, snapshot, rejected = checkpoint
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts())
         self._saved_step = step
         steps = store.list_steps(self._folder)

@@ -239,10 +239,10 @@ class RunContext:
 
     def roll_back(self, reason: str) -> None:
         """Restore the newest checkpoint; the batches since then come again."""
-        found = None if self.checkpointer is None else self.checkpointer.newest()
-        if found is None:
+        checkpoint = None if self.checkpointer is None else self.checkpointer.newest()
+        if checkpoint is None:
             raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
-        restored = self.restore(found)
+        restored = self.restore(checkpoint)
         self.executor.expect_changes()
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
         # What was read of the discarded steps since then is void with them.
@@ -275,10 +275,10 @@ class RunContext:
         rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
         raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
 
-    def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:
+    def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore everything from a checkpoint."""
         assert self.checkpointer is not None
-        restored = self.checkpointer.restore(found)
+        restored = self.checkpointer.restore(checkpoint)
         self.rates.use_base(restored.base_rates)
         return restored
 
@@ -301,14 +301,14 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
     # Which rows of a checkpoint a rank needs is known once the model is sharded.
     is_sharded = not group.is_alone and plan.sharding == "full"
-    found = None if is_sharded else _find_checkpoint(start.run, model, group)
+    checkpoint = None if is_sharded else _find_checkpoint(start.run, model, group)
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
-    if found is None and not has_any and config.init_from is not None:
+    if checkpoint is None and not has_any and config.init_from is not None:
         load_weights(config.init_from, model)
     closing.enter_context(deterministic(plan.deterministic == "on"))
     run, fell_back = _build(config, plan, group, state, closing)
     if is_sharded:
-        found = _find_checkpoint(start.run, model, group)
+        checkpoint = _find_checkpoint(start.run, model, group)
     # Entered here and left last: what ends before may still write to standard error.
     closing.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
     closing.callback(run.source.close)
@@ -316,7 +316,7 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
     _add_services(run, start.run)
     if run.folder is not None and not is_new and group.is_first:
         run.folder = rewrite_parts(run.folder, plan=run.plan.as_json(), config=config.config)
-    _start_or_resume(run, found, is_new=is_new)
+    _start_or_resume(run, checkpoint, is_new=is_new)
     for reason in filter(None, (start.replanned, fell_back)):
         run.log.event("plan", step=state.step, message=reason, exact=False, reason=reason)
     return run
@@ -424,9 +424,9 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
     ]
 
 
-def _start_or_resume(run: RunContext, found: store.LoadedCheckpoint | None, *, is_new: bool) -> None:
-    if found is not None and run.checkpointer is not None:
-        restored = run.restore(found)
+def _start_or_resume(run: RunContext, checkpoint: store.LoadedCheckpoint | None, *, is_new: bool) -> None:
+    if checkpoint is not None and run.checkpointer is not None:
+        restored = run.restore(checkpoint)
         run.executor.moved_from = restored.fields.get("moved_from")
         run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
         return
