@@ -198,8 +198,9 @@ class CallbackList:
         for callback in (*self._own, *self.users):
             callback.on_start(run)
 
-    def before_step(self, state: State) -> Action:
-        return self._call(self._before_step, state) if self._before_step else Action.NONE
+    def before_step(self, state: State) -> None:
+        if self._before_step:
+            self._call(self._before_step, state)
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:
         return self._call(self._after_step, state, outcome)
@@ -211,9 +212,9 @@ class CallbackList:
         return self._call(self._on_epoch_end, state)
 
     def on_end(self, state: State, error: BaseException | None) -> None:
-        """Tell the user's callbacks, all of them even if one fails; the first error is raised afterwards."""
+        """Call every callback, even if one fails; the first error is raised afterwards."""
         first: Exception | None = None
-        for callback in self.users:
+        for callback in (*self._own, *self.users):
             try:
                 callback.on_end(state, error)
             except Exception as failure:
