@@ -67,12 +67,12 @@ def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_war
     """Compare all loops; a block of the slowest takes `seconds`."""
     specs = list(specs)
     missing: dict[str, str] = {}
-    with ExitStack() as closing:
+    with ExitStack() as exit_stack:
         times: dict[str, LoopTimes] = {}
         # Imports and initialization are not timed, so all processes do them concurrently.
         loops = {spec.loop: LoopProcess(spec) for spec in (_ceiling_of(specs[0]), *specs)}
         for loop in loops.values():
-            closing.callback(loop.close)
+            exit_stack.callback(loop.close)
         _drop_absent(loops, missing)
         product = loops.pop("ceiling")
         ceiling = _ready(product, max_warmup=10)

@@ -132,7 +132,7 @@ def test_a_place_you_asked_for_is_due_and_a_failure_is_tried_again() -> None:
     now = [0.0]
     pace = SaveInterval(plan(checkpoint_steps=4), clock=lambda: now[0])
     assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "asked"]
-    assert pace.failed(5) == "in 60 s or after step 8"
+    assert pace.retry_after(5) == "in 60 s or after step 8"
     now[0] = 60.0
     assert pace.is_due(7, epochs_done=None) == "time"
 
@@ -213,7 +213,7 @@ def test_damaged_ones_do_not_count_among_the_last(tmp_path: Path) -> None:
 
 def test_nor_do_those_that_were_refused_though_their_sizes_are_right(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
-    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, refused={3}) == [1, 3]
+    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, rejected={3}) == [1, 3]
     assert store.list_steps(tmp_path) == [2, 4]
 
 
@@ -222,7 +222,7 @@ def test_a_nearly_full_disk_lets_milestones_go_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr(writer.durable, "free_bytes", lambda path: 1000)
     writer.free_disk_space(tmp_path, num_bytes=400, keep=2, best=100)
     assert len(store.list_steps(tmp_path)) == 5
-    writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100, refused={320})
-    assert store.list_steps(tmp_path) == [100, 300, 310, 320], "what was refused is none of the last two"
+    writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100, rejected={320})
+    assert store.list_steps(tmp_path) == [100, 300, 310, 320], "what was rejected is none of the last two"
     writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100)
     assert store.list_steps(tmp_path) == [100, 310, 320]

@@ -62,7 +62,7 @@ def check_damage(run: Path, *, number: int) -> int:
             continue
         checkpoint_damage.write_files(folder, mutated)
         found = newest(run)
-        accepted += found.step != older or len(found.refused) != 1
+        accepted += found.step != older or len(found.rejected) != 1
     checkpoint_damage.write_files(folder, good)
     return accepted
 
@@ -72,7 +72,7 @@ def test_no_damaged_checkpoint_is_used(run: Path, report_count: Callable[[str], 
     accepted = check_damage(run, number=MUTATIONS[size])
     report_count(counts(mutations=MUTATIONS[size], accepted=accepted, seed=SEED))
     assert accepted == 0
-    assert newest(run).refused == [], "put back, it is used again"
+    assert newest(run).rejected == [], "put back, it is used again"
 
 
 @pytest.mark.parametrize("name", checkpoint_damage.LIES)
@@ -81,8 +81,8 @@ def test_a_lie_with_the_right_hashes_is_refused(run: Path, name: str) -> None:
     checkpoint_damage.write_files(folder, checkpoint_damage.LIES[name](checkpoint_damage.read_files(folder)))
     found = newest(run)
     assert found.step == 3
-    assert len(found.refused) == 1
-    assert "step 4" in found.refused[0]
+    assert len(found.rejected) == 1
+    assert "step 4" in found.rejected[0]
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_a_shard_of_another_step_is_found(tmp_path: Path) -> None:
     found = store.load_newest(tmp_path)
     assert found is not None
     assert found.step == 1
-    assert "step 2" in found.refused[0]
+    assert "step 2" in found.rejected[0]
 
 
 def test_rows_are_cut_as_torch_cuts_them() -> None:

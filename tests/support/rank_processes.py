@@ -84,7 +84,7 @@ def state(run: Path, step: int | None = None) -> store.Snapshot:
         return store.load_checkpoint(folder / store.checkpoint_name(step))
     found = store.load_newest(folder)
     assert found is not None
-    assert not found.refused
+    assert not found.rejected
     return found.snapshot
 
 

@@ -41,8 +41,8 @@ class LoadedCheckpoint(NamedTuple):
 
     step: int
     snapshot: Snapshot
-    refused: list[str]
-    """Why newer ones were refused."""
+    rejected: list[str]
+    """Why newer ones were rejected."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def load_newest(
 
     Ranks that must agree pass the `steps` to try and their own `read`.
     """
-    refused: list[str] = []
+    rejected: list[str] = []
     for step in reversed(list_steps(folder) if steps is None else steps):
         try:
             snapshot = (read or load_checkpoint)(folder / checkpoint_name(step))
@@ -150,12 +150,12 @@ def load_newest(
                 raise damaged_error(
                     "the checkpoint belongs to another run", folder / checkpoint_name(step), snapshot.info.run_id[:80]
                 )
-            return LoadedCheckpoint(step, snapshot, refused)
+            return LoadedCheckpoint(step, snapshot, rejected)
         except DamagedCheckpointError as error:
-            refused.append(f"step {step}: {error.what}: {error.got}")
-    if refused:
+            rejected.append(f"step {step}: {error.what}: {error.got}")
+    if rejected:
         raise DamagedCheckpointError(
-            "no checkpoint of this run is usable", got="; ".join(refused), try_="a new run folder"
+            "no checkpoint of this run is usable", got="; ".join(rejected), try_="a new run folder"
         )
     return None
 

@@ -117,9 +117,9 @@ def _load(file: Any) -> Any:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        found = _FOREIGN_GLOBAL.search(text)
-        if found:
-            name = next(filter(None, found.groups()))
+        match = _FOREIGN_GLOBAL.search(text)
+        if match:
+            name = next(filter(None, match.groups()))
             hint = "a file that torch.save(model.state_dict(), ...) wrote, or safetensors"
             raise WhetError("the file contains code, not only tensors", got=name[:200], try_=hint) from None
         what = f"{type(error).__name__}: {text}"[:300]

@@ -173,12 +173,12 @@ def apply_retention(
     keep: int,
     best: int | None,
     total_steps: int | None,
-    refused: Container[int] = (),
+    rejected: Container[int] = (),
 ) -> list[int]:
     """Remove checkpoints that are not kept, and return their steps. `acknowledged` has just been written.
 
     Nothing is removed unless that one is complete, so the only good checkpoint never is. Damaged folders do not count
-    among the last `keep`, nor do those in `refused`, which failed verification although their sizes are right. Newer
+    among the last `keep`, nor do those in `rejected`, which failed verification although their sizes are right. Newer
     ones than `acknowledged` must be damaged, since the run resumed from before them.
     """
     try:
@@ -186,7 +186,7 @@ def apply_retention(
     except WhetError:
         return []
     steps = store.list_steps(folder)
-    whole = [s for s in steps if s <= acknowledged and s not in refused and _is_whole(folder, s)]
+    whole = [s for s in steps if s <= acknowledged and s not in rejected and _is_whole(folder, s)]
     kept = {*whole[-keep:], *milestones(whole, total_steps=total_steps), best, acknowledged}
     removed = [step for step in steps if step not in kept]
     for step in removed:
@@ -194,12 +194,14 @@ def apply_retention(
     return removed
 
 
-def free_disk_space(folder: Path, *, num_bytes: int, keep: int, best: int | None, refused: Container[int] = ()) -> None:
+def free_disk_space(
+    folder: Path, *, num_bytes: int, keep: int, best: int | None, rejected: Container[int] = ()
+) -> None:
     """Remove milestones before a write if there is no space for two more checkpoints and 5 %."""
     free = durable.free_bytes(folder)
     if free is None or free >= 2 * num_bytes * 1.05:
         return
-    whole = [step for step in store.list_steps(folder) if step not in refused and _is_whole(folder, step)]
+    whole = [step for step in store.list_steps(folder) if step not in rejected and _is_whole(folder, step)]
     for step in whole[:-keep]:
         if step != best:
             durable.remove(folder / store.checkpoint_name(step))

@@ -23,7 +23,7 @@ class ShardedStrategy(ParallelStrategy):
     """
 
     is_alone = False
-    holds_all = False
+    has_full_model = False
 
     def __init__(self, model: nn.Module, group: RankGroup, *, blocks: Sequence[nn.Module], kind: str) -> None:
         self._group = group

@@ -35,7 +35,7 @@ class ParallelStrategy:
     """How ranks compute one step together. The base class is for one process and does nothing."""
 
     is_alone = True
-    holds_all = True
+    has_full_model = True
     """Whether this rank has the whole model."""
 
     def micro_batch_context(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002

@@ -30,11 +30,11 @@ class NonFiniteGuard:
 
     def __init__(self, *, has_scaler: bool, earlier: Iterable[Event] = ()) -> None:
         self.skipped = {event.step for event in earlier if event.get("verdict") == "reproducible"}
-        self.broken: tuple[int, str] | None = None
+        self.first_non_finite: tuple[int, str] | None = None
         """The first step known to be not finite, and how that showed."""
-        self.careful_until = 0
+        self.check_until_step = 0
         """Up to this step every one is checked before its update."""
-        self.has_found = False
+        self.found_bad_step = False
         """Whether a bad step was found since the rollback."""
         self.has_scaler = has_scaler
         self._num_scaler_skips = 0
@@ -50,31 +50,31 @@ class NonFiniteGuard:
             self._num_scaler_skips = 0
             return self._observe_finite(loss)
         self._num_scaler_skips += self.has_scaler
-        if self.broken is None and not 0 < self._num_scaler_skips <= MAX_SCALER_SKIPS:
-            self.broken = step, f"the loss is {loss}"
+        if self.first_non_finite is None and not 0 < self._num_scaler_skips <= MAX_SCALER_SKIPS:
+            self.first_non_finite = step, f"the loss is {loss}"
         return None
 
     def raise_diverged(self) -> None:
-        """Raise for the broken step: the run cannot continue."""
-        assert self.broken is not None
-        step, how = self.broken
+        """Raise for the non-finite step: the run cannot continue."""
+        assert self.first_non_finite is not None
+        step, how = self.first_non_finite
         raise DivergedError("the loss or a weight is NaN or Inf", got=f"step {step}: {how}", try_=_HINT)
 
     def start_rollback(self) -> str:
-        """The run returns to a checkpoint because of the broken step. Returns why; raises if it happened too often."""
-        assert self.broken is not None
+        """The run returns to a checkpoint because of the non-finite step. Returns why; raises if it happened too often."""
+        assert self.first_non_finite is not None
         self._num_rollbacks += 1
         if self.has_scaler or self._num_rollbacks > MAX_ROLLBACKS:
             self.raise_diverged()
-        (step, how), self.broken = self.broken, None
-        self.careful_until = max(self.careful_until, step)
-        self.has_found = False
+        (step, how), self.first_non_finite = self.first_non_finite, None
+        self.check_until_step = max(self.check_until_step, step)
+        self.found_bad_step = False
         return f"step {step:,}: {how}"
 
     def skip(self, step: int, how: str) -> None:
         """Skip a step from now on; raises if too many were skipped."""
         self.skipped.add(step)
-        self.has_found = True
+        self.found_bad_step = True
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MAX_SKIPPED or in_a_row > MAX_CONSECUTIVE_SKIPS:
             got = f"step {step}: {how}; with it {len(self.skipped)} steps would be skipped, {in_a_row} in a row"

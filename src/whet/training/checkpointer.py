@@ -196,7 +196,7 @@ class Checkpointer:
                     keep=run.plan.keep,
                     best=best,
                     total_steps=total_steps,
-                    refused=self._rejected,
+                    rejected=self._rejected,
                 )
             except WhetError as error:
                 write.cleanup_error = error
@@ -207,7 +207,7 @@ class Checkpointer:
 
     @property
     def _is_sharded(self) -> bool:
-        return not self._run.stepper.strategy.holds_all
+        return not self._run.stepper.strategy.has_full_model
 
     def _as_rank_zero(self, answer: bool) -> bool:
         """The answer of rank 0, where all ranks must do the same."""
@@ -215,7 +215,7 @@ class Checkpointer:
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
         needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
-        writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, refused=self._rejected)
+        writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, rejected=self._rejected)
         free = durable.free_bytes(self._folder)
         if free is not None and free < 1.05 * needed:
             with durable.disk_errors("write", self._folder):

@@ -48,23 +48,23 @@ class Executor:
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
-        self._closing = ExitStack()
-        self._compiled = self._closing.enter_context(ExitStack())
+        self._exit_stack = ExitStack()
+        self._compiled = self._exit_stack.enter_context(ExitStack())
         """While it is open, the model is called through the compiler, if it is compiled."""
         plan, stepper = run.plan, run.stepper
         if plan.layout != "contiguous":
             # Back to the user's memory format; optimizer state follows its parameters.
-            self._closing.callback(run.layout.use, "contiguous", stepper.optimizer)
+            self._exit_stack.callback(run.layout.use, "contiguous", stepper.optimizer)
         self._evaluator = Evaluator(run)
-        self._closing.callback(self._evaluator.close)
+        self._exit_stack.callback(self._evaluator.close)
         # From now on, not from the first step on: an evaluation may come before it.
         if plan.causal_mask == "explicit":
-            self._closing.enter_context(use_explicit_masks())
-        self._closing.enter_context(apply_kernels(plan, run.device))
+            self._exit_stack.enter_context(use_explicit_masks())
+        self._exit_stack.enter_context(apply_kernels(plan, run.device))
         if plan.freed_memory == "kept":
-            self._closing.enter_context(run.device.memory.keep_freed())
-        self._closing.callback(lambda: stepper.release_graphs("the session is over"))
-        self._checks = StartChecks(run=run, closing=self._closing)
+            self._exit_stack.enter_context(run.device.memory.keep_freed())
+        self._exit_stack.callback(lambda: stepper.release_graphs("the session is over"))
+        self._checks = StartChecks(run=run, exit_stack=self._exit_stack)
         self._rollback = StepRollback(stepper.model, run.device)
         self.shapes: set[Shapes] = set()
         """Shapes that micro-batches have had so far."""
@@ -75,7 +75,7 @@ class Executor:
 
     def close(self) -> None:
         """Leave the model as the user gave it."""
-        self._closing.close()
+        self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Executor:
         if number in guard.skipped:
             return _skipped_outcome()
         # After a NaN every step up to the bad one is checked before its update.
-        is_checked = number <= guard.careful_until
+        is_checked = number <= guard.check_until_step
         try:
             outcome = self._run_step(loss, batch, number=number, is_checked=is_checked)
         except NonFiniteError as error:
@@ -100,19 +100,19 @@ class Executor:
                 reason = "the update makes weights NaN or Inf"
                 self._skip(batch, number=number, reason=reason)
                 raise RollbackRequiredError(f"step {number:,}: {reason}")
-            if number == guard.careful_until and not guard.has_found:
+            if number == guard.check_until_step and not guard.found_bad_step:
                 reason = "repeated from the checkpoint, every step was finite"
                 run.log.event("skip", step=number, reason=reason, verdict="transient")
         return outcome
 
-    def is_finite(self, *, look_closely: bool) -> bool:
-        """Whether all losses read so far are finite; looking closely reads all losses and the weights."""
+    def is_finite(self, *, check_weights: bool) -> bool:
+        """Whether all losses read so far are finite; `check_weights` reads all losses and the weights first."""
         run, guard = self._run, self._run.guard
-        if look_closely:
+        if check_weights:
             run.log.read()
-            if guard.broken is None and not run.stepper.has_finite_weights():
-                guard.broken = run.state.step, "weights are NaN or Inf"
-        return guard.broken is None
+            if guard.first_non_finite is None and not run.stepper.has_finite_weights():
+                guard.first_non_finite = run.state.step, "weights are NaN or Inf"
+        return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
         """Something other than a step changed the model: learn again what steps change."""
@@ -240,7 +240,7 @@ class Executor:
         if plan is not run.plan:
             run.use_plan(plan)
         if run.plan.activation_checkpointing == "on":
-            self._closing.enter_context(checkpoint_activations(run.model))
+            self._exit_stack.enter_context(checkpoint_activations(run.model))
         if run.plan.compile != "off":
             plan = self._checks.use_compiled(loss, next(self._split(batch)), step=number - 1, until=self._compiled)
             if plan is not run.plan:
@@ -335,7 +335,7 @@ class Executor:
                 self._compiled.close()
                 run.use_plan(uncompiled_plan(run.plan, reason=f"{action} since step {number:,}", step=number))
                 action = f"{action}, and the model is no longer compiled"
-            self._closing.enter_context(checkpoint_activations(run.model))
+            self._exit_stack.enter_context(checkpoint_activations(run.model))
         run.log.event("oom", step=number, reason=problem, action=action, exact=False)
         run.note_inexact(number, action)
 

@@ -118,7 +118,7 @@ class Session:
             outputs=outputs,
         )
         self.state = State(epochs=self.training.epochs, max_steps=self.training.max_steps)
-        self._closing = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
         self._phase = "new"
         self._batch: GlobalBatch | None = None
         self._is_in_step = False
@@ -140,8 +140,8 @@ class Session:
         if self._phase != "new":
             raise UsageError("a session is entered once", got="a second `with`", try_="a new Session with the same run")
         with contextlib.ExitStack() as undo:
-            undo.callback(self._closing.close)
-            self.run = setup(self.config, self.state, self._closing)
+            undo.callback(self._exit_stack.close)
+            self.run = setup(self.config, self.state, self._exit_stack)
             self._sync = RankSync(self.run.group)
             self._first_epoch = self.state.epoch
             self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
@@ -171,7 +171,7 @@ class Session:
             is_failing = error is not None or sys.exc_info()[0] is not None
             # The first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
-                self._closing.close()
+                self._exit_stack.close()
 
     def _final_save(self, error: BaseException | None) -> Exception | None:
         """Save the last state if it is whole; returns why it could not be saved."""
@@ -179,11 +179,11 @@ class Session:
         # In the middle of a step only the last checkpoint counts, a second Ctrl-C skips the final save, and a rank
         # that holds a shard of the model cannot save alone.
         is_whole = error is None or (
-            isinstance(error, Exception) and not self._is_in_step and run.stepper.strategy.holds_all
+            isinstance(error, Exception) and not self._is_in_step and run.stepper.strategy.has_full_model
         )
         unsaved: Exception | None = None
         try:
-            if is_whole and run.executor.is_finite(look_closely=True):
+            if is_whole and run.executor.is_finite(check_weights=True):
                 self._save("last")
             elif is_whole and error is None:
                 run.guard.raise_diverged()
@@ -236,7 +236,9 @@ class Session:
             must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
             if not must_sync and not self._sync.is_due(step):
                 return Action.NONE
-            agreed = self._sync.agree(step, action, is_non_finite=run.guard.broken is not None, has_failed=has_failed)
+            agreed = self._sync.agree(
+                step, action, is_non_finite=run.guard.first_non_finite is not None, has_failed=has_failed
+            )
             action, is_non_finite, has_failed = agreed.action, agreed.is_non_finite, agreed.has_failed
             run.stop_signals.signal = run.stop_signals.signal or action.signal or None
         run.pending = Action.NONE
@@ -244,8 +246,8 @@ class Session:
             run.raise_callback_error()
         if action.stop not in (None, _ALL_DONE) and not action.signal:
             run.log.notify("stopping", step=state.step, words=f"stopping: {action.stop}")
-        look_closely = is_non_finite or bool(action.save) or action.stop is not None
-        if not is_rolled_back and not run.executor.is_finite(look_closely=look_closely):
+        check_weights = is_non_finite or bool(action.save) or action.stop is not None
+        if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
             # What is pending belongs to steps that will be repeated.
             run.log.read()
             action |= Action.ROLLBACK(run.guard.start_rollback())

@@ -160,7 +160,7 @@ class RunContext:
         base_rates: list[float],
         layout: WeightLayout,
         state: State,
-        closing: ExitStack,
+        exit_stack: ExitStack,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -174,7 +174,7 @@ class RunContext:
         """Restores the memory format of the user's weights."""
         self.rates = LearningRates(stepper.optimizer, schedule, base_rates)
         self.state = state
-        self.closing = closing
+        self.exit_stack = exit_stack
         """Undoes the set-up when the session ends."""
         self.folder: Run | None = None
         self.guard: NonFiniteGuard
@@ -246,7 +246,7 @@ class RunContext:
         self.executor.expect_changes()
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
         # What was read of the discarded steps since then is void with them.
-        self.guard.broken = None
+        self.guard.first_non_finite = None
 
     def has_logged(self, prefix: str) -> bool:
         """Whether the run folder holds a metric with this prefix for the newest step."""
@@ -283,8 +283,8 @@ class RunContext:
         return restored
 
 
-def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
-    """Lock, plan, build and restore a run; `closing` undoes all of it in reverse order.
+def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
+    """Lock, plan, build and restore a run; `exit_stack` undoes all of it in reverse order.
 
     What can be wrong is refused before a new run folder appears.
     """
@@ -293,7 +293,7 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
     is_new = group.broadcast(not run_exists(path))
     if path is not None and not is_new and group.is_first:
         # Locked before it is read: two processes must not resume one run.
-        closing.enter_context(lock.acquire(path))
+        exit_stack.enter_context(lock.acquire(path))
     start = find_starting_point(config)
     # All ranks use the plan of rank 0; nobody writes before all have read.
     plan = _plan_of_first_rank(start.plan, group)
@@ -305,13 +305,13 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
     if checkpoint is None and not has_any and config.init_from is not None:
         load_weights(config.init_from, model)
-    closing.enter_context(deterministic(plan.deterministic == "on"))
-    run, fell_back = _build(config, plan, group, state, closing)
+    exit_stack.enter_context(deterministic(plan.deterministic == "on"))
+    run, fell_back = _build(config, plan, group, state, exit_stack)
     if is_sharded:
         checkpoint = _find_checkpoint(start.run, model, group)
     # Entered here and left last: what ends before may still write to standard error.
-    closing.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
-    closing.callback(run.source.close)
+    exit_stack.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
+    exit_stack.callback(run.source.close)
     _open_folder(run, start.run)
     _add_services(run, start.run)
     if run.folder is not None and not is_new and group.is_first:
@@ -323,7 +323,7 @@ def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
 
 
 def _build(
-    config: RunConfig, plan: Plan, group: RankGroup, state: State, closing: ExitStack
+    config: RunConfig, plan: Plan, group: RankGroup, state: State, exit_stack: ExitStack
 ) -> tuple[RunContext, str | None]:
     """Open device and data and apply the plan. Returns the run, and why its device is not the one asked for."""
     model, optimizer, training = config.model, config.optimizer, config.training
@@ -361,7 +361,7 @@ def _build(
         base_rates=base_rates,
         layout=layout,
         state=state,
-        closing=closing,
+        exit_stack=exit_stack,
     )
     return run, fell_back
 
@@ -380,7 +380,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             versions=installed_versions(),
             command=config.command,
         )
-        run.closing.enter_context(lock.acquire(run.folder.path))
+        run.exit_stack.enter_context(lock.acquire(run.folder.path))
     group.barrier()
     if run.folder is None and path is not None:
         run.folder = open_run(path)
@@ -392,8 +392,8 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
 
 def _add_services(run: RunContext, existing: Run | None) -> None:
     """Event log, NaN guard, checkpointer, executor and callbacks."""
-    is_first, closing = run.group.is_first, run.closing
-    log = None if run.folder is None or not is_first else closing.enter_context(EventLog(run.folder))
+    is_first, exit_stack = run.group.is_first, run.exit_stack
+    log = None if run.folder is None or not is_first else exit_stack.enter_context(EventLog(run.folder))
     run.guard = NonFiniteGuard(
         has_scaler=run.stepper.scaler.is_enabled(),
         earlier=() if existing is None else History(existing).events(kinds=("skip",)),
@@ -401,10 +401,10 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
     run.log = Recorder(log, run.device, guard=run.guard, on_event=run.config.on_event if is_first else None)
     if run.folder is not None:
         run.checkpointer = Checkpointer(run, run.folder)
-        closing.callback(run.checkpointer.close)
+        exit_stack.callback(run.checkpointer.close)
     run.executor = Executor(run)
-    closing.callback(run.executor.close)
-    closing.callback(run.rates.restore)
+    exit_stack.callback(run.executor.close)
+    exit_stack.callback(run.rates.restore)
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
 
 

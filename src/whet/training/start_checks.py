@@ -112,7 +112,7 @@ class StartChecks:
     """Verifies a model once per session; on the CPU only if it is compiled, or if its outputs are given."""
 
     run: "RunContext"
-    closing: ExitStack
+    exit_stack: ExitStack
     """Undoes what must hold while the run trains."""
 
     def run_checks(self, loss: LossFunction, batch: GlobalBatch, *, step: int, moved_from: str | None) -> Plan:
@@ -194,7 +194,7 @@ class StartChecks:
                 undo.enter_context(fallback.apply())
                 again = check.run_checks(fallback.precision)
                 if again.is_good and again.is_complete >= result.is_complete:
-                    self.closing.push(undo.pop_all())
+                    self.exit_stack.push(undo.pop_all())
                     message = f"{prefix}{result}; {fallback.description}: {again}"
                     changes = self._changed_since(step, fallback.description)
                     self._log(message, start=start, step=step, error=again.error, **changes)

@@ -110,7 +110,7 @@ class LocalStepBench:
         self._optimizer = optimizer
         self._data = data
         self._training = training
-        self._closing = ExitStack()
+        self._exit_stack = ExitStack()
         self._sources: dict[tuple[Scalar, ...], AbstractSource] = {}
         self._batches: list[GlobalBatch] = []
         self._model_device: torch.device | None = None
@@ -118,24 +118,24 @@ class LocalStepBench:
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
-            undo.callback(self._closing.close)
-            self._closing.enter_context(preserve_state(self.model, self._optimizer))
+            undo.callback(self._exit_stack.close)
+            self._exit_stack.enter_context(preserve_state(self.model, self._optimizer))
             self.layout = WeightLayout(self.model, keep_addresses=True)
-            self._closing.callback(self.layout.use, "contiguous", self._users_optimizer)
-            self._closing.enter_context(preserve_num_threads())
+            self._exit_stack.callback(self.layout.use, "contiguous", self._users_optimizer)
+            self._exit_stack.enter_context(preserve_num_threads())
             # As in training: a garbage collection would be counted as the time of some step.
-            self._closing.enter_context(gc_disabled())
+            self._exit_stack.enter_context(gc_disabled())
             device = open_device(self.plan.device).device
-            self._closing.enter_context(preserve_rng(device))
+            self._exit_stack.enter_context(preserve_rng(device))
             if self.plan.freed_memory == "kept":
-                self._closing.enter_context(device.memory.keep_freed())
+                self._exit_stack.enter_context(device.memory.keep_freed())
             self._learn_workload()
             undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close_sources()
-        self._closing.close()
+        self._exit_stack.close()
         for device in self._floors:
             open_device(str(device)).device.memory.empty_cache()
 

@@ -32,15 +32,15 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
 def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
     """Read a checkpoint of a run. Returns the snapshot and its step."""
     folder = open_run(run).checkpoints
-    found = store.load_newest(folder)
-    if found is None:
+    loaded = store.load_newest(folder)
+    if loaded is None:
         raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
-    newest_step, newest, refused = found
-    if refused and checkpoint in ("last", "best"):
+    newest_step, newest, rejected = loaded
+    if rejected and checkpoint in ("last", "best"):
         # Training resumes from an older one, but a request for the last or the best must not silently get another.
         raise WhetError(
             "the run's newest checkpoint is damaged",
-            got=refused[0][:300],
+            got=rejected[0][:300],
             try_=f"checkpoint {newest_step}, which is complete; or remove the damaged folder",
         )
     if checkpoint == "last":

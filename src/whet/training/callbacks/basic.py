@@ -29,7 +29,7 @@ class GarbageCollection(Callback):
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
-        run.closing.enter_context(gc_disabled())
+        run.exit_stack.enter_context(gc_disabled())
 
     def on_epoch_end(self, state: State) -> Action:  # noqa: ARG002
         gc.collect()
@@ -43,5 +43,5 @@ class KeepAwake(Callback):
 
     def on_start(self, run: "RunContext") -> None:
         is_wanted = run.plan.keep_awake == "on"
-        if run.closing.enter_context(prevent_sleep(is_wanted)) != is_wanted:
+        if run.exit_stack.enter_context(prevent_sleep(is_wanted)) != is_wanted:
             run.log.event("plan", step=run.state.step, message=NO_CAFFEINATE_MESSAGE)

@@ -36,7 +36,7 @@ class StopSignals(Callback):
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
-        run.closing.enter_context(self)
+        run.exit_stack.enter_context(self)
 
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; in other threads the caller keeps its own handlers.

@@ -217,7 +217,7 @@ class ThermalCare(Callback):
     def on_start(self, run: "RunContext") -> None:
         self.should_stop = lambda: run.is_stop_requested or run.state.is_finished
         self._log.on_step_times = self.take_step_times
-        run.closing.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
+        run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         """Act on new readings; one comparison if there are none."""

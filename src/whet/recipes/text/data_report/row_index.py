@@ -74,7 +74,7 @@ class TextHashes:
                     kind = "leak" if self.exact[inside[0]] == self.exact[kept] else "near-leak"
                     yield from (Duplicate(kind, row, kept) for row in inside)
                 else:
-                    yield from (found for found in self._in_group(inside) if found.kind.endswith("duplicate"))
+                    yield from (match for match in self._in_group(inside) if match.kind.endswith("duplicate"))
 
     def _equal_rows(self) -> Iterator[list[int]]:
         """Yield groups of rows with the same normalized text, in the order of the file."""
