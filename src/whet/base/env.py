@@ -1,4 +1,4 @@
-"""Environment variables. They locate things; they never decide how a model is trained."""
+"""Environment variables, which only locate files and programs; no variable changes how a model is trained."""
 
 import os
 from collections.abc import Container, Mapping
@@ -8,8 +8,8 @@ HOME_VARIABLE = "WHET_HOME"
 
 
 def home() -> Path:
-    """Return the folder for what outlives a run (evidence, caches): $WHET_HOME, else the user's cache folder."""
-    # Empty counts as unset, as for most Unix programs.
+    """Return the folder for evidence and caches that outlive a run: $WHET_HOME, or the user's cache folder."""
+    # Treat an empty variable as unset, like most Unix programs.
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -29,9 +29,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:
     """Set variables that libraries read in this process, unless the user has set them.
 
-    `defaults` are values that a library writes itself, so that they are not the user's choice.
+    `defaults` are values that a library writes into the environment itself. They do not count as the user's choice.
     """
-    # Written to os.environ, not passed on: the library reads it in this process, when it is imported.
+    # Write to os.environ of this process, because the library reads its variables here, at import.
     for name, value in values.items():
         if read(name) is None or read(name) in defaults:
             os.environ[name] = value

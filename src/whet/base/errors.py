@@ -2,7 +2,7 @@
 
 WhetError                     something failed; exit code 1
 +-- UsageError                the command, a key or a file given to it is wrong; exit code 2
-|   +-- DataChangedError      a run was started with other data
+|   +-- DataChangedError      the data differs from the data that the run started with
 +-- InsufficientMemoryError   the training does not fit, however the batch is split
 +-- DivergedError             the loss is NaN or Inf, and no fallback is left
 +-- LostRankError             another process of the training ended or hangs; exit code 75
@@ -24,7 +24,7 @@ class WhetError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, got: object = None, try_: str | None = None) -> None:
-        # Exception.args hold all three, so that repr() shows them.
+        # Pass all three lines to Exception.args, so that repr() shows them.
         super().__init__(what, got, try_)
         self.what = what
         self.got = None if got is None else str(got)
@@ -46,7 +46,7 @@ class UsageError(WhetError):
 
 
 class DataChangedError(UsageError):
-    """The data of a run has changed since it was started; the recipe may know why."""
+    """The data of a run has changed since the run started. The recipe may explain the change."""
 
 
 class InsufficientMemoryError(WhetError):
@@ -58,7 +58,7 @@ class DivergedError(WhetError):
 
 
 class LostRankError(WhetError):
-    """Another process of the training ended or hangs; a restart may help."""
+    """Another rank of the training ended or hangs. A restart may help."""
 
     exit_code = 75
 

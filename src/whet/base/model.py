@@ -28,7 +28,7 @@ class FrozenModel(BaseModel):
 
 def to_usage_error(error: ValidationError, *, where: str, fields: Any) -> UsageError:
     """Return the first validation error in three lines."""
-    # Only the first error: the others are often consequences of it.
+    # Report only the first error, because the rest often follow from it.
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "(the whole)"
     if first["type"] == "extra_forbidden":

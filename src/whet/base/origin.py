@@ -14,13 +14,13 @@ _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 @cache
 def code_origin(file: str) -> CodeOrigin:
-    """Return where the code in this file comes from, by its path."""
+    """Return the origin of the code in a file, derived from its path."""
     path = Path(file)
     if file.startswith("<"):
         return "python"
     if path.is_relative_to(_WHET_FOLDER):
         return "recipe" if path.is_relative_to(_WHET_FOLDER / "recipes") else "whet"
-    # Before libraries: torch is usually installed in site-packages too.
+    # Check torch before libraries, because torch is usually installed in site-packages too.
     if any(path.is_relative_to(folder) for folder in _torch_folders()):
         return "torch"
     if any(name in path.parts for name in _LIBRARY_FOLDERS):
@@ -30,6 +30,6 @@ def code_origin(file: str) -> CodeOrigin:
 
 @cache
 def _torch_folders() -> tuple[str, ...]:
-    """Where torch is installed, without importing it."""
+    """Return the folders in which torch is installed, without importing it."""
     spec = find_spec("torch")
     return tuple(spec.submodule_search_locations or ()) if spec else ()

@@ -32,7 +32,7 @@ def stop_immediately(number: int) -> NoReturn:
 
 
 def stop_message(number: int, *, when: str) -> str:
-    """Return the message after the first signal, and how to stop sooner.
+    """Return the message that follows the first signal and explains how to stop sooner.
 
     >>> stop_message(signal.SIGINT, when="after this step")
     'stopping after this step; Ctrl-C once more stops at once'
@@ -48,7 +48,7 @@ def stop_message(number: int, *, when: str) -> str:
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector: a full collection of a large process takes longer than a training step.
 
-    Existing objects are frozen, so that collections between epochs look at new ones only.
+    Existing objects are frozen, so that collections between epochs visit only new objects.
     """
     was_enabled = gc.isenabled()
     # disable() alone is not enough: gc.collect() between epochs would still visit every object of torch.
@@ -63,6 +63,6 @@ def gc_disabled() -> Iterator[None]:
 
 
 def freeze_live_objects() -> None:
-    """Collect garbage once, and exclude what is left from further collections until `gc_disabled` ends."""
+    """Collect garbage once, and exclude the remaining objects from collections until `gc_disabled` ends."""
     gc.collect()
     gc.freeze()

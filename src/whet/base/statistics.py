@@ -4,24 +4,27 @@ import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 
-# The 97.5 % quantiles for 1 to 29 degrees of freedom: two-sided intervals of 95 %.
+# The 97.5 % quantiles of Student's t for 1 to 29 degrees of freedom. They give two-sided 95 % intervals.
 _T: tuple[float, ...] = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
 )
+# The 97.5 % quantile of the standard normal distribution, which Student's t approaches.
 _NORMAL = 1.959964
 
 
 def student_t(degrees: int) -> float:
-    """Return how many standard errors the 95 % interval of a mean reaches to each side.
+    """Return the 97.5 % quantile of Student's t distribution.
+
+    A two-sided 95 % confidence interval extends this many standard errors to each side of the mean.
 
     >>> student_t(1), round(student_t(30), 3), round(student_t(100), 3)
     (12.706, 2.042, 1.984)
     """
     if degrees <= len(_T):
         return _T[degrees - 1]
-    # The first terms of the Cornish-Fisher expansion: within 0.0002 from 30 degrees on.
+    # The first terms of the Cornish-Fisher expansion. The error is below 0.0002 for 30 or more degrees of freedom.
     z = _NORMAL
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 

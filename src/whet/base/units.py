@@ -2,7 +2,7 @@
 
 import math
 
-# One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB.
+# One GB is 2**30 bytes, as Apple and memory vendors count it: an "8 GB" Mac has 8 * GB.
 GB = 1024**3
 
 _BYTE_STEPS = (("TB", 1024**4), ("GB", GB), ("MB", 1024**2), ("kB", 1024))
@@ -10,7 +10,7 @@ _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format bytes, with one decimal below 100 of a unit unless it is zero.
+    """Format bytes. Values below 100 of a unit have one decimal, unless it is zero.
 
     >>> format_bytes(5726623061), format_bytes(8 * GB), format_bytes(6.01 * 1024**2), format_bytes(512)
     ('5.3 GB', '8 GB', '6 MB', '512 B')
@@ -31,7 +31,7 @@ def format_seconds(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return "unknown"
-    # Up to 0.95, so that 0.97 is not shown as 970 ms but as 1.0 s.
+    # Use milliseconds only below 0.95 s, so that 0.97 s is shown as 1.0 s and not as 970 ms.
     if seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:
@@ -76,7 +76,7 @@ def format_percent(share: float, digits: int = 0) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters by spaces, except line ends: names may come from untrusted files.
+    """Replace control characters except newlines with spaces, because names may come from untrusted files.
 
     >>> printable("a\\x1b[2Jb\\n")
     'a [2Jb\\n'

@@ -1,3 +1,3 @@
-"""Which whet this is."""
+"""The version of whet."""
 
 VERSION = "0.1.0"

@@ -6,8 +6,8 @@
 The function runs in the child as `function(channel, arguments)` and returns the exit code. A crash, a hang or an excess
 of memory in the child is an exception in the parent, and the child ends when its parent does.
 
-No file of the current folder or of PYTHONPATH can shadow the standard library or an installed package: the parent's
-entries of `sys.path` are appended behind the child's own.
+No file in the current folder or on PYTHONPATH can shadow the standard library or an installed package: the child
+appends the parent's `sys.path` entries to its own.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ _TICK_SECONDS = 0.5
 _MEMORY_CHECK_SECONDS = 0.02
 _DRAIN_SECONDS = 1.0
 _STDERR_TAIL_BYTES = 10_000
-# Removed while the interpreter starts, and set again for the processes that the child starts itself. `python -I` would
-# do the same, but also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
+# These variables are removed while the interpreter starts, and set again for the processes that the child starts.
+# `python -I` would do the same, but it would also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
 _PATH_VARIABLE = "PYTHONPATH"
 
 Message = dict[str, Any]
 
 
 class WorkerTimeoutError(Exception):
-    """No message arrived in time; the process still runs."""
+    """No message arrived in time. The process is still running."""
 
 
 class WorkerExitError(Exception):
@@ -70,7 +70,7 @@ class JsonWorker:
         self.on_tick: Callable[[], None] | None = None
         """Called about twice a second while `receive` waits."""
         self.killed_at_bytes: int | None = None
-        """The resident memory for which the process was killed."""
+        """Resident memory in bytes when the process was killed for exceeding its limit."""
         self._stderr: IO[bytes] = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
         self._stderr_read = 0
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class JsonWorker:
                 stderr=self._stderr,
                 env=_without_path(environment),
                 pass_fds=(requests_in, responses_out),
-                # Its own process group: Ctrl-C in the terminal does not reach it, and it is killed with its children.
+                # Start a new process group: Ctrl-C in the terminal does not reach it, and it can be killed as a whole.
                 process_group=0,
             )
         except OSError:
@@ -114,7 +114,7 @@ class JsonWorker:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message. One to a process that has ended is dropped: `receive` reports the end."""
+        """Send a message. A message to a process that has ended is dropped, because `receive` reports the end."""
         line = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -124,13 +124,13 @@ class JsonWorker:
         """Return the next message. Raises WorkerTimeoutError or WorkerExitError."""
         deadline = time.monotonic() + timeout
         while True:
-            # A child of the process may hold the pipe open after its end, so its state is polled as well.
+            # A child of the process may keep the pipe open after the process ends, so poll its state as well.
             has_ended = self._process.poll() is not None
             left = _DRAIN_SECONDS if has_ended else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(queue.Empty):
                 message = self._messages.get(timeout=left)
                 if message is None:
-                    # Later calls get the same answer.
+                    # Later calls raise the same error.
                     self._messages.put(None)
                     raise WorkerExitError
                 return message
@@ -172,7 +172,7 @@ class JsonWorker:
 
     def read_stderr(self, until: int) -> str:
         """Return what was written to stderr since the last call, up to the offset `until`."""
-        # pread, not seek: the child writes at the file position that it shares with us.
+        # Use pread instead of seek, because the child writes at the file position that it shares with the parent.
         text = os.pread(self._stderr.fileno(), until - self._stderr_read, self._stderr_read).decode(errors="replace")
         self._stderr_read = until
         return text
@@ -232,7 +232,7 @@ class WorkerChannel:
 
     def has_parent(self) -> bool:
         """Whether the parent still waits for a response; for single-threaded children."""
-        # The parent sends nothing meanwhile, so a readable pipe has been closed.
+        # The parent sends nothing while it waits, so a readable pipe means that the parent closed it.
         return not select.select([self._requests], [], [], 0.0)[0]
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class WorkerChannel:
         os.close(self._responses)
 
     def _watch_parent(self) -> None:
-        """Pass messages on; when the pipe closes, end this process and everything it started, whatever it is doing."""
+        """Queue incoming messages. When the pipe closes, kill this process and its children at once."""
         assert self._lines is not None
         for line in self._requests:
             self._lines.put(line)
@@ -251,7 +251,7 @@ class WorkerChannel:
 
 
 def main(requests: int, responses: int) -> None:
-    """Run the function that the first message names; the entry point of every child."""
+    """Run the function that the first message names. This is the entry point of every child."""
     for descriptor in (requests, responses):
         os.set_inheritable(descriptor, False)
     reader = os.fdopen(requests, "rb")
@@ -271,7 +271,7 @@ def main(requests: int, responses: int) -> None:
 
 
 def exit_now(code: int) -> None:
-    """End this process without cleaning up: a driver that has failed may hang there, and threads still read."""
+    """End this process without cleanup, which a failed driver or a reading thread could block."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -294,7 +294,7 @@ def describe_exit_code(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, also of one that Python does not know."""
+    """Return the name of a signal, including signals that Python does not define."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -302,13 +302,13 @@ def signal_name(number: int) -> str:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a child; it may outlive its leader."""
+    """Kill the process group of a child. The group may outlive its leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _command(requests: int, responses: int, environment: Mapping[str, str]) -> list[str]:
-    # Absolute, because an empty entry stands for the current folder.
+    # Make paths absolute, because an empty entry means the current folder.
     paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100
     restored = {_PATH_VARIABLE: environment[_PATH_VARIABLE]} if _PATH_VARIABLE in environment else {}
     code = (
@@ -325,7 +325,7 @@ def _without_path(environment: Mapping[str, str]) -> dict[str, str]:
 def _read_messages(descriptor: int, messages: "queue.SimpleQueue[Message | None]") -> None:
     with os.fdopen(descriptor, "rb") as stream:
         for line in stream:
-            # A process that is killed may leave half a line.
+            # A killed process may leave an incomplete line.
             with contextlib.suppress(ValueError):
                 messages.put(dict(json.loads(line)))
     messages.put(None)

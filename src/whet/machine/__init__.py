@@ -1,1 +1,1 @@
-"""Facts about this computer and known machines; no torch."""
+"""Facts about this computer and about known machines. This package does not import torch."""

@@ -1,6 +1,6 @@
-"""Facts about a Mac, read from macOS's own programs without root.
+"""Facts about a Mac, read from the output of macOS programs without root.
 
-Output may be truncated, localized or from another program, so a parser returns None for whatever it does not recognize.
+Output may be truncated, localized or from another program, so a parser returns None for anything it cannot recognize.
 The formats come from manual pages and public threads (tests/support/machine_samples/README.md); no Mac was available.
 """
 
@@ -24,7 +24,7 @@ _WITHOUT_FAN = ("MacBook Air", "MacBook Neo")
 
 
 def parse_sysctl(text: str | None) -> dict[str, str]:
-    """Parse `name: value` lines; a name with two different values is unknown."""
+    """Parse `name: value` lines. A name with two different values is dropped as unknown."""
     values: dict[str, str] = {}
     ambiguous: set[str] = set()
     for line in complete_lines(text):
@@ -42,12 +42,14 @@ class CoreClusters(NamedTuple):
 
 
 def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
-    """Return the cores of level 0, the fastest, and of all other levels; a missing level makes the sum unknown."""
+    """Return the number of cores at level 0, the fastest, and at all other levels together.
+
+    The second number is unknown if one level is missing."""
     levels = positive_number(sysctl.get("hw.nperflevels"))
     fast = positive_number(sysctl.get("hw.perflevel0.physicalcpu"))
     if levels is None:
         return CoreClusters(fast, None)
-    # At most 8 levels are read: a wrong hw.nperflevels must not cause a long loop.
+    # Read at most 8 levels, because a wrong hw.nperflevels must not cause a long loop.
     rest = [positive_number(sysctl.get(f"hw.perflevel{level}.physicalcpu")) for level in range(1, min(levels, 8))]
     known = [cores for cores in rest if cores is not None]
     return CoreClusters(fast, sum(known) if len(known) == levels - 1 else None)
@@ -77,7 +79,7 @@ def parse_swap_used(sysctl: dict[str, str]) -> int | None:
 
 
 def parse_wired_limit(sysctl: dict[str, str]) -> int | None:
-    """Parse the GPU memory limit set by the user, in bytes; None for 0, the system's default."""
+    """Parse the GPU memory limit set by the user, in bytes. 0 means the system default and becomes None."""
     megabytes = positive_number(sysctl.get("iogpu.wired_limit_mb"))
     return megabytes * 1024**2 if megabytes else None
 
@@ -92,7 +94,7 @@ def parse_ioreg(text: str | None) -> AppleGpu:
     """Parse the Apple GPU in `ioreg -r -d 1 -w 0 -c IOAccelerator -a`: the first entry with a core count."""
     try:
         entries = plistlib.loads((text or "").encode("utf-8"), fmt=plistlib.FMT_XML)
-    except Exception:  # plistlib raises errors of expat, struct and its own: each means "not a plist"
+    except Exception:  # plistlib raises errors of expat and struct besides its own; all mean "not a plist"
         return AppleGpu()
     for entry in entries if isinstance(entries, list) else ():
         cores = _plist_int(entry, "gpu-core-count", highest=10_000)
@@ -105,15 +107,15 @@ def parse_ioreg(text: str | None) -> AppleGpu:
 
 class MacHardware(NamedTuple):
     name: str | None = None
-    """Marketing name: "MacBook Air"."""
+    """Marketing name, such as "MacBook Air"."""
     identifier: str | None = None
-    """"Mac14,2"."""
+    """Model identifier, such as "Mac14,2"."""
     chip: str | None = None
     memory_bytes: int | None = None
 
 
 def parse_hardware(text: str | None) -> MacHardware:
-    """Parse `system_profiler SPHardwareDataType -json`; serial numbers and the owner's identifiers are not read."""
+    """Parse `system_profiler SPHardwareDataType -json`, ignoring serial numbers and identifiers of the owner."""
     try:
         entry = json.loads(text or "")["SPHardwareDataType"][0]
         memory = entry.get("physical_memory")
@@ -138,9 +140,9 @@ def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
 
 
 def parse_thermal_warning(text: str | None) -> ThermalLevel | None:
-    """Parse `pmset -g therm`, which is useful on Intel only: a speed limit below 100 is real throttling.
+    """Parse `pmset -g therm`, which is useful only on Intel: a CPU speed limit below 100 means throttling.
 
-    "No thermal warning level has been recorded" is printed by hot Apple silicon too, so it means nothing.
+    A hot Apple silicon Mac prints "No thermal warning level has been recorded" too, so that line is ignored.
     """
     for line in complete_lines(text):
         match = re.fullmatch(r"\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*", line, re.ASCII)
@@ -174,7 +176,7 @@ def thermal_level(level: int | None) -> ThermalLevel | None:
 
 
 def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
-    """Whether the Mac has no fan. MacBook Airs with Apple silicon have none; Intel ones did."""
+    """Return whether the Mac has no fan: a MacBook Air has one with an Intel chip, but none with Apple silicon."""
     if name in _WITH_FAN:
         return False
     if name in _WITHOUT_FAN and chip is not None:
@@ -183,7 +185,7 @@ def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
 
 
 def major_version(version: str | None) -> int | None:
-    """Return the 15 of "15.1"."""
+    """Return the major version: 15 for "15.1"."""
     return whole_number((version or "").split(".")[0])
 
 
@@ -194,7 +196,7 @@ def _plist_int(entry: Any, key: str, *, highest: int) -> int | None:
     return value if 0 <= value <= highest else None
 
 
-# By full path: /usr/sbin is not on every user's PATH.
+# Use full paths, because /usr/sbin is not on every user's PATH.
 SYSCTL = (
     "/usr/sbin/sysctl",
     "-i",
@@ -225,7 +227,7 @@ _THERMAL_KEY = b"com.apple.system.thermalpressurelevel"
 
 
 class MacReadings(NamedTuple):
-    """Parsed output of macOS's programs; every field may be unknown."""
+    """The parsed output of macOS programs. Every field may be unknown."""
 
     sysctl: dict[str, str]
     gpu: AppleGpu = AppleGpu()
@@ -258,7 +260,7 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
         if sys.platform != "darwin":
             return None
         libc = ctypes.CDLL(None)
-    # notify(3): register a token for the key, read its state, and give the token back.
+    # notify(3): register a token for the key, read its state, and cancel the token.
     token, state = ctypes.c_int(), ctypes.c_uint64()
     try:
         if libc.notify_register_check(_THERMAL_KEY, ctypes.byref(token)) != 0:
@@ -274,7 +276,7 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 def memory_pressure(*, libc: Any = None) -> int | None:
     """Return the kernel's memory pressure, 1, 2 or 4, without starting a program; None on other systems."""
-    # 8 bytes hold an int as well as a long; macOS is always little-endian.
+    # A buffer of 8 bytes holds an int or a long, because macOS is always little-endian.
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
 
@@ -336,14 +338,14 @@ def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
 def mac_accelerator(
     answers: MacReadings, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
 ) -> Accelerator:
-    """Return the GPU that torch can use; torch's own numbers take precedence."""
+    """Return the GPU that torch can use. Numbers reported by torch take precedence."""
     chip = find_chip(machine.chip)
     return Accelerator(
         kind="mps",
         name=answers.gpu.name or machine.chip,
         num_cores=num_cores or answers.gpu.num_cores,
         memory_bytes=machine.memory_bytes,
-        # Metal reports a limit set by the user exactly (AlexsJones/llmfit#754).
+        # Metal reports exactly the limit that the user has set (AlexsJones/llmfit#754).
         usable_bytes=recommended_bytes or parse_wired_limit(answers.sysctl),
         shares_memory=True,
         capability=chip.gpu_family if chip else None,
@@ -351,7 +353,7 @@ def mac_accelerator(
 
 
 def mac_conditions(answers: MacReadings) -> Conditions:
-    """Return the current conditions, as far as the programs report them."""
+    """Return the current conditions that the programs report."""
     return Conditions(
         swap_used_bytes=parse_swap_used(answers.sysctl),
         power_source=answers.power_source,

@@ -18,7 +18,7 @@ NO_CAFFEINATE_MESSAGE = "no caffeinate here, so the machine may fall asleep whil
 
 @contextlib.contextmanager
 def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
-    """Prevent idle sleep while entered; yields whether that was possible.
+    """Prevent idle sleep inside the `with` block, and yield whether that was possible.
 
     caffeinate waits for this process (-w), so that a killed run does not keep the machine awake forever.
     """
@@ -27,7 +27,7 @@ def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
         yield False
         return
     try:
-        # In its own session: after Ctrl-C the run still saves, and needs a machine that is awake.
+        # Start caffeinate in a new session: after Ctrl-C the run still saves, so the machine must stay awake.
         helper = subprocess.Popen(
             [program, "-i", "-w", str(os.getpid())],
             stdin=subprocess.DEVNULL,
@@ -48,15 +48,15 @@ def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
 _MAX_CHARACTERS = 200
 _APPLE_SCRIPT = ("on run words", "display notification (item 2 of words) with title (item 1 of words)", "end run")
 _SILENT_TERMINALS = ("dumb", "linux")
-# These support rxvt's notification; most others support iTerm's, or ignore it.
+# These terminals support rxvt's escape sequence. Most other terminals support iTerm's sequence, or ignore it.
 _OTHER_TERMINALS = ("rxvt", "foot")
 
 
 def notify(title: str, text: str, *, terminal: TextIO | None = None, run: ProgramRunner = run_program) -> str | None:
-    """Show a notification; return None if that was possible, else the reason."""
+    """Show a notification. Return None on success, or the reason for the failure."""
     title, text = _clean_text(title), _clean_text(text)
     command, problem = desktop_command(title, text)
-    # run() returns the output, which may be empty; None means that the program failed.
+    # run() returns the output, which may be empty. None means that the program failed.
     if command is not None and run(command) is not None:
         return None
     if terminal is not None and terminal.isatty():
@@ -67,7 +67,7 @@ def notify(title: str, text: str, *, terminal: TextIO | None = None, run: Progra
 
 
 def desktop_command(title: str, text: str, *, platform: str = sys.platform) -> tuple[list[str] | None, str | None]:
-    """Return the command that shows a desktop notification, or why there is none."""
+    """Return the command that shows a desktop notification and None, or None and the reason why there is no command."""
     if platform == "darwin":
         program = shutil.which("osascript")
         lines = [word for line in _APPLE_SCRIPT for word in ("-e", line)]
@@ -75,13 +75,13 @@ def desktop_command(title: str, text: str, *, platform: str = sys.platform) -> t
     if env.read("DISPLAY") is None and env.read("WAYLAND_DISPLAY") is None:
         return None, "no desktop here (DISPLAY is not set), and no terminal"
     program = shutil.which("notify-send")
-    # Desktops interpret markup such as <b> in the text.
+    # Escape the text, because desktops interpret markup such as <b>.
     arguments = ["--app-name=whet", "--", title, escape(text, quote=False)]
     return ([program, *arguments], None) if program else (None, "no notify-send here")
 
 
 def escape_sequence(title: str, text: str, *, kind: str) -> str:
-    """Return the escape sequence for a terminal notification and bell; `kind` is $TERM.
+    """Return the escape sequence for a terminal notification and bell. `kind` is the value of $TERM.
 
     >>> escape_sequence("whet", "done", kind="xterm-256color")
     '\\x1b]9;whet: done\\x1b\\\\\\x07'

@@ -1,6 +1,6 @@
-"""Facts about a computer. None means unknown: nothing is guessed.
+"""Facts about a computer. None means unknown; no value is guessed.
 
-`Machine` holds what stays the same from run to run, `Conditions` what changes: free memory, power, heat.
+`Machine` holds constant facts. `Conditions` holds values that change, such as free memory, power source and heat.
 """
 
 from typing import Annotated, Literal
@@ -18,10 +18,10 @@ PressureLevel = Literal["normal", "warn", "critical"]
 
 class OperatingSystem(FrozenModel):
     name: str | None = None
-    """"macOS" or "Linux"."""
+    """Name of the system, "macOS" or "Linux"."""
     version: str | None = None
     architecture: str | None = None
-    """"arm64" or "x86_64"."""
+    """Processor architecture, "arm64" or "x86_64"."""
 
 
 class CpuFacts(FrozenModel):
@@ -33,7 +33,7 @@ class CpuFacts(FrozenModel):
     slow_cores: NonNegativeInt | None = None
     """Cores of the other clusters together."""
     has_bf16: bool | None = None
-    """Whether the cores multiply bf16 natively; without it, bf16 products were measured 60 to 100 times slower."""
+    """Whether the cores multiply bf16 natively. Otherwise bf16 products were measured 60 to 100 times slower."""
 
 
 class Accelerator(FrozenModel):
@@ -42,27 +42,27 @@ class Accelerator(FrozenModel):
     num_cores: PositiveInt | None = None
     """GPU cores on Apple silicon, multiprocessors on CUDA."""
     memory_bytes: PositiveInt | None = None
-    """The card's memory, or all of the machine's where it is shared."""
+    """Memory of the card, or all memory of the machine if the GPU shares it."""
     usable_bytes: PositiveInt | None = None
-    """What a plan may use: Metal's recommended working set, or the card's memory."""
+    """Memory that a plan may use: Metal's recommended working set, or the memory of the card."""
     shares_memory: bool = False
     capability: str | None = None
-    """CUDA's compute capability ("9.0"), or Apple's GPU family ("apple8")."""
+    """CUDA compute capability ("9.0"), or Apple GPU family ("apple8")."""
     driver: str | None = None
 
 
 class TorchFacts(FrozenModel):
     version: str | None = None
-    """None if torch is not installed or could not be queried."""
+    """Version of torch, or None if torch is not installed or could not be queried."""
     cuda_build: str | None = None
-    """The CUDA version torch was built for, None for a build without CUDA."""
+    """CUDA version that torch was built for, or None for a build without CUDA."""
     mps_built: bool | None = None
     num_threads: PositiveInt | None = None
     error: str | None = None
-    """Why torch could not be queried, in one line."""
+    """Reason why torch could not be queried, in one line."""
 
     def is_before(self, major: int, minor: int) -> bool | None:
-        """Whether torch is older than that release; None if its version is unknown.
+        """Return whether torch is older than a release, or None if its version is unknown.
 
         >>> [TorchFacts(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
         [False, True, None]
@@ -85,11 +85,11 @@ class Machine(FrozenModel):
     name: str
     origin: Origin = "probed"
     sources: tuple[str, ...] = ()
-    """Where the numbers of a composed machine come from."""
+    """Sources of the numbers, for a machine that was not probed."""
     model: str | None = None
-    """"MacBook Air (Mac14,2)"; None on other machines."""
+    """Model of a Mac, such as "MacBook Air (Mac14,2)", or None on other machines."""
     chip: str | None = None
-    """"Apple M2"; the CPU's or the GPU's name elsewhere."""
+    """Name of the chip, such as "Apple M2", or of the CPU or GPU on other machines."""
     is_fanless: bool | None = None
     os: OperatingSystem = OperatingSystem()
     cpu: CpuFacts = CpuFacts()
@@ -112,7 +112,7 @@ class BusyProcess(FrozenModel):
 
 
 class Conditions(FrozenModel):
-    """The current state of the machine, as far as it can slow a run down."""
+    """The current state of the machine, limited to what can slow down a run."""
 
     memory_available_bytes: int | None = None
     swap_used_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Machines that whet knows by name, machine files, and the table of Apple's chips."""
+"""Known machines, machine files, and the table of Apple chips."""
 
 import json
 from importlib import resources
@@ -24,22 +24,22 @@ class ChipGeneration(NamedTuple):
     """Source of cores, bandwidth and memory."""
     specs_confidence: Confidence
     clock_source: str
-    """Source of the GPU clock behind the TFLOPS; Apple publishes no clock, so these are of medium confidence."""
+    """Source of the GPU clock behind the TFLOPS. Apple publishes no clock, so these have medium confidence."""
 
 
 class Chip(NamedTuple):
     name: str
     generation: ChipGeneration
     cpu: tuple[tuple[int, int], ...]
-    """(fast, slow) cores."""
+    """Numbers of (fast, slow) cores."""
     gpu_cores: tuple[int, ...]
     bandwidth: tuple[int, ...]
-    """GB/s to the shared memory."""
+    """Bandwidth of the shared memory, in GB/s."""
     max_memory_gb: int
     fp32_tflops: tuple[float, float]
-    """FORMULA for the most GPU cores, with the lowest and the highest clock in the sources."""
+    """TFLOPS by FORMULA for the most GPU cores, with the lowest and the highest clock in the sources."""
     fp16_matrix_tflops: float | None = None
-    """Of the GPU's matrix units, from M5 on (MATRIX_SOURCE); of medium confidence."""
+    """TFLOPS of the GPU's matrix units, which exist since the M5 (MATRIX_SOURCE). The confidence is medium."""
     note: str | None = None
 
     @property
@@ -104,6 +104,7 @@ def find_chip(name: str | None) -> Chip | None:
     return _BY_NAME.get(" ".join(["apple", *words]))
 
 
+# A machine file has a few kilobytes. The limit rejects a wrong file before it is read into memory.
 _MAX_FILE_BYTES = 1_000_000
 
 
@@ -124,21 +125,21 @@ def load_machine(name_or_file: str | Path) -> Machine:
 
 
 def parse_machine(text: str, *, where: str) -> Machine:
-    """Parse a machine from JSON: a machine, or a whole probe, of which only the machine is used."""
+    """Parse a machine from the JSON of a machine, or of a whole probe."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{where} is not JSON", got=str(error)[:200], try_="whet probe --json > machine.json"
         ) from None
-    # `whet probe --json` prints the conditions too; a plan for another machine ignores them.
+    # `whet probe --json` also prints the current conditions. A plan for another machine ignores them.
     if isinstance(data, dict) and "machine" in data:
         return ProbeResult.from_json(data, where=where).machine
     return Machine.from_json(data, where=where)
 
 
 def _read_machine_file(path: Path) -> str:
-    """Read a user's file, or raise an error that says what is wrong with it."""
+    """Read a machine file. Raise an error that explains the problem if it cannot be read."""
     try:
         if not path.exists():
             raise _unknown_machine(str(path))

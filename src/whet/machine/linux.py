@@ -12,17 +12,17 @@ import psutil
 from whet.machine.facts import Conditions, CpuFacts, Machine, OperatingSystem
 from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
-# Functions take another root in tests.
+# Tests pass another root.
 ROOT = Path("/")
 NVIDIA_VENDOR = "0x10de"
-# Names of native bf16 in /proc/cpuinfo: two on x86, two on Arm.
+# Flags in /proc/cpuinfo that stand for native bf16: two on x86, two on Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 Number = TypeVar("Number", int, float)
 
 
 def read_text(path: Path) -> str | None:
-    """Return the content of a file, or None if it is missing, not readable or no text."""
+    """Return the content of a file, or None if it is missing, unreadable or not text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -30,11 +30,11 @@ def read_text(path: Path) -> str | None:
 
 
 def linux_machine(*, root: Path = ROOT, architecture: str | None = None) -> Machine:
-    """Return the machine without its accelerators and torch, as far as this process may use it."""
+    """Return the part of the machine that this process may use, without accelerators and torch."""
     info = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
     limits = read_cgroup_limits(root)
     physical, logical = usable_cores(cores=info.cores, allowed=_affinity(), quota=limits.processors)
-    # Arm kernels do not list core ids, so psutil counts cores instead.
+    # Arm kernels do not list core ids, so let psutil count the cores.
     if physical is None and logical is not None and info.cores is None:
         counted = psutil.cpu_count(logical=False)
         physical = min(counted, logical) if counted else None
@@ -50,7 +50,7 @@ def linux_machine(*, root: Path = ROOT, architecture: str | None = None) -> Mach
 
 
 def usable_memory_bytes(*, root: Path = ROOT) -> int | None:
-    """Return all memory that this process may use."""
+    """Return the total memory that this process may use, in bytes."""
     return min_known(
         parse_meminfo(read_text(root / "proc/meminfo")).get("MemTotal"), read_cgroup_limits(root).memory_bytes
     )
@@ -69,11 +69,11 @@ def linux_conditions(*, root: Path = ROOT) -> Conditions:
 
 def has_nvidia_card(*, root: Path = ROOT) -> bool | None:
     """Whether an NVIDIA display device is on the PCI bus; None if the bus cannot be read."""
-    # A container may hide the bus: then it is unknown whether there is a card.
+    # A container may hide the PCI bus. It is then unknown whether there is a card.
     devices = _entries(root / "sys/bus/pci/devices")
     if not devices:
         return None
-    # PCI class 0x03 is "display controller"; NVIDIA cards also have an audio function.
+    # PCI class 0x03 is "display controller". The class matters, because NVIDIA cards also have an audio function.
     displays = (d for d in devices if (read_text(d / "class") or "").startswith("0x03"))
     return any((read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in displays)
 
@@ -84,7 +84,7 @@ class CpuInfo(NamedTuple):
     name: str | None = None
     has_bf16: bool | None = None
     cores: dict[int, tuple[int, int]] | None = None
-    """The (package, core) of each logical processor; None where the kernel does not list it (Arm)."""
+    """(package, core) of each logical processor, or None if the kernel does not list it (Arm)."""
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
@@ -92,7 +92,7 @@ def parse_cpuinfo(text: str | None) -> CpuInfo:
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]
-    # A thread may run on any core, so a feature counts only if all cores have it.
+    # A thread may run on any core, so count a feature only if all cores have it.
     shared = set.intersection(*flags) if flags else set()
     return CpuInfo(
         name=clean_name(names[0]) if names else None,
@@ -126,9 +126,10 @@ def _core_ids(blocks: list[dict[str, str]]) -> dict[int, tuple[int, int]] | None
 def usable_cores(
     *, cores: dict[int, tuple[int, int]] | None, allowed: frozenset[int] | None, quota: float | None
 ) -> tuple[int | None, int | None]:
-    """Return the (physical, logical) cores this process may use: by its affinity, then by its cgroup's CPU quota.
+    """Return the numbers of (physical, logical) cores that this process may use.
 
-    A quota of 2.5 processors counts as 2: a third thread would be throttled half of the time, and all wait for it.
+    CPU affinity and the CPU quota of the control group both limit them. A quota of 2.5 processors counts as 2: a third
+    thread would be throttled half of the time, and the other threads would wait for it.
     """
     logical = len(allowed) if allowed else None
     physical = None
@@ -204,7 +205,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 class CgroupLimits(NamedTuple):
-    """Limits of a container or service; None where nothing is limited."""
+    """Limits of a container or service. None means no limit."""
 
     processors: float | None = None
     memory_bytes: int | None = None
@@ -212,7 +213,7 @@ class CgroupLimits(NamedTuple):
 
 
 def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
-    """Return the tightest limits of our control group and all above it, versions 1 and 2."""
+    """Return the tightest limits of this process's control group and its parents, for cgroup versions 1 and 2."""
     groups = parse_cgroup_membership(read_text(root / "proc/self/cgroup"))
     mounted = root / "sys/fs/cgroup"
     limits = CgroupLimits()
@@ -220,7 +221,7 @@ def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
         limits = tightest(limits, read_cgroup_v2(folder))
     for folder in _cgroup_folders(mounted / "memory", groups.get("memory")):
         limits = tightest(limits, CgroupLimits(None, *_memory_v1(folder)))
-    # Version 1 mounts the CPU controller under either name.
+    # Version 1 mounts the CPU controller under one of two names.
     for name in ("cpu", "cpu,cpuacct"):
         for folder in _cgroup_folders(mounted / name, groups.get("cpu")):
             limits = tightest(limits, CgroupLimits(_processors_v1(folder)))
@@ -228,7 +229,7 @@ def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
 
 
 def parse_cgroup_membership(text: str | None) -> dict[str, str]:
-    """Parse /proc/self/cgroup: the path of our group for each controller; version 2 has the empty name."""
+    """Parse /proc/self/cgroup: the path of the group for each controller. The name is empty for version 2."""
     groups: dict[str, str] = {}
     for line in complete_lines(text):
         number, _, rest = line.partition(":")
@@ -246,7 +247,9 @@ def parse_cpu_max(text: str | None) -> float | None:
 
 
 def parse_memory_limit(text: str | None) -> int | None:
-    """Parse bytes; None for "max", and for version 1's "no limit", a number near 2**63 (19 digits, we accept 18)."""
+    """Parse a number of bytes, or return None if there is no limit.
+
+    Version 2 writes "max". Version 1 writes a number near 2**63, which has 19 digits, so at most 18 are accepted."""
     return positive_number(text)
 
 
@@ -300,15 +303,15 @@ def _cpu_quota(quota: int | None, period: int | None) -> float | None:
 
 
 def _memory_left(limit: int | None, used: int | None, cached: int | None) -> int | None:
-    """Return what may still be allocated; the kernel reclaims inactive file pages on demand."""
+    """Return the bytes that can still be allocated. Inactive file pages count, because the kernel reclaims them."""
     if limit is None or used is None:
         return None
     return max(0, limit - max(0, used - (cached or 0)))
 
 
 def _cgroup_folders(mounted: Path, group: str | None) -> list[Path]:
-    """Return our group's folder and its parents: each may set a limit. A host path is missing inside a container."""
-    # The path comes from the kernel, but inside a container it may point outside of the mount.
+    """Return the folders of the group and its parents, because each may set a limit."""
+    # Inside a container, the kernel may report a path of the host, which lies outside of the mount.
     if group is None or ".." in group:
         return []
     steps = PurePosixPath(group.strip("/"))

@@ -1,4 +1,4 @@
-"""Current load: free memory, busy processes, disk speed and this process's own usage."""
+"""Current load: free memory, busy processes, disk speed and the usage of this process."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ WRITE_SECONDS = 0.1
 _CHUNK_BYTES = 1024**2
 _MIN_FILE_BYTES = 4 * 1024**2
 _MAX_ENTRIES = 200
-# Bytes per second that no disk reaches: anything faster came from a cache.
+# No disk reaches this many bytes per second. Anything faster was read from a cache.
 _CACHE_SPEED = 20e9
 
 
 def disk_read_speed(folder: Path) -> float | None:
     """Measure the uncached read speed of the folder's disk in bytes per second, in about 0.3 s; None if impossible."""
     try:
-        # Reading an existing file writes nothing, so it is preferred over a temporary one.
+        # Prefer an existing file to a temporary one, because reading it writes nothing.
         existing = _largest_file(folder)
         if existing is not None:
             with existing.open("rb", buffering=0) as file:
@@ -53,7 +53,7 @@ def _largest_file(folder: Path) -> Path | None:
 
 def _write_random(file: int) -> None:
     deadline = time.monotonic() + WRITE_SECONDS
-    # Random bytes: zeros would not be read from the disk by a file system that compresses or has sparse files.
+    # Write random bytes: a file system with compression or sparse files would not read zeros from the disk.
     chunk = os.urandom(_CHUNK_BYTES)
     for _ in range(WRITE_BYTES // _CHUNK_BYTES):
         os.write(file, chunk)
@@ -64,7 +64,7 @@ def _write_random(file: int) -> None:
 
 
 def _timed_read(file: int) -> float | None:
-    # Without this, the speed of memory would be measured.
+    # Drop the file from the page cache. Otherwise the speed of memory would be measured.
     _drop_page_cache(file)
     start = time.monotonic()
     done = 0
@@ -90,7 +90,7 @@ def _drop_page_cache(file: int) -> None:
 
 
 SAMPLE_SECONDS = 0.2
-# A process that uses one core shows 90 to 110 % in so short a sample: CPU times have a resolution of 10 ms.
+# CPU times have a resolution of 10 ms, so a process that uses one core shows 90 to 110 % in this short sample.
 BUSY_PERCENT = 90.0
 MEMORY_SHARE = 0.1
 MAX_PROCESSES = 5
@@ -105,7 +105,7 @@ class ProcessSample(NamedTuple):
 
 
 def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
-    """Add what can be measured on any system to the conditions that the system reported."""
+    """Add the values that can be measured on any system to the conditions that the system reported."""
     memory = _system_memory()
     return known.model_copy(
         update={
@@ -134,7 +134,7 @@ def heaviest_processes(
     heavy = []
     for pid, now in after.items():
         then = before.get(pid)
-        # Another name means that the pid was reused between the two samples.
+        # A different name means that the pid was reused between the two samples.
         if then is None or then.name != now.name or seconds <= 0:
             continue
         percent = 100 * max(0.0, now.cpu_seconds - then.cpu_seconds) / seconds
@@ -158,7 +158,7 @@ def _process_samples(ours: set[int]) -> dict[int, ProcessSample]:
                 name = clean_name(process.name()) or "unnamed"
             samples[process.pid] = ProcessSample(name, times.user + times.system, memory)
         except (psutil.Error, OSError):
-            continue  # it ended in between, or belongs to another user
+            continue  # The process has ended, or belongs to another user.
     return samples
 
 
@@ -181,7 +181,7 @@ def _own_process_tree() -> set[int]:
 
 
 def cpu_percent(sample_seconds: float = 0.5) -> float | None:
-    """Return the CPU use of all cores in percent; this process sleeps meanwhile, so it is that of other processes."""
+    """Return the CPU usage of all cores in percent. This process sleeps meanwhile, so only other processes count."""
     try:
         return float(psutil.cpu_percent(interval=sample_seconds))
     except (psutil.Error, OSError):
@@ -223,22 +223,22 @@ def _first_known(known: int | None, other: int | None) -> int | None:
 
 
 class Usage(NamedTuple):
-    """Usage since the last call; None where the system does not report it."""
+    """Usage since the last call. None means that the system does not report it."""
 
     cpu_percent: float | None = None
-    """By all processes, of all cores."""
+    """CPU usage of all processes, in percent of all cores."""
     process_percent: float | None = None
-    """By this process, of one core: two busy cores are 200."""
+    """CPU usage of this process, in percent of one core: two busy cores are 200."""
     process_bytes: int | None = None
     """Resident memory of this process."""
 
 
 class ProcessUsage:
-    """Reads usage since the last call, in the thread that created it; a call takes a tenth of a millisecond."""
+    """Reads usage since the last call. Call it in the thread that created it; a call takes 0.1 ms."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        # psutil reports usage since the previous call: start counting now.
+        # psutil reports usage since the previous call, so this call starts the count.
         self()
 
     def __call__(self) -> Usage:

@@ -30,9 +30,9 @@ NO_DRIVER = NvidiaCards("missing")
 
 
 def query_driver(*, run: ProgramRunner = run_program) -> NvidiaCards:
-    """Query nvidia-smi; drivers before 510 do not know compute_cap, so they are queried again without it."""
+    """Query nvidia-smi. Drivers before 510 do not support compute_cap, so they are queried again without it."""
     cards = parse_cards(run(_query_command(_QUERY_FIELDS), any_exit=True), fields=_QUERY_FIELDS)
-    # An old driver rejects the whole query when it does not know one field.
+    # An old driver rejects the whole query if it does not know one field.
     if cards.driver == "not running":
         again = parse_cards(
             run(_query_command(_QUERY_FIELDS_BEFORE_510), any_exit=True), fields=_QUERY_FIELDS_BEFORE_510
@@ -47,7 +47,7 @@ def _query_command(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) -> NvidiaCards:
-    """Parse one line per card. No program means that no driver is installed; other text, that the driver fails.
+    """Parse one line per card. None means that no driver is installed; other text means that the driver fails.
 
     >>> parse_cards("NVIDIA H200, 143771, 580.65.06, 9.0, 0\\n").cards[0].capability
     '9.0'
@@ -64,13 +64,13 @@ def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) ->
 
 
 def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
-    # A card's name may contain a comma, the other fields cannot: split from the right.
+    # Split from the right, because only the name of a card may contain a comma.
     parts = [part.strip() for part in line.rsplit(",", len(fields) - 1)]
     if len(parts) != len(fields):
         return None
     values = dict(zip(fields, parts, strict=True))
     name, driver = clean_name(values["name"]), values["driver_version"]
-    # A version number in the third column is what distinguishes a table row from an error message.
+    # A version number in the third column distinguishes a table row from an error message.
     if name is None or not re.fullmatch(r"\d{1,5}(\.\d{1,5}){1,3}", driver, re.ASCII):
         return None
     megabytes = positive_number(values["memory.total"])
@@ -86,7 +86,7 @@ def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
 
 
 _NVML_LIBRARY = "libnvidia-ml.so.1"
-# nvml.h: software and hardware thermal slowdown.
+# Bits for software and hardware thermal slowdown, from nvml.h.
 _THERMAL_REASONS = 0x20 | 0x40
 
 
@@ -100,7 +100,7 @@ class _NvmlUtilization(ctypes.Structure):
 
 
 class SingleGpuReader:
-    """Reads the GPU of a machine that has exactly one: of several, it is unknown which one trains."""
+    """Reads the state of the GPU if the machine has exactly one. With several, it is unknown which one trains."""
 
     def __init__(self, *, library: Any = None) -> None:
         self._library = library
@@ -108,7 +108,7 @@ class SingleGpuReader:
         self._is_open = False
 
     def __call__(self) -> GpuState:
-        """Return whether the GPU is throttled by heat and how busy it is; unknown without a driver."""
+        """Return the utilization of the GPU and whether heat throttles it. Both are unknown without a driver."""
         try:
             if not self._is_open:
                 self._is_open = True

@@ -17,20 +17,20 @@ from whet.machine import apple, linux, nvidia
 from whet.machine.facts import Conditions, PressureLevel, ThermalLevel
 from whet.machine.programs import ProgramRunner, complete_lines, run_program, whole_number
 
-# Of the last ten seconds: if processes waited for memory this long, it is noticeable.
+# Percent of the last ten seconds that processes waited for memory. From here on, users notice the stalls.
 STALLED_PERCENT = 10.0
-# Shares of available memory. Without swap, the kernel kills processes before stalls can warn.
+# Shares of available memory. They are needed because without swap the kernel kills processes before they stall.
 LOW_MEMORY_SHARE, CRITICAL_MEMORY_SHARE = 0.08, 0.03
-# Of the time between two readings: throttling for longer is heavy.
+# Share of the time between two readings. Throttling for longer counts as heavy.
 HEAVY_SHARE = 0.1
 
-# Programs are run again after this time; in between, their last output is used.
+# Programs run again after this time. Until then, their last output is used.
 PROGRAM_INTERVAL_SECONDS = 30.0
-# Short, because a session that ends waits for the reading in progress.
+# The timeout is short, because the end of a session waits for the reading in progress.
 PROGRAM_TIMEOUT_SECONDS = 2.0
 
 ReadConditions = Callable[[], Conditions]
-"""Reads the current conditions. It is called from a thread during training, so it should wait rather than compute."""
+"""Reads the current conditions. A thread calls it during training, so it must use little CPU time."""
 
 _THERMAL_ORDER: tuple[ThermalLevel, ...] = get_args(ThermalLevel)
 _run_with_timeout = partial(run_program, timeout_seconds=PROGRAM_TIMEOUT_SECONDS)
@@ -54,7 +54,7 @@ class ConditionsReader:
         libc: Any = None,
         card: Callable[[], nvidia.GpuState] | None = None,
     ) -> None:
-        # Other systems have no sensors that we know: their conditions are all unknown.
+        # No sensors are known for other systems, so all their conditions are unknown.
         self._read = {"darwin": self._macos, "linux": self._linux}.get(system, Conditions)
         self._run, self._clock, self._root, self._libc = run, clock, root, libc
         self._card = card or nvidia.SingleGpuReader()
@@ -88,7 +88,7 @@ class ConditionsReader:
         card = self._card()
         before, now = self._throttle, (self._clock(), read_throttle_counters(self._root))
         self._throttle = now
-        # Counters only grow, so the first reading has nothing to compare with.
+        # Throttling is the difference of two readings, so the first reading gives no result.
         thermal = None if before is None else thermal_level_between(before[1], now[1], seconds=now[0] - before[0])
         return known.model_copy(
             update={
@@ -107,9 +107,9 @@ class MemoryStalls(NamedTuple):
     """Percent of the last ten seconds spent waiting for memory (Linux pressure stall information)."""
 
     some: float | None = None
-    """At least one process waited."""
+    """Percent of the time in which at least one process waited."""
     full: float | None = None
-    """All runnable processes waited."""
+    """Percent of the time in which all runnable processes waited."""
 
 
 def parse_memory_stalls(text: str | None) -> MemoryStalls:
@@ -123,17 +123,17 @@ def parse_memory_stalls(text: str | None) -> MemoryStalls:
 
 
 def read_memory_stalls(root: Path = linux.ROOT) -> MemoryStalls:
-    """Read the stalls of our control group if it counts them, else those of the whole machine."""
+    """Read the stalls of the control group, or those of the whole machine if the group does not count them."""
     group = linux.parse_cgroup_membership(linux.read_text(root / "proc/self/cgroup")).get("")
     own = None
-    # In a container, the machine's own stalls say nothing about its memory limit.
+    # Prefer the control group: in a container, stalls of the machine do not reflect the container's memory limit.
     if group is not None and ".." not in group:
         own = linux.read_text(root / "sys/fs/cgroup" / group.strip("/") / "memory.pressure")
     return parse_memory_stalls(own or linux.read_text(root / "proc/pressure/memory"))
 
 
 def memory_pressure_level(stalls: MemoryStalls, *, available: int | None, total: int | None) -> PressureLevel | None:
-    """Return the memory pressure by stalls and by available memory; None if neither is known.
+    """Return the memory pressure derived from stalls and available memory, or None if both are unknown.
 
     >>> memory_pressure_level(MemoryStalls(12.0, 0.5), available=None, total=None)
     'warn'
@@ -151,15 +151,15 @@ def memory_pressure_level(stalls: MemoryStalls, *, available: int | None, total:
 
 
 class ThrottleCounters(NamedTuple):
-    """How often and how long cores were throttled by heat since boot; only Intel counts it."""
+    """Number and duration of thermal throttling events of the cores since boot. Only Intel processors count them."""
 
     times: int | None = None
     milliseconds: int | None = None
-    """Of the core that was throttled longest; newer kernels only."""
+    """Milliseconds of throttling of the core that was throttled longest, or None on older kernels."""
 
 
 def read_throttle_counters(root: Path = linux.ROOT) -> ThrottleCounters:
-    """Read the counters of all cores; unknown where there are none (virtual machines, AMD, Arm)."""
+    """Read the counters of all cores. They are unknown on virtual machines, AMD and Arm."""
     counts, times = [], []
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle"):
         for kind in ("core", "package"):
@@ -176,7 +176,7 @@ def thermal_level_between(before: ThrottleCounters, now: ThrottleCounters, *, se
         return None
     if now.times <= before.times and now.milliseconds == before.milliseconds:
         return "nominal"
-    # Older kernels count events but not their duration.
+    # Older kernels count throttling events but not their duration.
     if before.milliseconds is None or now.milliseconds is None:
         return "moderate"
     return "heavy" if now.milliseconds - before.milliseconds >= HEAVY_SHARE * 1000 * seconds else "moderate"

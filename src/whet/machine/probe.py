@@ -1,6 +1,6 @@
-"""Probe this machine: system, driver and torch, and why a device is missing.
+"""Probe this machine: system, driver, torch, and the reasons for missing devices.
 
-Nothing that identifies the owner is kept: no host name, user, serial number or path.
+The result contains no host name, user, serial number or path, so that it can be published.
 """
 
 import platform
@@ -36,12 +36,12 @@ class SystemReadings(NamedTuple):
 
 
 def probe(*, folder: Path | None = None) -> ProbeResult:
-    """Probe this machine in a few seconds; `folder` is the disk to measure, by default the current folder.
+    """Probe this machine in a few seconds. `folder` selects the disk to measure, by default that of the current folder.
 
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8
     """
-    # Importing torch in the child takes seconds, so the system is read in the meantime.
+    # Importing torch in the child takes seconds, so read the system in the meantime.
     with torch_query() as torch_info:
         system = read_system()
         conditions = complete_conditions(system.conditions, folder=folder or Path.cwd())
@@ -58,7 +58,7 @@ def probe_machine() -> Machine:
 def read_system(
     *, run: ProgramRunner = run_program, system: str = sys.platform, architecture: str | None = None
 ) -> SystemReadings:
-    """Read the system and the driver; `architecture` is this Python's by default."""
+    """Read the system and the driver. `architecture` defaults to that of this Python."""
     architecture = architecture or _architecture(platform.machine())
     if system == "darwin":
         readings = apple.read_mac(run=run)
@@ -72,7 +72,7 @@ def read_system(
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """Return the whole machine: accelerators that torch can use, and devices that are missing with the reason."""
+    """Return the whole machine: the accelerators that torch can use, and each missing device with the reason."""
     accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
     facts = DeviceFacts(
         os=system.machine.os,
@@ -82,7 +82,7 @@ def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
         has_card_on_bus=system.has_card_on_bus,
         visible_devices=env.child_environment().get("CUDA_VISIBLE_DEVICES"),
     )
-    # With a CUDA GPU, the GPU is what people call the machine's chip.
+    # A machine with a CUDA GPU is named after the GPU.
     cards = [accelerator.name for accelerator in accelerators if accelerator.kind == "cuda"]
     return system.machine.model_copy(
         update={
@@ -111,7 +111,7 @@ def _mps_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Acceler
 def _cuda_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
     if not torch.cuda_available:
         return ()
-    # torch does not report the driver's version, nvidia-smi does; all cards share one driver.
+    # torch does not report the driver version, so take it from nvidia-smi. All cards share one driver.
     driver = next((card.driver for card in system.cards.cards if card.driver), None)
     return tuple(
         Accelerator(
@@ -133,21 +133,21 @@ def _architecture(name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What decides whether torch can use a device."""
+    """The facts that decide whether torch can use a device."""
 
     os: OperatingSystem
-    """With the architecture of this Python."""
+    """Operating system, with the architecture of this Python."""
     torch: TorchInfo
     has_apple_silicon: bool | None = None
     cards: NvidiaCards = NO_DRIVER
     has_card_on_bus: bool | None = None
     visible_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES; None if it is unset."""
+    """Value of CUDA_VISIBLE_DEVICES, or None if it is unset."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One possible cause; the first of a list that applies is reported."""
+    """One possible cause. The first cause in a list that applies is reported."""
 
     applies: Callable[[DeviceFacts], bool]
     reason: str
@@ -191,7 +191,7 @@ def _is_old_macos(facts: DeviceFacts) -> bool:
     return major is not None and major < OLDEST_MACOS
 
 
-# In the order of certainty: a cause that rules out MPS on this machine comes before one that an installation can fix.
+# The order matters: a cause that rules out MPS on this machine comes before one that an installation can fix.
 _NO_MPS_CAUSES = (
     Cause(
         lambda s: s.os.name != "macOS",
@@ -231,7 +231,7 @@ _NO_MPS_CAUSES = (
     ),
 )
 
-# The driver comes before torch: without it, no build of torch could use the GPU.
+# The driver comes before torch, because no build of torch can use the GPU without it.
 _NO_CUDA_CAUSES = (
     Cause(
         lambda s: s.os.name == "macOS",

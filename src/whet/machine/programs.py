@@ -1,6 +1,6 @@
 """Run other programs and parse their output.
 
-A program that is missing, fails, hangs or prints something unexpected gives an unknown fact, never an error.
+If a program is missing, fails, hangs or prints unexpected text, the fact is unknown. No error is raised.
 """
 
 import re
@@ -15,7 +15,7 @@ _MAX_NAME = 120
 
 
 class ProgramRunner(Protocol):
-    """Runs a program and returns its stdout, or None; tests replace it by samples."""
+    """Runs a program and returns its stdout, or None. Tests replace it with samples."""
 
     def __call__(self, command: Sequence[str], *, any_exit: bool = False) -> str | None: ...
 
@@ -36,7 +36,7 @@ def run_program(
             stderr=subprocess.DEVNULL,
             timeout=timeout_seconds,
             env=env.c_locale_environment(),
-            # Lets macOS use posix_spawn: fork() would copy the page tables of a large training process.
+            # close_fds=False lets Python use posix_spawn; fork() would copy the page tables of a large process.
             close_fds=False,
             check=False,
         )
@@ -48,7 +48,7 @@ def run_program(
 
 
 def complete_lines(text: str | None) -> list[str]:
-    """Return the lines that end with a newline: a truncated last line may hold half a number.
+    """Return the lines that end with a newline. A truncated last line is dropped, because it may end inside a number.
 
     >>> complete_lines("hw.ncpu: 8\\nhw.memsize: 8589")
     ['hw.ncpu: 8']
@@ -67,12 +67,12 @@ def whole_number(text: object) -> int | None:
 
 
 def positive_number(text: object) -> int | None:
-    """Parse an integer above zero, or None: no machine has 0 cores or 0 bytes."""
+    """Parse a positive integer, or return None. No machine has 0 cores or 0 bytes."""
     return whole_number(text) or None
 
 
 def clean_name(text: object) -> str | None:
-    """Return a name that can be printed on one line, or None if nothing printable is in it.
+    """Return a name that can be printed on one line, or None if it has no printable characters.
 
     >>> clean_name("  Apple   M2\\n"), clean_name("\\x00"), clean_name(7)
     ('Apple M2', None, None)

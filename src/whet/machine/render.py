@@ -1,4 +1,4 @@
-"""Machines and conditions as lines of text."""
+"""Render machines and conditions as lines of text."""
 
 from collections.abc import Iterator
 
@@ -65,7 +65,7 @@ def conditions_lines(conditions: Conditions) -> Iterator[str]:
 
 def _cores_text(machine: Machine) -> str:
     cpu = machine.cpu
-    # Apple's notation: performance + efficiency cores, "4+4".
+    # Apple's notation for performance and efficiency cores, such as "4+4".
     if cpu.fast_cores is not None and cpu.slow_cores is not None:
         return f"{cpu.fast_cores}+{cpu.slow_cores} cores"
     count = cpu.physical_cores or cpu.logical_cores

@@ -1,6 +1,6 @@
-"""Describes torch and its devices; runs in a child process, because importing torch may be slow, crash or hang.
+"""Describe torch and its devices in a child process, because importing torch may be slow, crash or hang.
 
-Light on purpose: the child imports nothing of whet but its own end of the pipe.
+To start fast, the child imports nothing from whet except its end of the pipe.
 """
 
 import importlib
@@ -15,7 +15,7 @@ def describe_torch(channel: "WorkerChannel", _arguments: dict[str, Any]) -> int:
     """Send torch's version and devices, or the error of its import."""
     facts: dict[str, Any] = {}
     try:
-        # By name: nothing in this package may import torch in the parent.
+        # Import by name, because import rules forbid `import torch` in this package.
         torch = importlib.import_module("torch")
         facts["version"] = str(torch.__version__)
         facts["num_threads"] = _optional(lambda: int(torch.get_num_threads()))
@@ -35,7 +35,7 @@ def _describe_cuda(torch: Any, facts: dict[str, Any]) -> None:
             devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
             facts["cuda_devices"] = [_describe_device(device) for device in devices]
         elif facts["cuda_build"]:
-            # A build for CUDA without a device: initializing it raises the reason.
+            # torch was built for CUDA but sees no device. init() raises an error that contains the reason.
             torch.cuda.init()
     except Exception as error:
         facts["cuda_available"] = False
@@ -60,7 +60,7 @@ def _describe_mps(torch: Any, facts: dict[str, Any]) -> None:
 
 
 def _optional(query: Callable[[], Any]) -> Any:
-    """Return the result of a query, or None if this torch cannot answer it."""
+    """Return the result of a query, or None if this version of torch does not support it."""
     try:
         return query()
     except Exception:

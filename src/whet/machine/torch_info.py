@@ -1,6 +1,6 @@
-"""torch's version and devices, queried in a child process because importing torch may be slow or fail.
+"""The version and devices of torch, queried in a child process because importing torch may be slow or fail.
 
-Nothing of torch is imported here; a child that hangs, crashes or sends nonsense becomes `TorchInfo(error=...)`.
+This module does not import torch. A child that hangs, crashes or sends invalid data gives `TorchInfo(error=...)`.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ class CudaInfo(FrozenModel):
 
 
 class TorchInfo(FrozenModel):
-    """What the child sent; `error` is alone if torch could not be queried."""
+    """The message of the child. Only `error` is set if torch could not be queried."""
 
     version: str | None = None
     num_threads: int | None = None
@@ -40,7 +40,7 @@ class TorchInfo(FrozenModel):
     cuda_available: bool | None = None
     cuda_devices: tuple[CudaInfo, ...] = ()
     cuda_error: str | None = None
-    """Why CUDA does not start, as torch reports it."""
+    """Reason why CUDA does not start, as reported by torch."""
     mps_built: bool | None = None
     mps_available: bool | None = None
     mps_recommended_bytes: int | None = None
@@ -57,7 +57,7 @@ class TorchInfo(FrozenModel):
 
 
 def installed_version() -> str | None:
-    """Return the version in the installed metadata, without importing torch; None if there is none."""
+    """Return the version from the package metadata without importing torch, or None if torch is not installed."""
     try:
         return clean_name(importlib.metadata.version("torch"))
     except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
@@ -80,7 +80,7 @@ def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callabl
         return
     deadline = time.monotonic() + timeout_seconds
     try:
-        # Output is discarded: a torch that prints without end must not fill the disk.
+        # Discard the output, because a torch that prints without end must not fill the disk.
         worker = JsonWorker(_TARGET, environment=env.c_locale_environment(), log=Path(os.devnull))
     except OSError as error:
         reason = _one_line(f"Python could not be started to query torch: {error.strerror}")
