@@ -1,1 +1,1 @@
-"""Functions that `import whet` offers where recipes are needed: train by name, check, compare, search."""
+"""The functions of `import whet` that need recipes: training by name, checks, comparisons and searches."""

@@ -14,15 +14,16 @@ from whet.machine.pressure import read_conditions
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import load_recipe
 
-# Limit for finding the global batch size before a training; usually it takes much less.
+# Time limit for finding the global batch size before training; the search usually takes much less.
 BATCH_SIZE_BUDGET_SECONDS = 20.0
 _BENCH_TARGET = "whet.api.autotune:open_bench"
-# Of the memory that is free at the start: a bench that takes more is ended before the system kills something else.
+# Fraction of the memory that is free at the start. A bench that uses more is stopped, before the kernel's out-of-memory
+# killer picks a process.
 _MAX_MEMORY_SHARE = 0.9
 
 
 def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> ProcessStepBench:
-    """Return a bench that times steps of a recipe; entering it starts the process."""
+    """Return a bench that times steps of a recipe. Entering the bench starts its process."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),
@@ -36,21 +37,21 @@ def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> Pr
 
 
 def open_bench(arguments: Mapping[str, Any]) -> Any:
-    """Return the recipe's training, ready to be stepped; called in the child process."""
+    """Return the recipe's training, ready to run steps. Called in the child process."""
     from whet.device.environment import configure_before_torch
 
     recipe = load_recipe(arguments["recipe"])
     config = recipe.Config.model_validate(arguments["config"])
     config = config.model_copy(update={"global_batch_size": arguments["global_batch_size"]})
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    # torch is imported only now, unless the user's own recipe has imported it.
+    # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.device.open import current_machine
     from whet.plan.plan import make_plan
     from whet.recipes.runner import prepare_recipe
     from whet.training.step_bench import LocalStepBench
     from whet.training.training_config import parse_training_config
 
-    # As in a real run: the same data, model and optimizer.
+    # Use the same data, model and optimizer as a real run.
     made = prepare_recipe(recipe, config)
     machine, conditions = current_machine()
     overrides = ResolvedConfig(config=config, given=tuple(arguments["given"])).overrides
@@ -64,7 +65,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
 
 
 def restore_auto_batch(path: Path, resolved: ResolvedConfig[Any]) -> ResolvedConfig[Any] | None:
-    """Return the config with the global batch size that a run was started with; None if there is no run."""
+    """Return the config with the global batch size that a run was started with, or None if there is no run."""
     chosen = recorded_batch_size(path, base_rates=[resolved.config.lr])
     return None if chosen is None else resolved.with_batch(chosen)
 
@@ -76,7 +77,7 @@ def find_batch_size(
     budget_seconds: float,
     on_progress: ProgressCallback | None = None,
 ) -> AutoBatch:
-    """Measure the global batch size with an open bench, which is left at that size."""
+    """Measure the global batch size with an open bench. The bench stays at that size."""
     config = resolved.config
     return choose_batch_size(
         bench,

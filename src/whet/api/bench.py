@@ -25,13 +25,14 @@ from whet.recipes.recipe import Recipe
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 from whet.run.folder import installed_versions
 
-# Of the budget: whatever still runs then is ended.
+# Fraction of the budget after which anything still running is stopped; the 5 % are slack for the last measurement.
 _DEADLINE_SHARE = 1.05
+# Fractions of the remaining time for finding the fastest plan and for measuring the batch size.
 _SEARCH_SHARE = 0.4
 _BATCH_SHARE = 0.25
-# Of the budget, for models of other sizes: each starts its own process.
+# Fraction of the budget for the presets: every model size needs its own process, so this is the largest part.
 _PRESET_SHARE = 0.5
-# Shares of the time: these sweeps have more values, or matter more.
+# Relative time per sweep (default 1): these sweeps have more values or matter more.
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
 _PRESETS_HINT = 'presets = {"small": {"arch.layers": 2}} in the recipe, or another --sweep'
 
@@ -43,11 +44,11 @@ class BenchRequest:
     """What to benchmark, and for how long."""
 
     what: str
-    """The recipe as `load_recipe` understands it."""
+    """The recipe, as accepted by `load_recipe`."""
     recipe: Recipe
     resolved: ResolvedConfig[Any]
     args: Sequence[str]
-    """The key=value arguments; those of a preset are appended."""
+    """The key=value arguments. The arguments of a preset are appended."""
     config_file: Any = None
     device: str = "auto"
     sweeps: Sequence[str] = ()
@@ -57,7 +58,7 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback | None = None) -> BenchResult:
-    """Start a process for the recipe and measure it; the budget counts from here."""
+    """Start a process for the recipe and measure it. The budget starts when this function is called."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
     sizes = presets(request.recipe) if "arch" in request.sweeps else {}
@@ -83,7 +84,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             _log_all(result.summary, log)
         context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_conditions=ConditionsReader())
         sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
-        # Before and after the sweeps: other load on the machine makes the numbers doubtful, and is reported.
+        # Measure the load before and after the sweeps: load from other processes distorts the numbers and is reported.
         context.cpu_use.append(cpu_percent() or 0.0)
         sweeps += _measure_sweeps(request, context, ends_at=sweeps_end, log=log)
         context.cpu_use.append(cpu_percent() or 0.0)
@@ -102,13 +103,13 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
         spent_seconds=time.perf_counter() - started,
         sweeps=tuple(sweeps),
         disturbances=noted,
-        # Without the platform: `machine` describes the system.
+        # Leave the platform out: `machine` already describes the system.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
     )
 
 
 def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
-    """Return the model sizes of a recipe by name; it may have none."""
+    """Return the model sizes of a recipe by name; empty if it has none."""
     sizes = recipe.presets
     if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping) for changes in sizes.values()):
         raise UsageError("presets of a recipe must be a dict of dicts", got=repr(sizes)[:200], try_=_PRESETS_HINT)
@@ -146,7 +147,7 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
 @contextmanager
 def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBench]:
     steps = recipe_bench(request.what, request.resolved, device=request.device)
-    # A hard limit: a step that hangs would otherwise hold the whole benchmark.
+    # A hard limit: a step that hangs would otherwise block the whole benchmark.
     steps.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
     try:
         steps.__enter__()
@@ -193,14 +194,14 @@ def _sweep_presets(
     ends_at: float,
     log: LogLine,
 ) -> BenchSweep:
-    """Measure models of other sizes, each with its own plan and process."""
+    """Measure the presets, each with its own plan and process."""
     rows: list[BenchRow] = []
     for number, (name, changes) in enumerate(sizes.items()):
         log(f"measuring arch: {name} ...")
         args = [*request.args, *(f"{key}={value}" for key, value in changes.items())]
         resolved = resolve_config(request.recipe.Config, args, file=request.config_file, can_measure=True)
         resolved = resolved.with_batch(chosen) if chosen else resolved
-        # The remaining time, divided evenly by the remaining presets.
+        # Divide the remaining time evenly among the remaining presets.
         until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)
         steps = recipe_bench(request.what, resolved, device=request.device)
         steps.ends_at = until

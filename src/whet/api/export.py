@@ -24,14 +24,15 @@ def export_model(
 ) -> ExportResult:
     """Export the model of a run to the folder `out`, by default RUN-FORMAT in the current folder.
 
-    The folder also gets whet-export.json: classes, length, inputs, and the step of the weights.
+    The folder also contains whet-export.json: the classes, the length, the inputs and the step of the weights.
     """
     run = run if isinstance(run, Run) else open_run(run)
     loaded = load_run_recipe(run, given=recipe)
     if not (loaded.supports("predict") and loaded.supports("write_model_files")):
         raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
 
-    # Writes to a draft folder, which is renamed when it is complete: an export exists fully or not at all.
+    # Write to a temporary folder and rename it when it is complete, so that an interrupted export leaves nothing
+    # behind.
     def fill(draft: Path) -> list[str]:
         model, _, step = load_predictor(loaded, run, checkpoint=checkpoint)
         details = loaded.write_model_files(model, run.metadata, draft, to=to)
@@ -45,7 +46,7 @@ def export_model(
 
 
 def _earlier_export_files(folder: Path) -> Callable[[str], bool]:
-    """Return a test for files that an earlier export wrote to the folder: only those may be replaced."""
+    """Return a predicate for files that an earlier export wrote to the folder. Only those may be replaced."""
     names = {EXPORT_MANIFEST}
     try:
         manifest = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())

@@ -8,10 +8,10 @@ from whet.run.folder import Run
 
 
 def recipe_word(run: Run, *, given: str | None = None) -> str:
-    """Return the recipe of a run as `load_recipe` understands it; `given` names it for a recipe of the user's own.
+    """Return the recipe of a run, as accepted by `load_recipe`. `given` is required for a user-defined recipe.
 
-    A run folder may come from anywhere and must not decide which code is executed, so that only built-in recipes are
-    loaded by the run's own word.
+    A run folder may come from an untrusted source and must not decide which code is executed. Only built-in recipes are
+    loaded by the name that the run stores.
     """
     if given is None and run.header.recipe not in BUILT_IN:
         file = next((word for word in run.header.command if word.partition(":")[0].endswith(".py")), "FILE")
@@ -20,7 +20,7 @@ def recipe_word(run: Run, *, given: str | None = None) -> str:
 
 
 def load_run_recipe(run: Run, *, given: str | None = None) -> Recipe:
-    """Load the recipe of a run; `given` names it for a recipe of the user's own."""
+    """Load the recipe of a run. `given` is required for a user-defined recipe."""
     return load_recipe(recipe_word(run, given=given))
 
 

@@ -1,4 +1,4 @@
-"""Trainings that `whet prove` can kill and resume: bounded segments of a recipe's training."""
+"""Trainings that `whet prove` can kill and resume: short segments of a recipe's training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ _SEGMENT_TARGET = "whet.api.prove:train_segment"
 def training_from_args(
     what: str, args: Sequence[str], *, file: Path | None, device: str
 ) -> tuple[Recipe, ProvableTraining]:
-    """Return the training of a recipe or file with key=value arguments."""
+    """Return the training of a recipe or file, configured by key=value arguments."""
     recipe = load_recipe(what)
     return recipe, provable_training(what, recipe, resolve_config(recipe.Config, args, file=file), device=device)
 
 
 def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[Recipe, ProvableTraining]:
-    """Return the training of a run folder, with the settings saved there."""
+    """Return the training of a run folder, with the settings saved in it."""
     run = open_run(path)
     what = recipe_word(run, given=file)
     recipe = load_recipe(what)
@@ -43,35 +43,35 @@ def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], 
         "given": list(resolved.given),
         "device": device,
     }
-    # Reports missing data and invalid combinations before a process is started.
+    # Report missing data and invalid combinations before a process is started.
     recipe.describe(resolved.config)
     return ProvableTraining(target=_SEGMENT_TARGET, arguments=arguments)
 
 
 def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
-    """Start or resume the segment in a run folder; called in a child process that is killed at some point."""
+    """Start or resume the segment in a run folder. Called in a child process, which may be killed at any time."""
     from whet.device.environment import configure_before_torch
 
     recipe = load_recipe(arguments["recipe"])
     config = recipe.Config.model_validate(arguments["config"])
     configure_before_torch(mps_fallback=config.mps_fallback == "on")
-    # torch is imported only now, unless the user's own recipe has imported it.
+    # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.recipes.runner import train_recipe
 
     segment = config.model_copy(update=segment_changes(config, steps=arguments["steps"], every=arguments["every"]))
-    # Listed as given, so that the plan keeps the checkpoint interval of the proof.
+    # Mark the interval as set by the user, so that the plan keeps the checkpoint interval of the proof.
     resolved = ResolvedConfig(config=segment, given=(*arguments["given"], "checkpoint_steps"))
     command = ["whet", "prove", arguments["recipe"]]
     train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, on_event=on_event)
 
 
 def preload(arguments: dict[str, Any]) -> None:
-    """Import what a segment needs, before the process is forked."""
+    """Import the modules that a segment needs, before the process is forked."""
     load_recipe(arguments["recipe"])
 
 
 def segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str, Any]:
-    """Return how the segment differs from the whole training: shorter, saved and evaluated more often."""
+    """Return the overrides that turn a training into a segment: fewer steps, more frequent saves and evaluations."""
     own = config.checkpoint_steps
     eval_every = math.ceil(steps / 2)
     return {
@@ -83,7 +83,7 @@ def segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str
 
 
 def describe_changes(requested: Mapping[str, Any], trained: Mapping[str, Any]) -> tuple[str, ...]:
-    """Describe how the trained config differs from the requested one, key by key."""
+    """Describe how the trained config differs from the requested one, one line per key."""
     return tuple(
         f"{key}={trained.get(key)} instead of {requested[key]}"
         for key in requested

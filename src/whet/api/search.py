@@ -1,4 +1,4 @@
-"""`whet.search`: hyperparameter search over a recipe's options; every trial is a run."""
+"""`whet.search`: hyperparameter search over a recipe's options. Every trial is a run."""
 
 import contextlib
 import re
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 _TRIAL_TARGET = "whet.api.trial:train_trial"
-# File systems allow 255.
+# File systems allow names of 255 bytes. The rest is a margin.
 _MAX_NAME_BYTES = 200
-# Attribute of the Optuna study with a copy of the configuration, for machines that share only the storage.
+# The attribute of the Optuna study that holds a copy of the configuration, for machines that share only the storage.
 _STUDY_ATTRIBUTE = "whet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSearch:
-    """A search that has been checked; nothing is written yet."""
+    """A validated search. Nothing has been written yet."""
 
     recipe: str
-    """The recipe as a trial's process can load it."""
+    """The recipe, in a form that the process of a trial can load."""
     config: SearchConfig
     folder: Path
     device: str = "auto"
 
     def num_trials(self, trials: int) -> int:
-        """Return how many trials there will be, at most `trials`: a grid has fewer."""
+        """Return the number of trials, at most `trials`; a grid may have fewer points."""
         points = samplers.num_points(self.config.sampler, self.config.space)
         return trials if points is None else min(trials, points)
 
@@ -169,7 +169,7 @@ def prepare_search(
         sampler=sampler,
         pruner=pruner,
     )
-    # Unknown names and combinations that do not work are errors now, not after the first trial.
+    # Report unknown names and invalid combinations now instead of after the first trial.
     samplers.make_sampler(sampler, space, seed=0, number=0)
     samplers.make_pruner(pruner)
     return PreparedSearch(recipe=_absolute_recipe(what), config=config, folder=folder, device=device)
@@ -186,7 +186,7 @@ def run_search(
     on_trial: Callable[[FinishedTrial], None] | None = None,
     stop: threading.Event | None = None,
 ) -> SearchResult:
-    """Train trials until the search is done, and write its result."""
+    """Train trials until the search is complete, and write its result."""
     started = time.monotonic()
     _check_limits(trials=trials, jobs=jobs, timeout=timeout)
     config, folder = prepared.config, prepared.folder
@@ -205,7 +205,7 @@ def run_search(
     devices = devices_for(prepared.device, jobs=jobs, log=log)
     durable.make_directory(folder)
     earlier_seconds = _earlier_seconds(folder)
-    # An error before the first write leaves no folder behind.
+    # Remove the folder again if an error occurs before the first write.
     with _remove_if_empty(folder), open_storage(storage, folder=folder) as opened:
         if saved is not None:
             _check_storage(opened, config, url=storage)
@@ -252,7 +252,7 @@ class _TrialRunner:
         return self.stop.is_set() or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def run(self, study: SearchStudy, settings: SeededSettings, *, max_trials: int, part: TrialKind = "trial") -> None:
-        """Train trials until `max_trials` have ended, or the search should stop."""
+        """Train trials until `max_trials` have ended or the search is stopped."""
         workers = [
             WorkerConfig(
                 target=_TRIAL_TARGET,
@@ -269,7 +269,7 @@ class _TrialRunner:
 
 
 def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchStudy, *, log: Log) -> None:
-    """Retrain the best settings with other seeds: a single good result may be luck."""
+    """Retrain the best settings with other seeds, because a single good result may be luck."""
     config = runner.prepared.config
     best = results.best_trials(study.trials(), is_higher_better=config.is_higher_better)
     if not best or runner.should_stop() or not config.seeds:
@@ -287,10 +287,10 @@ def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchSt
 
 
 def winning_args(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[str, ...]:
-    """Return the arguments of the final training: the options that trials shared, and the winner's settings."""
+    """Return the arguments of the final training: the options shared by all trials, and the best settings."""
     from whet.run.search_result import is_search, read_search
 
-    # A folder of that name without a search, such as a data folder, is ignored.
+    # Ignore a folder of this name that holds no search, such as a data folder.
     folder = Path(name) if is_search(Path(name)) else root / name
     result = read_search(folder)
     own = load_recipe(recipe).name
@@ -313,14 +313,14 @@ def _make_task(
     config = prepared.config
     values, seed = settings(claimed)
     fixed = {**config.fixed, "seed": seed}
-    # Trials that share a CPU would oversubscribe it with one thread per core each.
+    # Limit the threads: concurrent trials on one CPU would oversubscribe it with one thread per core each.
     if jobs > 1 and device in ("auto", "cpu") and "threads" not in fixed:
         fixed["threads"] = max(1, (psutil.cpu_count(logical=False) or 1) // jobs)
     args = [as_argument(key, value) for key, value in {**fixed, **values}.items()]
-    # Fails here, in the parent, if a combination of settings is invalid.
+    # Resolve here, so that an invalid combination of settings fails in the parent process.
     resolve_config(load_recipe(prepared.recipe).Config, args)
     run = prepared.folder / f"{part}-{claimed.number:04d}"
-    # A run that was started on another machine is not here, so its trial starts over.
+    # A run that was started on another machine does not exist here, so its trial starts over.
     if claimed.run is not None and Path(claimed.run).parent == prepared.folder:
         run = Path(claimed.run)
     arguments = {
@@ -332,7 +332,7 @@ def _make_task(
         "evaluations": config.evaluations,
         "run": str(run),
         "device": device,
-        # Steps cannot be timed while other trials run.
+        # Skip autotuning: steps cannot be timed while other trials run.
         "measures": jobs == 1,
     }
     return TrialTask(arguments=arguments, run=run)
@@ -364,7 +364,7 @@ def _open_seed_study(storage: "BaseStorage", config: SearchConfig) -> SearchStud
 
 
 def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
-    """Compare the configuration with the study's, or store it there."""
+    """Compare the configuration with the one stored in the study, or store it there."""
     number = storage.get_study_id_from_name(config.name)
     stored = storage.get_study_user_attrs(number).get(_STUDY_ATTRIBUTE)
     if stored is None:
@@ -374,7 +374,7 @@ def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
 
 
 def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | None) -> None:
-    """Reject another storage than before: the search would start over in the folders of the earlier trials."""
+    """Reject a different storage than before: the search would start over in the folders of earlier trials."""
     if config.name not in {study.study_name for study in storage.get_all_studies()}:
         raise UsageError(
             "the trials of this search are not in that storage",
@@ -384,7 +384,7 @@ def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | N
 
 
 def _earlier_seconds(folder: Path) -> float:
-    """Return how long a resumed search has taken so far."""
+    """Return the seconds that a resumed search has taken so far."""
     from whet.run.search_result import is_search, read_search
 
     with contextlib.suppress(UsageError):
@@ -403,7 +403,7 @@ def _remove_if_empty(folder: Path) -> Iterator[None]:
 
 
 def _absolute_recipe(what: str) -> str:
-    """Make a recipe file's path absolute: a trial's process may have another working folder."""
+    """Make the path of a recipe file absolute: the process of a trial may have another working directory."""
     place, colon, factory = what.partition(":")
     return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
 

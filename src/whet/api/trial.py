@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
-    """Start or resume the run of a trial, and return the exit code; called in the trial's process."""
+    """Start or resume the run of a trial and return the exit code. Called in the trial's process."""
     from whet.device.environment import configure_before_torch
     from whet.hpo.trial_process import request_stop
 
@@ -22,12 +22,13 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
     resolved = resolve_config(recipe.Config, arguments["args"])
     config = resolved.config
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    # torch is imported only now, unless the user's own recipe has imported it.
+    # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.api.autotune import recipe_bench
     from whet.data.columns import count_samples
     from whet.recipes.runner import train_recipe
 
-    # The split and the subset depend on the search's seed, not the trial's: all trials train on the same samples.
+    # The split and the subset use the seed of the search, not of the trial, so that all trials train on the same
+    # samples.
     all_data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
     data = _TrialData(all_data, fraction=arguments["subset"], seed=arguments["split_seed"])
     if data.is_part:
@@ -44,7 +45,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
         if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
             return
         is_last = total_steps is not None and fields["step"] >= total_steps
-        # Trials are compared at the same evaluation, counted from 1; the last one may come early.
+        # Compare trials at the same evaluation, counted from 1. The last evaluation may come early.
         number = math.ceil(fields["step"] / every)
         if not channel.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
             request_stop()
@@ -65,7 +66,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
 
 
 class _TrialData:
-    """A recipe's data with a subset of the training split and without the test split, which no search may use."""
+    """The data of a recipe with a subset of the training split and no test split: a search must never see test data."""
 
     def __init__(self, data: Any, *, fraction: float, seed: int) -> None:
         from whet.data.columns import subset

@@ -1,4 +1,4 @@
-"""`whet.check` and `whet.compare`: whether a model or recipe runs on a device, and whether its results are right."""
+"""`whet.check` and `whet.compare`: check that a model or recipe runs on a device and computes correct results."""
 
 import copy
 import warnings
@@ -60,8 +60,8 @@ def check(
             got=f"--for {device} --machine {known.name}",
             try_=f"--for {_default_device(known)}, or another machine",
         )
-    # Tracing creates hundreds of thousands of small objects, and collecting them took a tenth of the time. Training
-    # disables the collector too, so that objects live equally long.
+    # Tracing creates hundreds of thousands of small objects; collecting them took 10 % of the time. Training disables
+    # the collector too, so object lifetimes match.
     with gc_disabled():
         if isinstance(what, str):
             spec = load_spec(what, args, file=config, is_causal=is_causal)
@@ -120,7 +120,7 @@ def compare(
 def load_spec(
     what: str, args: Sequence[str] = (), *, file: Path | None = None, is_causal: bool = False
 ) -> TrainableSpec:
-    """Load a recipe with its options, or a model from a factory."""
+    """Load a recipe with its options, or a model from a factory function."""
     factory = load_factory(what, default=("recipe", "model"))
     if _makes_recipe(factory):
         recipe = validate_recipe(factory(), what)
@@ -137,7 +137,7 @@ def load_spec(
 
 
 def model_spec(model: Any, inputs: Any, loss: Callable[..., Any] | None = None) -> TrainableSpec:
-    """Describe a model that exists already; copies of it are verified."""
+    """Describe an existing model. Copies of it are verified, not the model itself."""
     name = type(model).__name__
 
     def make() -> Trainable:
@@ -148,7 +148,7 @@ def model_spec(model: Any, inputs: Any, loss: Callable[..., Any] | None = None) 
 
 
 def _makes_recipe(factory: Callable[[], Any]) -> bool:
-    """Whether a factory returns a recipe. A model is built with fake tensors, which takes no memory."""
+    """Return whether a factory returns a recipe. A model is built with fake tensors, which use no memory."""
     if getattr(factory, "__name__", "") == "recipe":
         return isinstance(factory(), Recipe)
     try:
@@ -156,7 +156,7 @@ def _makes_recipe(factory: Callable[[], Any]) -> bool:
             warnings.simplefilter("ignore")
             return isinstance(factory(), Recipe)
     except Exception:
-        # A model that cannot be built with fake tensors: the check itself reports why.
+        # The model cannot be built with fake tensors. The check itself reports why.
         return False
 
 
@@ -196,7 +196,7 @@ def _recipe_spec(recipe: Recipe, args: Sequence[str], *, file: Path | None) -> T
 
 
 def _default_device(machine: Machine | None) -> str:
-    """Return the device of the machine; without a machine, MPS, which has the most limitations."""
+    """Return the device of the machine, or MPS without a machine because it has the most limitations."""
     if machine is None:
         return "mps"
     return machine.accelerators[0].kind if machine.accelerators else "cpu"

@@ -1,4 +1,4 @@
-"""A check of a device and its result. Imports no torch, so that results can be read anywhere."""
+"""A check of a device and its result. Does not import torch, so that results can be read anywhere."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ CHECK_SECONDS = 30.0
 
 
 class CheckFinding(FrozenModel):
-    """What a check found: a verdict, a sentence, and the numbers behind it."""
+    """The outcome of a check: a verdict, a sentence, and the numbers behind it."""
 
     verdict: Verdict
     what: str
@@ -29,17 +29,17 @@ class CheckFinding(FrozenModel):
 
 
 class CheckResult(CheckFinding):
-    """A finding in the report, with the name of its check and its duration."""
+    """A finding in the report, with the name and duration of its check."""
 
     group: str
     name: str
     seconds: float
     issue: int | None = None
-    """The number at pytorch/pytorch that describes a known hazard."""
+    """The pytorch/pytorch issue or pull request that describes a known hazard."""
 
     @property
     def is_problem(self) -> bool:
-        """Whether it needs attention."""
+        """Whether the result needs attention."""
         return self.verdict in ("differs", "failed")
 
 
@@ -49,7 +49,7 @@ class DeviceUnderTest:
 
     device: "AbstractDevice"
     name: str
-    """As the user would type it: mps, cuda:1, cpu."""
+    """The name as the user types it: mps, cuda:1, cpu."""
     is_virtual: bool
 
     @property
@@ -69,54 +69,54 @@ class Check:
     run: Callable[[DeviceUnderTest], CheckFinding]
     limit_seconds: float = CHECK_SECONDS
     is_quick: bool = False
-    """Whether it belongs to `whet doctor --quick` too."""
+    """Whether `whet doctor --quick` includes the check."""
     issue: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckGroup:
-    """Checks that run one after the other in one process."""
+    """Checks that run one after another in one process."""
 
     name: str
     table: str
     """The list of checks, as "module:attribute"."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its process."""
+    """Environment variables of the process."""
 
 
 def good(what: str, **figures: Figure) -> CheckFinding:
-    """Everything is right."""
+    """Return a finding for a correct result."""
     return CheckFinding(verdict="good", what=what, figures=_json_figures(figures))
 
 
 def differs(what: str, **figures: Figure) -> CheckFinding:
-    """It ran, with a wrong result."""
+    """Return a finding for a check that ran and gave a wrong result."""
     return CheckFinding(verdict="differs", what=what, figures=_json_figures(figures))
 
 
 def failed(what: str, **figures: Figure) -> CheckFinding:
-    """It did not run."""
+    """Return a finding for a check that could not run."""
     return CheckFinding(verdict="failed", what=what, figures=_json_figures(figures))
 
 
 def not_applicable(what: str, **figures: Figure) -> CheckFinding:
-    """There is nothing to check here."""
+    """Return a finding for a check that does not apply to this device."""
     return CheckFinding(verdict="not applicable", what=what, figures=_json_figures(figures))
 
 
 def skipped(what: str, **figures: Figure) -> CheckFinding:
-    """It was not run, or not to the end."""
+    """Return a finding for a check that was not run, or not completed."""
     return CheckFinding(verdict="skipped", what=what, figures=_json_figures(figures))
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception in one line of limited length."""
+    """Return the message of an exception as one line of limited length."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"[:300]
 
 
 def _json_figures(figures: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Round floats to four digits; NaN and Inf become text, which JSON can hold."""
+    """Round floats to four digits; convert NaN and Inf to text, because JSON cannot represent them."""
     return {name: _round(value) if isinstance(value, float) else value for name, value in figures.items()}
 
 

@@ -1,6 +1,6 @@
-"""Runs all checks of a device within a time budget and returns a report without personal data.
+"""Run all checks of a device within a time budget and return a report without personal data.
 
-Imports no torch: the child processes do.
+This module does not import torch; the child processes do.
 """
 
 import getpass
@@ -30,8 +30,8 @@ from whet.run.folder import installed_versions
 FORMAT_VERSION = 1
 BUDGET_SECONDS = 120.0
 
-# "0" switches the CPU fallback off, so that a missing operator is reported as missing whatever the user has set.
-# One thread: small kernels on many threads crawl on a busy computer. Only the speeds use all of them.
+# "0" disables the CPU fallback, so that a missing operator is reported as missing whatever the user has set. One
+# thread: small kernels on many threads are very slow on a busy machine. Only the speed checks use all threads.
 _STEADY = {FALLBACK: "0", "OMP_NUM_THREADS": "1"}
 
 GROUPS = (
@@ -43,18 +43,18 @@ GROUPS = (
     CheckGroup(name="speeds", table="whet.doctor.checks.speeds:CHECKS"),
 )
 
-# Gets the name of a group when it starts, and each result when it is done.
+# Called with the name of a group when it starts, and with each result when it is available.
 CheckCallback = Callable[[str, CheckResult | None], None]
 
 
 class DoctorReport(FrozenModel):
-    """The results of all checks of one device. Nothing in it identifies the owner."""
+    """The results of all checks of one device. The report does not identify the owner."""
 
     format_version: Literal[1] = 1
     whet: str
     device: str
     is_virtual: bool
-    """Whether the device was simulated: nothing here is then about a real Mac."""
+    """Whether the device was simulated. The results then do not describe a real Mac."""
     is_quick: bool
     started: str
     finished: str
@@ -63,9 +63,9 @@ class DoctorReport(FrozenModel):
     conditions: Conditions
     conditions_after: Conditions
     num_busy_processes: int
-    """Other processes that used a whole core or a tenth of the memory at the start; their names are left out."""
+    """Other processes that used a whole core or 10 % of the memory at the start. Their names are left out."""
     load_per_core: float | None = None
-    """Runnable processes per core in the minute before the start; above 1 all speeds are too low."""
+    """Runnable processes per core in the minute before the start. Above 1, all speeds are too low."""
     versions: dict[str, str | None]
     checks: tuple[CheckResult, ...]
 
@@ -83,7 +83,7 @@ def examine_device(
     show: CheckCallback | None = None,
     groups: Sequence[CheckGroup] = GROUPS,
 ) -> DoctorReport:
-    """Run every check on a device. A check that raises, dies, hangs or exceeds the budget is a result too."""
+    """Run every check on a device. A check that raises, crashes, hangs or exceeds the budget also yields a result."""
     _validate_device_name(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
     load_per_core = _load_per_core()
@@ -149,12 +149,12 @@ def _validate_device_name(name: str) -> None:
 
 
 def report_bytes(report: DoctorReport) -> bytes:
-    """Return the report as a JSON file to share."""
+    """Return the report as the bytes of a JSON file to share."""
     return (json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n").encode()
 
 
 def _write_machine(virtual: Machine, folder: Path) -> Path:
-    """Write the virtual machine to a file, for the child processes."""
+    """Write the virtual machine to a file, which the child processes read."""
     path = folder / "machine.json"
     name, sources = virtual.name.removesuffix(" (virtual)"), virtual.sources[:-1]
     path.write_text(json.dumps(virtual.model_copy(update={"name": name, "sources": sources}).as_json()))
@@ -175,13 +175,13 @@ def _now() -> str:
 # --- Personal data ---------------------------------------------------------------------------------------------------
 
 _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:/[^\s/:'\"<>,;()]+){2,}/?")
-# In quotes a path may contain spaces.
+# A quoted path may contain spaces.
 _QUOTED_PATH = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
 _MIN_NAME_LENGTH = 2
 
 
 def redact(text: str) -> str:
-    """Shorten paths to their last part, and remove the names of the user and the computer.
+    """Shorten paths to their last component, and remove the names of the user and the computer.
 
     >>> redact("dlopen(/Users/anna/venv/lib/libtorch.dylib) failed")
     'dlopen(.../libtorch.dylib) failed'
@@ -195,7 +195,7 @@ def redact(text: str) -> str:
 @lru_cache(maxsize=1)
 def _name_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     host = platform.node()
-    # The home folder first: its parts may be names too.
+    # Replace the home folder first: its components may be names that are replaced later.
     names = [("~", str(Path.home())), ("(host)", host), ("(host)", host.split(".")[0]), ("(user)", _user_name())]
     return tuple(
         (replacement, re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE))
@@ -217,7 +217,7 @@ def _redact_result(result: CheckResult) -> CheckResult:
 
 
 def _redact_machine(machine: Machine) -> Machine:
-    """Redact the only text of a machine that may contain a path: the error of torch."""
+    """Redact the error of torch, the only text of a machine that may contain a path."""
     error = machine.torch.error
     torch = machine.torch.model_copy(update={"error": error and redact(error)})
     return machine.model_copy(update={"torch": torch})

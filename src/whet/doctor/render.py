@@ -1,4 +1,4 @@
-"""A doctor report as lines of text: one line for each group, problems in full."""
+"""Render a doctor report as text: one line per group, and problems in full."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,13 +43,13 @@ def _describe_load(report: DoctorReport) -> str:
     load = "unknown" if report.load_per_core is None else f"{report.load_per_core:.1f}"
     count = report.num_busy_processes
     if not count:
-        # The load is a mean over a minute, and many small processes add up.
+        # Both can be true: the load is a mean over a minute, and many small processes add up.
         return f"load {load} per core in the last minute, though no single process is heavy now"
     return f"{count} heavy process{'' if count == 1 else 'es'}, load {load} per core"
 
 
 def render_group(name: str, results: Sequence[CheckResult]) -> str:
-    """Return how many checks of a group are good, differ, and so on.
+    """Return the line of a group: how many of its checks are good, differ, and so on.
 
     >>> render_group("parity", [CheckResult(group="parity", name="x", verdict="good", what="", seconds=2.0)])
     'parity       1 good, in 2.0 s'
@@ -60,7 +60,7 @@ def render_group(name: str, results: Sequence[CheckResult]) -> str:
 
 
 def conclusion(report: DoctorReport) -> str:
-    """Return the last line."""
+    """Return the last line of the report."""
     if report.problems:
         return f"{len(report.problems)} of {len(report.checks)} checks found a problem"
     num_skipped = sum(result.verdict == "skipped" for result in report.checks)

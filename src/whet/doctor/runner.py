@@ -1,7 +1,7 @@
-"""Runs checks in child processes with time limits.
+"""Run checks in child processes with time limits.
 
-Each group of checks has its own process. One that dies or hangs in a check is the result of that check; the remaining
-checks continue in a new process.
+Each group of checks has its own process. If the process crashes or hangs, that is the result of the current check, and
+the remaining checks run in a new process.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, Devi
 if TYPE_CHECKING:
     from whet.device.abstract import AbstractDevice
 
-# For importing torch and opening the device, at worst.
+# The maximum time for importing torch and opening the device.
 START_SECONDS = 90.0
-# Metal prints these and lets the program continue with whatever is in memory (MPSStream.mm of torch 2.13).
+# Metal prints these messages and lets the program continue with undefined memory contents (MPSStream.mm, torch 2.13).
 _SILENT_FAULTS = ("command buffer exited with error status", "Execution of the command buffer was aborted")
 
 
 class CheckListing(FrozenModel):
-    """A check as the child describes it."""
+    """A check, as listed by the child process."""
 
     name: str
     limit_seconds: float
@@ -36,7 +36,7 @@ class CheckListing(FrozenModel):
     issue: int | None
 
 
-# Stands for the checks of a group that could not be loaded.
+# A placeholder for the checks of a group that could not be loaded.
 _ALL = CheckListing(name="all", limit_seconds=0, is_quick=True, issue=None)
 
 
@@ -46,12 +46,12 @@ class CheckRunner:
 
     device: str
     ends_at: float
-    """On the monotonic clock."""
+    """The deadline on the monotonic clock."""
     budget_seconds: float
     virtual_mac: Path | None = None
     only_quick: bool = False
     scratch: Path | None = None
-    """The temporary folder of the children: one that is killed cannot clean up."""
+    """The temporary folder of the child processes. The parent removes it, because a killed child cannot."""
 
     def run(self, group: CheckGroup) -> Iterator[CheckResult]:
         """Yield the results of one group as they arrive."""
@@ -68,7 +68,7 @@ class CheckRunner:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up: nothing is then known about the checks that were not reached."""
+        """Whether the time is up. Checks that were not reached then have no result."""
         return self.ends_at <= time.monotonic()
 
     @property
@@ -76,7 +76,7 @@ class CheckRunner:
         return min(START_SECONDS, max(0.0, self.ends_at - time.monotonic()))
 
     def start(self, group: CheckGroup, *, first: int) -> JsonWorker:
-        """Start a process that runs the checks of a group from number `first` on."""
+        """Start a process that runs the checks of a group, beginning with number `first`."""
         scratch = {} if self.scratch is None else {"TMPDIR": str(self.scratch)}
         arguments = {
             "table": group.table,
@@ -90,7 +90,7 @@ class CheckRunner:
 
 
 class _CheckProcess:
-    """One child: it runs checks from `first` on, up to all; the last result may be that it died."""
+    """One child process. It runs checks from `first` to the last one, or until it crashes."""
 
     def __init__(self, runner: CheckRunner, group: CheckGroup, *, first: int) -> None:
         self.checks: tuple[CheckListing, ...] = ()
@@ -128,7 +128,7 @@ class _CheckProcess:
             return None
 
     def _await(self, worker: JsonWorker, check: CheckListing) -> tuple[CheckResult | None, bool]:
-        """Return the result of a check, and whether the process can go on to the next."""
+        """Return the result of a check, and whether the process can continue with the next check."""
         runner, group, start = self._runner, self._group, time.monotonic()
         left = runner.ends_at - start
         if left <= 0:
@@ -151,7 +151,7 @@ class _CheckProcess:
 
 def _finding(response: dict[str, Any], worker: JsonWorker) -> CheckFinding:
     finding = CheckFinding.model_validate(response["finding"])
-    # The driver may complain although Python saw no error.
+    # The driver may report an error although Python saw none.
     lines = worker.read_stderr(response["stderr_bytes"]).splitlines()
     fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in _SILENT_FAULTS)), None)
     if fault is None:
@@ -175,7 +175,7 @@ def _result(group: CheckGroup, check: CheckListing, finding: CheckFinding, *, se
 
 
 def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """List the checks, open the device and run them in order, with one message each."""
+    """List the checks, open the device and run the checks in order, with one message each."""
     checks = [check for check in load_checks(arguments["table"]) if check.is_quick or not arguments["only_quick"]]
     fields = ("name", "limit_seconds", "is_quick", "issue")
     channel.send({"checks": [{name: getattr(check, name) for name in fields} for check in checks]})
@@ -189,18 +189,18 @@ def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
         start = time.perf_counter()
         finding = run_check_safely(check, device)
         seconds = time.perf_counter() - start
-        # The size of stderr shows which check a complaint of the driver belongs to.
+        # The size of stderr shows which check a driver message belongs to.
         channel.send({"seconds": seconds, "finding": finding.as_json(), "stderr_bytes": os.fstat(2).st_size})
     return 0
 
 
 def load_checks(table: str) -> list[Check]:
-    """Import the list of checks at "module:attribute"."""
+    """Import the list of checks given as "module:attribute"."""
     return list(load_object(table))
 
 
 def run_check_safely(check: Check, device: DeviceUnderTest) -> CheckFinding:
-    """Run a check; an exception is a finding too."""
+    """Run a check and convert an exception to a finding."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

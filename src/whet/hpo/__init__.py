@@ -1,1 +1,1 @@
-"""Hyperparameter search: Optuna proposes, every trial is a run folder trained in its own process."""
+"""Hyperparameter search with Optuna. Every trial is a run folder, trained in its own process."""

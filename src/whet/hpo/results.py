@@ -1,6 +1,7 @@
 """The results of a search: the best trials confirmed with new seeds, importance and intervals.
 
-The best few trials are trained again with seeds that the search has not used: a winner must not be decided by its seed.
+The best few trials are trained again with seeds that the search has not used, so that a lucky seed does not decide the
+winner.
 """
 
 import datetime as dt
@@ -41,14 +42,14 @@ def best_trials(trials: "Sequence[FrozenTrial]", *, is_higher_better: bool) -> "
 
 
 def seed_distributions() -> "dict[str, BaseDistribution]":
-    """Return the space of the confirming study: a trial of the search and a seed."""
+    """Return the search space of the confirming study: the number of a trial and a seed."""
     from optuna.distributions import IntDistribution
 
     return {TRIAL_KEY: IntDistribution(0, 10**7), SEED_KEY: IntDistribution(0, 2**40)}
 
 
 def enqueue_seeds(study: SearchStudy, candidates: "Sequence[FrozenTrial]", *, first_seed: int, seeds: int) -> int:
-    """Enqueue every candidate with every seed; return their number."""
+    """Enqueue every candidate with every seed; return the number of pairs."""
     for seed in range(first_seed + 1, first_seed + 1 + seeds):
         for trial in candidates:
             study.add({TRIAL_KEY: trial.number, SEED_KEY: seed}, task=f"trial {trial.number} with seed {seed}")
@@ -56,7 +57,7 @@ def enqueue_seeds(study: SearchStudy, candidates: "Sequence[FrozenTrial]", *, fi
 
 
 def num_failed_seeds(trials: "Sequence[FrozenTrial]", number: int) -> int:
-    """Return with how many seeds a candidate diverged, failed or ran out of memory."""
+    """Return the number of seeds with which a candidate diverged, failed or ran out of memory."""
     from optuna.trial import TrialState
 
     ended = (TrialState.PRUNED, TrialState.FAIL)
@@ -126,7 +127,7 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
         number=trial.number,
         state="infeasible" if is_infeasible else states.get(trial.state.name.lower(), "waiting"),
         value=None if is_infeasible else value,
-        # The settings of a waiting trial are still in its system attributes.
+        # The settings of a waiting trial are only in its system attributes.
         settings=trial.params or trial.system_attrs.get("fixed_params", {}),
         steps=attributes.get(STEPS, 0),
         seconds=attributes.get(SECONDS, 0.0),
@@ -139,9 +140,11 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
 def _candidates(
     config: SearchConfig, trials: "Sequence[FrozenTrial]", confirming: "Sequence[FrozenTrial]"
 ) -> list[SearchCandidate]:
-    """Return the candidates, best first: by their seeds if all had the same number of them, else by the search's value.
+    """Return the candidates, best first.
 
-    One that failed with some seed ranks behind those that never did: the seeds that it survived are a biased sample.
+    Candidates are ranked by their mean over the confirming seeds if all have the same number of seeds, otherwise by the
+    value from the search. A candidate that failed with any seed ranks behind those without failures: its surviving
+    seeds are a biased sample.
     """
     candidates = []
     for trial in best_trials(trials, is_higher_better=config.is_higher_better):
@@ -158,6 +161,7 @@ def _candidates(
                 high=None if interval is None else interval[1],
             )
         )
+    # Sort ascending: negate a metric that is better when higher.
     sign = -1 if config.is_higher_better else 1
     if len({len(c.values) + c.lost for c in candidates}) == 1:
         candidates.sort(key=lambda candidate: (candidate.lost, sign * candidate.mean))
@@ -165,7 +169,7 @@ def _candidates(
 
 
 def _difference(candidates: Sequence[SearchCandidate]) -> tuple[float, float] | None:
-    """Return the interval of the paired difference between the first two candidates, on the same seeds."""
+    """Return the interval of the paired difference between the first two candidates, over their common seeds."""
     if len(candidates) < 2:
         return None
     first, second = candidates[0].values, candidates[1].values
@@ -173,7 +177,7 @@ def _difference(candidates: Sequence[SearchCandidate]) -> tuple[float, float] | 
 
 
 def _importance(study: SearchStudy, trials: "Sequence[FrozenTrial]") -> dict[str, float]:
-    """Return Optuna's importance of each setting; empty if there are too few trials."""
+    """Return Optuna's importance of each setting, or an empty dict if there are too few trials."""
     import optuna
 
     done = [trial for trial in trials if trial.state == optuna.trial.TrialState.COMPLETE]

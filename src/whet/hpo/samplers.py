@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-# They walk through one sequence, with the same seed for every trial.
+# These samplers follow one sequence and need the same seed for every trial.
 _SEQUENTIAL = ("GridSampler", "QMCSampler", "BruteForceSampler")
 _OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
-# Optional packages that Optuna imports in the middle of a search.
+# Optional packages that Optuna imports lazily, in the middle of a search. Check for them at the start.
 _PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
 
 
@@ -39,7 +39,7 @@ def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "B
         # The same seed for each trial would draw the same point.
         raise UsageError("set the seed of a search as an option", got=spec, try_=f"seed={options['seed']}")
     if name == "TPESampler":
-        # Optuna's default of ten random trials would be most of a small search.
+        # Optuna's default of ten random trials would use up most of a small search.
         options = {"n_startup_trials": 5, **options}
     if "seed" in accepted:
         options = {"seed": seed if name in _SEQUENTIAL else _seed(seed, number), **options}
@@ -48,22 +48,22 @@ def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "B
 
 
 def make_pruner(spec: str) -> "BasePruner":
-    """Return the pruner; by default it keeps trials within the best quarter of the completed ones."""
+    """Return the pruner. The default pruner keeps trials within the best quarter of the completed ones."""
     import optuna
 
     name, options = _read(spec, "Pruner", optuna.pruners)
     if name == "PercentilePruner":
-        # From the third of nine evaluations on, as soon as one trial is complete (docs/choices/0013).
+        # Prune from the third of nine evaluations on, once one trial is complete (docs/choices/0013).
         options = {"percentile": 25.0, "n_startup_trials": 1, "n_warmup_steps": 2, **options}
     if name == "SuccessiveHalvingPruner":
-        # After 2 and 6 of nine.
+        # The rungs are after 2 and 6 of nine evaluations.
         options = {"min_resource": 2, "reduction_factor": 3, **options}
     pruner: BasePruner = _create(getattr(optuna.pruners, name), options, spec)
     return pruner
 
 
 def num_points(spec: str, space: SearchSpace) -> int | None:
-    """Return how many different trials the sampler can propose; None if unlimited."""
+    """Return the number of different trials that the sampler can propose, or None if unlimited."""
     import optuna
 
     name, _ = _read(spec, "Sampler", optuna.samplers)
@@ -90,10 +90,10 @@ def _seed(seed: int, number: int) -> int:
 
 
 def _read(spec: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
-    """`TPESampler`, or with options of its own: `TPESampler:n_startup_trials=5`."""
+    """Parse `TPESampler`, or a name with options such as `TPESampler:n_startup_trials=5`."""
     name, *options = spec.split(":")
     known = [n for n in dir(module) if n.endswith(kind) and not n.startswith(("Base", "_")) and n not in _OWN_ARGUMENTS]
-    # Also tpe, Median and HYPERBAND.
+    # Accept short and case-insensitive names too: tpe, Median, HYPERBAND.
     short = {n.lower().removesuffix(kind.lower()): n for n in known}
     full = name if name in known else short.get(name.lower().removesuffix(kind.lower()), "")
     if not full:
@@ -118,7 +118,7 @@ def _create(kind: Any, options: Mapping[str, Any], spec: str) -> Any:
 
 
 def _grid(space: SearchSpace) -> dict[str, Any]:
-    """Return all values of each key. Raises UsageError for continuous ranges."""
+    """Return all values of each key. Raises UsageError for a continuous range."""
     grid = {}
     for key, dimension in space.dimensions.items():
         values = dimension.values

@@ -12,26 +12,26 @@ from whet.run import durable, strict_json
 
 SEARCH_FILE = "search.json"
 FORMAT_VERSION = 1
-# Of one trial, evenly spread; the first two never prune (samplers).
+# Evaluations per trial, evenly spaced. The first two never prune (see samplers.py).
 EVALUATIONS = 9
 
 
 class SearchConfig(FrozenModel):
-    """A search, without its time limit and its number of workers."""
+    """The configuration of a search, without its time limit and number of workers."""
 
     format_version: int = FORMAT_VERSION
     name: str
     recipe: str
-    """The recipe's own name."""
+    """The `name` of the recipe."""
     goal: str
     is_higher_better: bool = True
     resource: str = "epochs"
-    """What a promising trial gets more of: "epochs" or "steps"; its evaluations are spread evenly over them."""
+    """The budget of a trial: "epochs" or "steps". The evaluations of a trial are spread evenly over it."""
     space: SearchSpace
     fixed: dict[str, Any] = Field(default_factory=dict)
-    """The settings that all trials share, as given."""
+    """The settings shared by all trials, as given by the user."""
     subset: float = Field(1.0, gt=0, le=1)
-    """The share of the training data that trials see."""
+    """The fraction of the training data that trials use."""
     seed: int = 0
     seeds: int = Field(3, ge=0)
     sampler: str = "TPESampler"
@@ -40,7 +40,7 @@ class SearchConfig(FrozenModel):
 
 
 def check_same_search(saved: SearchConfig, given: SearchConfig, *, where: str) -> None:
-    """Raise UsageError if a search is continued under the same name with another configuration."""
+    """Raise UsageError if a search is resumed under the same name with a different configuration."""
     ours, theirs = _as_typed(given), _as_typed(saved)
     for key, value in ours.items():
         if value != theirs[key]:
@@ -65,7 +65,7 @@ def write_search_config(folder: Path, config: SearchConfig) -> None:
 
 
 def read_search_config(folder: Path) -> SearchConfig | None:
-    """Return the configuration of a folder; None if there is none."""
+    """Return the configuration in a folder, or None if there is none."""
     path = folder / SEARCH_FILE
     if not path.is_file():
         return None

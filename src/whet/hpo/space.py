@@ -1,4 +1,4 @@
-"""The search space: overrides with a range or a list instead of a value."""
+"""The search space: config overrides with a range or a list instead of a single value."""
 
 import math
 import re
@@ -33,7 +33,7 @@ _NOT_SEARCHED = {
 _NOT_SET = ("seeds", "epochs_per_session")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
-# More points than this are not a grid.
+# Ranges with more points than this cannot be searched as a grid.
 MAX_VALUES = 100_000
 Choice = bool | int | float | str | None
 
@@ -55,10 +55,11 @@ class NumberRange(FrozenModel):
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All values, if they are finite and not too many."""
+        """All values, or None if they are infinitely many or more than MAX_VALUES."""
         if self.is_log or (self.step is None and not self.is_integer):
             return None
         step = self.step or 1
+        # The small offset keeps the upper end if the division is rounded down: (0.3 - 0.1) / 0.1 is 1.9999999999999998.
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         if count > MAX_VALUES:
             return None
@@ -72,7 +73,7 @@ class NumberRange(FrozenModel):
 
 
 class Choices(FrozenModel):
-    """One of several values."""
+    """A list of values to choose from."""
 
     kind: Literal["choices"] = "choices"
     values: tuple[Choice, ...]
@@ -82,7 +83,7 @@ class Choices(FrozenModel):
 
 
 def _short(number: float) -> str:
-    """Return the shortest exact representation of a number."""
+    """Return the shortest text that represents a number exactly."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -91,7 +92,7 @@ Dimension = Annotated[NumberRange | Choices, Field(discriminator="kind")]
 
 
 class SearchSpace(FrozenModel):
-    """The searched values by dotted key."""
+    """The searched ranges and choices by dotted key."""
 
     dimensions: dict[str, Dimension]
 
@@ -104,9 +105,9 @@ class SearchSpace(FrozenModel):
 def read_space(
     config: type[CommonConfig], arguments: Iterable[str], *, file: Mapping[str, Any] | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
-    """Return the space that arguments and a file describe, and the arguments that only set a key.
+    """Return the space that arguments and a file describe, and the arguments that set a single value.
 
-    Each value of the space is validated by the config together with the other arguments, before anything runs.
+    The config validates each value of the space, together with the other arguments, before anything runs.
     """
     known = known_keys(config)
     dimensions: dict[str, NumberRange | Choices] = {}
@@ -136,7 +137,7 @@ def as_argument(key: str, value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as `parse_value` reads it back.
+    """Return a value as text that `parse_value` reads back.
 
     >>> as_text(0.0001), as_text(True), as_text(None), as_text(["a", "b,c"]), as_text("7"), as_text(64)
     ('0.0001', 'true', 'null', "[a,'b,c']", "'7'", '64')
@@ -154,8 +155,8 @@ def as_text(value: Any) -> str:
 
 
 def _file_arguments(file: Mapping[str, Any]) -> list[str]:
-    """Return a file's keys as arguments: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
-    # A text stays a text ("7" is not a number), unless it is written as a list.
+    """Return the keys of a file as arguments: a string such as "1e-5..1e-3:log", a list of choices, or a value."""
+    # Quote strings, so that "7" does not become a number, unless the string is a list.
     return [
         f"{key}={value}" if isinstance(value, str) and value.startswith("[") else as_argument(key, value)
         for key, value in file.items()
@@ -199,7 +200,7 @@ def _range(low: str, high: str, options: str, argument: str) -> NumberRange:
         count = math.floor((ends[1] - ends[0]) / step + 1e-9)
         if count < 1:
             raise UsageError("the step is larger than the range", got=argument, try_=_EXAMPLES)
-        # 4..8:step=3 ends at 7, the last value that can be drawn.
+        # Round the upper end down: 4..8:step=3 ends at 7, the last value that can be drawn.
         ends = ends[0], min(ends[1], ends[0] + count * step)
     numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
     return NumberRange(
@@ -230,9 +231,9 @@ def _check_searchable(key: str, config: type[CommonConfig]) -> None:
 def _checked(
     config: type[CommonConfig], dimensions: Mapping[str, NumberRange | Choices], fixed: Sequence[str]
 ) -> dict[str, NumberRange | Choices]:
-    """Validate every value with the config, and decide which ranges are integers."""
+    """Validate every value with the config, and determine which ranges are integers."""
     checked = dict(dimensions)
-    # Keys may depend on each other (heads must divide the width): one valid combination is enough.
+    # Keys may depend on each other (the heads must divide the width), so one valid combination per value is enough.
     others = {key: list(_samples(dimension)) for key, dimension in dimensions.items()}
     for key, dimension in dimensions.items():
         beside = {k: v for k, v in others.items() if k != key}
@@ -245,7 +246,7 @@ def _checked(
 
 
 def _is_integer(key: str, given: NumberRange, resolved_values: Sequence[Any]) -> bool:
-    """Whether the config turns both ends into integers, however they were written: 1e2..1e3 are some too."""
+    """Return whether the config converts both ends to integers. 1e2..1e3 is an integer range for an integer key."""
     if any(isinstance(value, float) for value in resolved_values):
         return False
     if all(isinstance(value, int) for value in resolved_values) and given.step is not None and given.step % 1:
@@ -260,7 +261,7 @@ def _samples(dimension: NumberRange | Choices) -> tuple[Any, ...]:
 def _resolved_value(
     config: type[CommonConfig], key: str, value: Any, others: Mapping[str, Sequence[Any]], fixed: Sequence[str]
 ) -> Any:
-    """Return the config's own value for a value, together with some values of the other keys."""
+    """Return `value` as the config resolves it, combined with values of the other keys that make the config valid."""
     first_error: UsageError | None = None
     for count, combination in enumerate(product(*others.values())):
         others_given = [as_argument(name, other) for name, other in zip(others, combination, strict=True)]
@@ -268,6 +269,7 @@ def _resolved_value(
             resolved = resolve_config(config, [*fixed, *others_given, as_argument(key, value)])
         except UsageError as error:
             first_error = first_error or error
+            # Give up after 64 combinations: the product of all choices may be huge.
             if count >= 63:
                 break
             continue

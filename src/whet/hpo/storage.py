@@ -23,12 +23,12 @@ _MAX_ATTEMPTS = 20
 
 
 def is_sqlite(url: str | None) -> bool:
-    """Whether trials are stored in SQLite, which only one process may use."""
+    """Return whether trials are stored in SQLite, which supports only one process here."""
     return url is not None and url.startswith("sqlite:")
 
 
 def without_password(url: str | None) -> str:
-    """Return the URL without its password, to show and to save."""
+    """Return the URL without its password, for display and for saving."""
     if url is None:
         return JOURNAL_FILE
     parts = urlsplit(url)
@@ -54,7 +54,7 @@ def check_address(url: str | None) -> None:
 
 
 def _local_file(url: str | None) -> Path | None:
-    """Return the file of a URL; None for a database server."""
+    """Return the file of a URL, or None for a database server."""
     if url is None or not url.startswith(("journal:", "sqlite:")):
         return None
     if url.startswith("journal:"):
@@ -64,7 +64,7 @@ def _local_file(url: str | None) -> Path | None:
 
 @contextmanager
 def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
-    """Open a storage; without a URL the journal of the folder."""
+    """Open a storage. Without a URL, open the journal in the folder."""
     check_address(url)
     with _sqlite_lock(url):
         storage = _open(url, folder=folder)
@@ -136,7 +136,7 @@ def _database(url: str) -> "BaseStorage":
                 "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
             ) from None
         except (IntegrityError, ProgrammingError, StorageInternalError) as error:
-            # Two processes that start at once both create the tables, and one of them fails.
+            # Retry: two processes that start at once both create the tables, and one of them fails.
             if not tries_left:
                 raise _open_error(url, error) from None
             time.sleep(_PAUSE_SECONDS)
@@ -154,7 +154,7 @@ def _open_error(url: str, error: Exception) -> WhetError:
 
 
 class _RetryingStorage:
-    """A database that may be restarted: calls that fail are retried for five minutes."""
+    """A storage that retries failing calls for five minutes, because a database server may be restarted."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -182,15 +182,15 @@ def _retry(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class JournalLock:
-    """A lock that is released when its holder dies; Optuna's own lock files outlive a kill by 30 s."""
+    """A lock that is released when its holder dies. Optuna's lock files outlive a killed process by 30 s."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._held: dict[int, int] = {}
 
     def acquire(self) -> bool:
-        """Wait until no other process writes."""
-        # Not Optuna's file name, which it would take for a stale lock and remove.
+        """Wait until no other process holds the lock, and acquire it."""
+        # Do not use Optuna's file name: Optuna would consider the lock stale and remove it.
         descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[threading.get_ident()] = descriptor
@@ -203,7 +203,7 @@ class JournalLock:
 
 
 def _truncate_torn_line(path: Path) -> None:
-    """Remove half a line that a power cut left, before the next one is appended to it; it was never acknowledged."""
+    """Remove a partial last line, left by a power failure, before the next append. It was never acknowledged."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The trials of a search: claiming, continuing and finishing them so that any worker may be killed.
+"""The trials of a search: claim, continue and finish them so that any worker may be killed.
 
 All state is in the storage. A trial whose process has died is marked as failed, which only one process can do, and is
-enqueued as a new trial with the same settings and the same run folder. If two processes enqueue it (one died in
+enqueued as a new trial with the same settings and the same run folder. If two processes enqueue it (because one died in
 between), the later copy is dropped.
 """
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, Trial, TrialState
 
-# User attributes of a trial.
+# The names of user attributes of a trial.
 OWNER, HEARTBEAT, RUN, TASK = "owner", "heartbeat", "run", "task"
 FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
-# Why a trial does not count: it is continued as another one, or is a copy.
+# Reasons why a trial does not count: another trial continues it, or it is a copy.
 DROPPED = "dropped"
 
 DUPLICATE = "another trial does the same"
 OWNER_DIED, STOPPED = "its process has died", "stopped"
 _CONTINUED = (OWNER_DIED, STOPPED)
-# The task of a trial that continues another one: "continues 7".
+# The task of a trial that continues another trial, for example "continues 7".
 _CONTINUES = "continues"
 
 HEARTBEAT_SECONDS = 10.0
-# A worker on another machine without a heartbeat for this long is taken for dead.
+# A worker on another machine is considered dead after this many seconds without a heartbeat.
 _SILENCE_SECONDS = 60.0
-# A trial that was taken from the queue gets its owner at once, unless that process died.
+# A trial gets its owner right after it is taken from the queue. Without one for this long, the process has died.
 _UNOWNED_SECONDS = 15.0
 
 
@@ -50,14 +50,14 @@ class TrialOwner(FrozenModel):
     host: str
     pid: int
     started: float
-    """When the process started: its number may be reused."""
+    """The start time of the process, because the system may reuse process IDs."""
 
     @property
     def is_local(self) -> bool:
         return self.host == platform.node()
 
     def is_alive(self) -> bool:
-        """Whether a process of this machine still runs."""
+        """Return whether a process on this machine is still running."""
         try:
             process = psutil.Process(self.pid)
             return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 2.0
@@ -78,15 +78,15 @@ def this_process() -> TrialOwner:
 class SilenceDetector:
     """Decides whether the owner of a running trial has died.
 
-    On this machine the process table tells. Elsewhere the heartbeat does, timed by our own clock: other clocks may be
-    wrong.
+    On this machine, the process table decides. On other machines, the heartbeat decides. Its age is measured with the
+    local clock, because clocks of other machines may be wrong.
     """
 
     def __init__(self) -> None:
         self._last_seen: dict[int, tuple[Any, float]] = {}
 
     def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
-        """Whether no process works on a running trial any longer."""
+        """Return whether no process is working on a running trial anymore."""
         try:
             owner = None if OWNER not in attributes else TrialOwner.from_json(attributes[OWNER], where="the trial")
         except UsageError:
@@ -103,14 +103,14 @@ class SilenceDetector:
 
 
 def counts(trial: "FrozenTrial") -> bool:
-    """Whether a trial is one of those that were requested. A worker that was given up may have finished after all."""
+    """Return whether a trial counts toward the requested number. A dropped trial counts only if it finished anyway."""
     from optuna.trial import TrialState
 
     return trial.state != TrialState.FAIL or DROPPED not in trial.user_attrs
 
 
 def was_continued(trial: "FrozenTrial") -> bool:
-    """Whether it resumed where another one was killed or stopped; a waiting one has not yet."""
+    """Return whether a trial resumed a killed or stopped trial. A waiting trial has not resumed yet."""
     from optuna.trial import TrialState
 
     is_copy = trial.user_attrs.get(DROPPED) == DUPLICATE
@@ -118,7 +118,7 @@ def was_continued(trial: "FrozenTrial") -> bool:
 
 
 def _continued_number(trial: "FrozenTrial") -> int | None:
-    """Return the number of the trial that this one continues."""
+    """Return the number of the trial that this one continues, or None."""
     word, _, number = str(trial.user_attrs.get(TASK, "")).partition(" ")
     return int(number) if word == _CONTINUES else None
 
@@ -130,7 +130,7 @@ class ClaimedTrial:
     trial: "Trial"
     number: int
     run: str | None
-    """The run folder that it continues."""
+    """The run folder that the trial continues, or None for a new run."""
 
 
 class SearchStudy:
@@ -182,18 +182,18 @@ class SearchStudy:
                 self._drop(waiting.number, DUPLICATE)
         if sum(map(counts, trials)) >= max_trials:
             return None
-        # Created with its owner, so that a kill at any instant leaves no trial without one.
+        # Create the trial together with its owner, so that a kill at any time leaves no trial without one.
         template = create_trial(state=TrialState.RUNNING, user_attrs={OWNER: this_process().as_json()})
         created = self._storage.create_new_trial(self._id, template_trial=template)
         number = self._storage.get_trial_number_from_id(created)
         if sum(counts(trial) for trial in self.trials() if trial.number < number) >= max_trials:
-            # Another worker was faster.
+            # Another worker claimed it first.
             self._drop(number, "there are enough already")
             return None
         return self._claimed(number, run=None)
 
     def add(self, parameters: Mapping[str, Any], *, task: str, run: str | None = None) -> None:
-        """Enqueue a trial with these settings, unless one for the same task exists."""
+        """Enqueue a trial with these settings, unless a trial for the same task exists."""
         if any(trial.user_attrs.get(TASK) == task for trial in self.trials()):
             return
         attributes = {TASK: task, **({} if run is None else {RUN: run})}
@@ -211,14 +211,14 @@ class SearchStudy:
         trials = self.trials()
         continued = {_continued_number(trial) for trial in trials}
         for trial in trials:
-            # The process that marked it may have died before it enqueued it.
+            # The process that marked the trial may have died before it enqueued the continuation.
             is_continued = trial.state == TrialState.FAIL and trial.user_attrs.get(DROPPED) in _CONTINUED
             if is_continued and trial.params and trial.number not in continued:
                 self._enqueue_continuation(trial)
         return num_recovered
 
     def give_up(self, number: int, reason: str) -> bool:
-        """Give up a running trial and enqueue its continuation; False if it has ended meanwhile."""
+        """Give up a running trial and enqueue its continuation; return False if it has ended in the meantime."""
         assert reason in _CONTINUED
         if not self._drop(number, reason):
             return False
@@ -234,7 +234,7 @@ class SearchStudy:
         try:
             self._storage.set_trial_user_attr(self._trial_id(number), name, value)
         except UpdateFinishedTrialError:
-            # It was given up because our heartbeat was missed; whoever continues it decides.
+            # The trial was given up because a heartbeat was missed. The worker that continues it sets its attributes.
             return
 
     def finish(self, claimed: ClaimedTrial, *, state: str, value: float | None = None, **attributes: Any) -> bool:
@@ -246,7 +246,7 @@ class SearchStudy:
             self.set_attribute(claimed.number, name, fact)
         ended = {"complete": TrialState.COMPLETE, "failed": TrialState.FAIL}.get(state, TrialState.PRUNED)
         if state == "infeasible":
-            # Samplers avoid trials with a violated constraint, without taking them for bad values.
+            # Report a violated constraint: samplers then avoid such trials without treating them as bad values.
             claimed.trial.set_constraint("memory", 1.0)
         try:
             values = None if value is None or state != "complete" else [value]
@@ -283,7 +283,7 @@ class SearchStudy:
             return False
 
     def _is_duplicate(self, trial: "FrozenTrial", trials: "list[FrozenTrial]") -> bool:
-        # Also of one that was dropped itself and continues under another task.
+        # Include a trial that was dropped itself and is continued under another task.
         task = trial.user_attrs.get(TASK)
         return task is not None and any(
             other.number < trial.number and other.user_attrs.get(TASK) == task for other in trials
@@ -293,12 +293,12 @@ class SearchStudy:
         import optuna
 
         class CountedStudy(optuna.Study):
-            """A study without dropped trials: no pruner may compare with the same trial twice."""
+            """A study without dropped trials, so that no pruner compares with the same trial twice."""
 
             def get_trials(self, deepcopy: bool = True, states: "Container[TrialState] | None" = None) -> Any:
                 return [trial for trial in super().get_trials(deepcopy, states) if counts(trial)]
 
-        # Its own study object, because a sampler belongs to one trial and one thread.
+        # Create a separate study object, because a sampler belongs to one trial and one thread.
         sampler = self._sampler(self._draw_number(number))
         study = CountedStudy(study_name=self._name, storage=self._storage, sampler=sampler, pruner=self._pruner)
         trial = optuna.Trial(study, self._trial_id(number))
@@ -307,7 +307,7 @@ class SearchStudy:
         return ClaimedTrial(trial=trial, number=number, run=run)
 
     def _draw_number(self, number: int) -> int:
-        """Return how many trials were drawn before this one, or the one it continues: stops change no draw."""
+        """Return how many trials were drawn before this one or the one it continues. Interruptions change no draw."""
         trials = self.trials()
         while (continued := _continued_number(trials[number])) is not None:
             number = continued

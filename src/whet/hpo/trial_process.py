@@ -1,6 +1,6 @@
 """The child process that trains a trial, and its parent side.
 
-The child reports every evaluation and waits for the decision whether it may continue.
+The child reports every evaluation and waits for the decision whether to continue.
 """
 
 import signal
@@ -16,29 +16,30 @@ from whet.base.process import TerminatedError
 from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object, signal_name
 
 OUT_OF_MEMORY = 75
-# Exit codes of trials without a value.
+# Exit codes of trials that end without a value.
 DIVERGED = 76
 
 _POLL_SECONDS = 0.5
-# How long a process that was asked to stop may take to save.
+# Seconds that a process may take to save after a stop request.
 _SAVE_SECONDS = 60.0
-# Gets the number of an evaluation, its value and whether it is the last; returns whether the trial may continue.
+# Called with the number of an evaluation, its value, and whether it is the last; returns whether the trial may
+# continue.
 EvaluationCallback = Callable[[int, float, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialExit:
-    """How a trial's process ended."""
+    """How the process of a trial ended."""
 
     code: int
-    """Its exit code; minus the signal that killed it."""
+    """The exit code, or minus the number of the signal that killed the process."""
     failure: str | None = None
     was_pruned: bool = False
     was_stopped: bool = False
 
     @property
     def killer(self) -> str:
-        """The name of the signal that killed it."""
+        """The name of the signal that killed the process."""
         return signal_name(-self.code)
 
 
@@ -51,7 +52,7 @@ def run_trial_process(
     should_stop: Callable[[], bool],
     heartbeat: Callable[[], None],
 ) -> TrialExit:
-    """Run a trial's process to its end. Its output goes to `log`; it ends with this process."""
+    """Run the process of a trial to its end. Its output is written to `log`. It is killed if this process dies."""
     failure: str | None = None
     was_pruned = False
     stopped_at: float | None = None
@@ -89,7 +90,7 @@ class TrialChannel:
         self._channel = channel
 
     def may_continue(self, *, number: int, value: float, is_last: bool) -> bool:
-        """Report the value of an evaluation; False if the trial is to end here."""
+        """Report the value of an evaluation; return False if the trial must stop."""
         self._channel.send({"evaluation": number, "value": value, "is_last": is_last})
         return bool(self._channel.receive()["may_continue"])
 
@@ -125,5 +126,5 @@ def _report(error: BaseException, channel: WorkerChannel) -> int:
 
 
 def request_stop() -> None:
-    """End a training as Ctrl-C would: the current step is finished and everything is saved."""
+    """Stop a training like Ctrl-C does: the current step is finished and everything is saved."""
     signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Workers that claim trials and train them until the search has enough: resumed, pruned, infeasible or complete."""
+"""Workers that claim trials and train them until the search has enough."""
 
 import math
 import platform
@@ -35,7 +35,7 @@ from whet.training.supervisor import prepare_restart
 
 _WAIT_SECONDS = 0.5
 _MAX_KILLS = 3
-# After this many failures in a row the search stops and reports why.
+# After this many consecutive failures the search stops and reports the reason.
 _MAX_FAILURES = 3
 
 TrialKind = Literal["trial", "seed"]
@@ -45,11 +45,11 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialTask:
-    """What a trial's process is to do."""
+    """The work for the process of a trial."""
 
     arguments: dict[str, Any]
     run: Path
-    """Where the run is, or will be."""
+    """The run folder, which may not exist yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class FinishedTrial:
 
     number: int
     part: TrialKind
-    """A trial of the search, or one of its best with another seed."""
+    """A trial of the search, or one of its best trials with another seed."""
     parameters: Mapping[str, Any]
     state: EndState
     value: float | None
@@ -76,15 +76,15 @@ class WorkerConfig:
     goal: str
     machine: str
     prepare: Callable[[ClaimedTrial], TrialTask]
-    """Returns the task of a trial from its settings."""
+    """Returns the task of a trial, given its settings."""
     should_stop: Callable[[], bool]
     on_finished: Callable[[FinishedTrial], None]
     part: TrialKind = "trial"
-    """Only trials of the search are pruned: seeds are judged by complete trainings."""
+    """Only trials of the search are pruned. Seeds are compared by complete trainings."""
 
 
 def run_worker(study: SearchStudy, config: WorkerConfig, *, max_trials: int) -> None:
-    """Train trials until `max_trials` have ended and none waits, or the worker should stop."""
+    """Train trials until `max_trials` have ended and none is waiting, or the worker is stopped."""
     from optuna.trial import TrialState
 
     failures: list[str] = []
@@ -116,10 +116,10 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
         state, message = _train_until_done(study, config, claimed, task)
         value, steps = _last_value(task.run, goal=config.goal)
     except UsageError as error:
-        # Values that are valid one by one may not be valid together.
+        # Values that are valid individually may be invalid in combination.
         state, message = "infeasible", f"{error.what}: {error.got}"
     except WhetError as error:
-        # Such as a damaged run folder: it ends one trial, not the search.
+        # For example a damaged run folder: it ends one trial, not the search.
         state, message = "failed", f"{error.what}: {error.got}"
     seconds = time.monotonic() - started
     if state == "complete" and (value is None or not math.isfinite(value)):
@@ -146,17 +146,17 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
 def _train_until_done(
     study: SearchStudy, config: WorkerConfig, claimed: ClaimedTrial, task: TrialTask
 ) -> tuple[EndState, str]:
-    """Train a trial, again after kills, until its result is known."""
+    """Train a trial, restarting it after kills, until its result is known."""
     may_prune = config.part == "trial"
     _await_lock(task.run)
     reported = dict(_evaluations(task.run, goal=config.goal))
     was_pruned = False
     for number, value in reported.items():
-        # A continued trial reports its history again, one by one, because pruners look at each step.
+        # A continued trial reports its history again, one evaluation at a time, because pruners look at each step.
         claimed.trial.report(value, number)
         was_pruned = may_prune and claimed.trial.should_prune()
     if was_pruned and not _is_done(task.run):
-        # Its worker died after the decision to prune.
+        # The previous worker died after the decision to prune.
         return "pruned", ""
 
     def on_evaluation(number: int, value: float, is_last: bool) -> bool:
@@ -181,7 +181,7 @@ def _train_until_done(
             return "stopped", ended.killer
         if kills < _MAX_KILLS and (task.run / RUN_FILE).exists():
             _await_lock(task.run)
-            # Unchanged after the first kill, then with half the micro-batch: mostly memory is the reason.
+            # Retry unchanged after the first kill, then with half the micro-batch: the most frequent reason is memory.
             prepare_restart(task.run, killer=ended.killer, is_first=kills == 0)
     state: EndState = "infeasible" if ended.killer == "SIGKILL" else "failed"
     return state, f"killed {_MAX_KILLS + 1} times, last by {ended.killer}"
@@ -195,7 +195,7 @@ def _end_state(ended: TrialExit) -> tuple[EndState, str]:
     if ended.code == OUT_OF_MEMORY:
         return "infeasible", f"out of memory: {ended.failure}"
     if ended.code == DIVERGED:
-        # A bad result, not a failure of the machine or the recipe.
+        # A bad result of these settings, not a failure of the machine or the recipe.
         return "pruned", f"diverged: {ended.failure}"
     if ended.code == 0:
         return "complete", ""
@@ -203,7 +203,7 @@ def _end_state(ended: TrialExit) -> tuple[EndState, str]:
 
 
 def _evaluations(run: Path, *, goal: str) -> Iterator[tuple[int, float]]:
-    """Yield number and value of each evaluation in a run's events."""
+    """Yield the number and value of each evaluation in the events of a run."""
     if not (run / RUN_FILE).exists():
         return
     every = open_run(run).config.get("eval_every")
@@ -219,7 +219,7 @@ def _is_done(run: Path) -> bool:
 
 
 def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
-    """Return the last value of the goal, and the number of steps."""
+    """Return the last value of the target metric, and the number of steps."""
     if not (run / RUN_FILE).exists():
         return None, 0
     history = History(run)
@@ -229,14 +229,14 @@ def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
 
 
 def _await_lock(run: Path, *, seconds: float = 60.0) -> None:
-    """Wait for the process of a killed worker to end."""
+    """Wait until the process of a killed worker has released the run folder."""
     deadline = time.monotonic() + seconds
     while (run / RUN_FILE).exists() and lock.is_locked(run) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 class _Heartbeats:
-    """Writes a heartbeat of a trial every few seconds."""
+    """Writes a heartbeat for a trial every few seconds."""
 
     def __init__(self, study: SearchStudy, number: int) -> None:
         self._study = study
@@ -274,7 +274,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
 
 
 def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) -> None:
-    """Run functions in threads, which only wait for processes. If one fails, the others stop and save."""
+    """Run functions in threads, which only wait for processes. If one fails, stop the rest and let them save."""
     with ThreadPoolExecutor(max_workers=len(functions), thread_name_prefix="worker") as pool:
         futures: list[Future[None]] = [pool.submit(function) for function in functions]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -285,5 +285,5 @@ def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) 
 
 
 def machine_name() -> str:
-    """Return the name and memory of this machine, for trials that were infeasible here."""
+    """Return the name and memory of this machine, to label trials that were infeasible here."""
     return f"{platform.node()} ({format_bytes(psutil.virtual_memory().total)})"

@@ -21,15 +21,15 @@ class RunResult:
     """The last checkpoint of a finished run, its losses and its metrics."""
 
     tensors: "dict[str, Tensor]"
-    """Weights, EMA, optimizer and generators."""
+    """The tensors of the model, EMA, optimizer and random generators."""
     facts: dict[str, Any]
     losses: dict[int, float | None]
-    """By step."""
+    """The loss of each step."""
     metrics: dict[tuple[int, str], Any]
-    """By step and name."""
+    """The metrics by step and name."""
 
     def compared(self, *, runs: int, ignored_metrics: Collection[str]) -> ComparedCounts:
-        """Return how much is compared."""
+        """Return the counts of compared values."""
         return ComparedCounts(
             tensors=len(self.tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()),
@@ -54,7 +54,7 @@ def read_result(run: Path) -> RunResult:
 
 
 def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
-    """Return metrics that differ between two uninterrupted runs, such as seconds."""
+    """Return the metrics that differ between two uninterrupted runs, such as durations."""
     keys = one.metrics.keys() | other.metrics.keys()
     return {key[1] for key in keys if not _is_same(one.metrics.get(key), other.metrics.get(key))}
 
@@ -62,7 +62,7 @@ def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
 def first_difference(
     expected: RunResult, got: RunResult, *, ignored_metrics: Collection[str] = ()
 ) -> ProofDifference | None:
-    """Return the first difference between two results; None if every bit is equal."""
+    """Return the first difference between two results, or None if every bit is equal."""
     names = sorted(expected.tensors.keys() | got.tensors.keys())
     unequal = [name for name in names if not _has_equal_bits(expected, got, name)]
     steps = sorted(expected.losses.keys() | got.losses.keys())
@@ -90,7 +90,7 @@ def first_difference(
 
 
 def detects_differences(result: RunResult) -> bool:
-    """Whether the comparison detects one flipped bit of one tensor, and a loss that is off by one ulp."""
+    """Return whether the comparison detects one flipped bit of a tensor and a loss that is off by one ulp."""
     name = next((name for name, tensor in sorted(result.tensors.items()) if tensor.numel()), None)
     if name is None or not result.losses:
         return False
@@ -115,7 +115,7 @@ def _has_equal_bits(expected: RunResult, got: RunResult, name: str) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Compare values; NaN equals NaN, and 0.0 does not equal -0.0."""
+    """Return whether two values are the same. NaN equals NaN, and 0.0 does not equal -0.0."""
     return type(a) is type(b) and (
         repr(a) == repr(b) if isinstance(a, float) and math.isfinite(a) else str(a) == str(b)
     )

@@ -1,4 +1,4 @@
-"""Kills trainings at random times and at disk calls, checks the crash state and compares the resumed runs."""
+"""Kill trainings at random times and at disk calls, check the crash state and compare the resumed runs."""
 
 import itertools
 import random
@@ -22,14 +22,15 @@ from whet.run.proof import MIN_RESUMED_FRACTION, KillCounts, ProofDifference
 if TYPE_CHECKING:
     from whet.prove.compare import RunResult
 
-# For a process of unknown duration.
+# The time limit of a process whose duration is unknown.
 MAX_SECONDS = 3600.0
 MAX_KILLS_PER_RUN = 8
-# The share of kills at any time from the start of the process; the others come while it trains.
+# The fraction of kills at any time after the process starts, including imports. All other kills happen during training.
 EARLY_SHARE = 0.1
-# Kills reach this share of the training beyond its first checkpoint, so that each next process is killed later.
+# Kills happen in this first part of the training after its first checkpoint. The rest is left for the processes that
+# resume the run.
 REACH = 0.35
-# If the kills covered too little, this many more are tried, and at least as many as were requested.
+# If the kills covered too little, try up to this many more, or as many as were requested if that is larger.
 MAX_EXTRA_KILLS = 10
 
 Log = Callable[[str], None]
@@ -62,19 +63,19 @@ class CrashState:
     complete: tuple[int, ...] = ()
     """Steps of the checkpoints that match their manifest."""
     torn: tuple[int, ...] = ()
-    """Steps of checkpoints with their final name that do not."""
+    """Steps of checkpoints that have their final name but do not match their manifest."""
     drafts: frozenset[str] = frozenset()
-    """Unfinished folders of checkpoints that were being written or removed."""
+    """Temporary folders of checkpoints that were being written or removed."""
     lost: str | None = None
-    """Which checkpoint was reported as saved and is missing."""
+    """A description of a checkpoint that was reported as saved and is missing, or None."""
 
     def was_interrupted_since(self, before: "CrashState") -> bool:
-        """Whether the newest kill interrupted the writing or removal of a checkpoint."""
+        """Return whether the latest kill interrupted the writing or removal of a checkpoint."""
         return bool(self.drafts - before.drafts) or bool(set(self.torn) - set(before.torn))
 
 
 def read_crash_state(run: Path) -> CrashState:
-    """Return the state of a run folder; an empty one before it exists."""
+    """Return the crash state of a run folder; empty if the folder does not exist."""
     if not (run / RUN_FILE).exists():
         return CrashState()
     checkpoints = run / CHECKPOINTS
@@ -91,7 +92,11 @@ def read_crash_state(run: Path) -> CrashState:
 
 
 def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
-    """Check the events: a checkpoint that they report as saved exists, or a newer one; and two, once there were two."""
+    """Return a description of a lost checkpoint, or None.
+
+    The newest checkpoint that the events report as saved, or a newer one, must exist. Once two were saved, two must
+    exist.
+    """
     saved = {event.step for event in read_events(run, kinds=("checkpoint",))}
     if saved and max(complete, default=-1) < max(saved):
         return f"the checkpoint of step {max(saved)} was reported as saved and is missing"
@@ -101,7 +106,7 @@ def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
 
 
 class ProofRunner:
-    """Starts processes of the same training and compares finished runs with an uninterrupted one."""
+    """Starts processes of one training and compares finished runs with an uninterrupted run."""
 
     def __init__(
         self, training: ProvableTraining, launcher: Launcher, scratch: Path, *, steps: int, every: int
@@ -117,7 +122,7 @@ class ProofRunner:
         self._numbers = itertools.count()
 
     def start(self, run: Path, *, launcher: Launcher | None = None, **death: int) -> TrainingProcess:
-        """Start or resume a run; `death` is the disk call at which the process is killed (see ProcessOrder)."""
+        """Start or resume a run. `death` names the disk call at which the process is killed (see ProcessOrder)."""
         number = next(self._numbers)
         order = ProcessOrder(
             target=self._target,
@@ -130,7 +135,7 @@ class ProofRunner:
         return (launcher or self.launcher).start(order)
 
     def run_uninterrupted(self, run: Path, *, launcher: Launcher | None = None) -> TrainingProcess:
-        """Run a training to its end. One that fails without being killed is an error."""
+        """Run a training to its end. A failure without a kill is an error."""
         process = self.start(run, launcher=launcher)
         code = process.wait(self.limit_seconds)
         if code == 0:
@@ -143,7 +148,7 @@ class ProofRunner:
         raise WhetError("the training fails without being killed", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
-        """Resume a run once more, which must reach the end."""
+        """Resume a run one last time. It must reach the end."""
         process = self.start(run)
         code = process.wait(self.limit_seconds)
         if code is None:
@@ -154,7 +159,7 @@ class ProofRunner:
         return process
 
     def compare(self, run: Path, *, kills: str) -> None:
-        """Compare a finished run with the uninterrupted one, and remove it if they are equal."""
+        """Compare a finished run with the uninterrupted run. Remove it if they are equal."""
         from whet.prove.compare import first_difference, read_result
 
         assert self.expected is not None
@@ -167,29 +172,31 @@ class ProofRunner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofPace:
-    """The times of an uninterrupted training."""
+    """Durations of an uninterrupted training."""
 
     start_seconds: float
-    """From the start of the process to the first step."""
+    """Seconds from the start of the process to the first step."""
     train_seconds: float
-    """From there to the end."""
+    """Seconds from the first step to the end."""
     save_seconds: float
-    """From there to the first checkpoint after a step; a first step may take longer than all others together."""
+    """Seconds from the first step to the first checkpoint after a step. The first step may be very slow."""
     draft_seconds: tuple[float, ...] = ()
-    """From there to the start of each checkpoint, that of step 0 included."""
+    """Seconds from the first step to the start of each checkpoint, including the checkpoint of step 0."""
 
 
 def measure_pace(process: TrainingProcess) -> ProofPace:
-    """Return the times of an uninterrupted process."""
+    """Return the durations of an uninterrupted process."""
     ready = process.start_seconds
+    # At least 0.05 s, so that there is an interval to draw random times from.
     train = max(0.05, process.seconds - ready)
     drafts = tuple(message["time"] - process.started - ready for message in process.messages("draft"))
+    # drafts[0] is the checkpoint of step 0, and drafts[1] the first one after a step.
     save = drafts[1] if len(drafts) > 1 else 0.0
     return ProofPace(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
 
 
 class KillCounter:
-    """Counts kills and what they interrupted."""
+    """Counts kills and the operations that they interrupted."""
 
     def __init__(self) -> None:
         self.tally = KillCounts()
@@ -198,7 +205,7 @@ class KillCounter:
         self.tally = self.tally.plus(KillCounts(**counts))
 
     def killed(self, process: TrainingProcess, before: CrashState, run: Path, *, name: str = "") -> CrashState:
-        """Check the run folder after a kill. A torn or lost checkpoint raises ProofFailure."""
+        """Check the run folder after a kill. Raises ProofFailure for a torn or lost checkpoint."""
         after = read_crash_state(run)
         self.add(
             kills=1,
@@ -227,7 +234,7 @@ class KillCounter:
 def kill_at_random(
     runner: ProofRunner, pace: ProofPace, counter: KillCounter, *, kills: int, seed: int, log: Log
 ) -> None:
-    """Kill processes at times drawn from `seed`, let each run finish and compare it. Raises ProofFailure."""
+    """Kill processes at times drawn from `seed`, finish each run and compare it. Raises ProofFailure."""
     draw = random.Random(seed)
     runs = misses = 0
     while _wants_more(counter.tally, kills) and misses < kills + MAX_EXTRA_KILLS:
@@ -264,24 +271,27 @@ def _wants_more(tally: KillCounts, kills: int) -> bool:
 def _kill_at_random_time(
     process: TrainingProcess, pace: ProofPace, draw: random.Random, *, complete: tuple[int, ...]
 ) -> str:
-    """Wait for a random time and kill; describe when. `complete` are the checkpoints before this process."""
+    """Wait for a random time, kill the process and describe when. `complete` lists the earlier checkpoints."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
         seconds = share * pace.start_seconds
         time.sleep(seconds)
         process.kill()
         return f"killed {seconds:.2f} s after its start"
+    # A generous limit: the machine may be much busier than during the measurement of the pace.
     timeout = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
     process.wait_for("ready", timeout)
-    # Without a checkpoint to resume from, the kill waits for one; otherwise every process would start from step 0.
+    # Without a checkpoint to resume from, wait for one before the kill. Otherwise every process would start from step
+    # 0.
     can_resume = max(complete, default=0) > 0
     first = 0.0 if can_resume else pace.save_seconds
     last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
     seconds = first + share * (last - first)
     drafts = sum(draft <= seconds for draft in pace.draft_seconds)
     if drafts > 1 and not can_resume:
-        # Counted in checkpoints, not in seconds: the machine may be busier now than for the process that set the pace.
-        # If a process has left only the first checkpoint, this one leaves another: the one before that which it begins.
+        # Wait for a number of checkpoints, not of seconds: the machine may be busier now than during the measurement.
+        # If only the checkpoint of step 0 exists, wait until the third checkpoint of the run begins: the second one is
+        # then complete, and the next process resumes from it.
         drafts = min(max(3, drafts), len(pace.draft_seconds)) if complete else drafts
         process.wait_for("draft", timeout, count=drafts - (0 in complete))
         seconds -= pace.draft_seconds[drafts - 1]
@@ -296,7 +306,7 @@ def _kill_numbers(first: int, last: int) -> str:
 
 
 def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
-    """Accept a process that reached its end before it could be killed, but not one that failed."""
+    """Accept a process that ended before it could be killed. Reject one that failed."""
     if code != 0:
         why = "did not end" if code is None else f"failed: {process.failure()}"
         raise ProofFailure(ProofDifference(what=f"a process {why}", kills=name))
@@ -310,11 +320,11 @@ def kill_at_disk_calls(
 ) -> int:
     """Kill before each disk call of a resume and a save with its cleanup, and after the last; return their number.
 
-    Before a call is also after the previous one: the disk changes only by its calls. They come in an order drawn from
-    `seed`, as many as the budget has time for.
+    A kill before a call is equivalent to a kill after the previous call, because only these calls change the disk. The
+    calls are visited in an order drawn from `seed`, until the budget is used up.
     """
     stopped = runner.scratch / "stopped"
-    # In the middle of the last save, so that the removal of an unfinished checkpoint is among the calls.
+    # Stop in the middle of the last save, so that the calls include the removal of an unfinished checkpoint.
     process = runner.start(stopped, die_in_draft=num_drafts)
     if process.wait(runner.limit_seconds) != -signal.SIGKILL:
         shutil.rmtree(stopped, ignore_errors=True)
@@ -329,6 +339,7 @@ def kill_at_disk_calls(
     calls = int(whole.messages("end")[0]["calls"])
     log(f"disk calls: {calls} in a resume, a save and its cleanup")
     deadline = time.monotonic() + budget_seconds
+    # Position calls + 1 stands for a kill after the last call.
     for at in random.Random(seed).sample(range(1, calls + 2), calls + 1):
         if time.monotonic() > deadline:
             log(f"disk calls: stopped after {budget_seconds:.0f} s; the others are left out")

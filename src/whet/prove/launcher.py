@@ -1,4 +1,4 @@
-"""Starts training processes as forks of a warm process or as fresh ones, and kills them."""
+"""Start training processes, as forks of a warm process or as new processes, and kill them."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ class TrainingProcess:
         self.pid, self.order = pid, order
         self.started = time.monotonic()
         self.seconds = 0.0
-        """Its duration, after `wait`."""
+        """The duration in seconds. Set by `wait`."""
         self._wait = wait
 
     def kill(self) -> None:
@@ -34,21 +34,21 @@ class TrainingProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code, minus the signal that killed it; None for one that was killed after `seconds`."""
+        """Return the exit code, or minus the signal that killed it; None if it was killed here after `seconds`."""
         code = self._wait(seconds)
         self.seconds = time.monotonic() - self.started
-        # Its own workers would end by themselves only seconds later.
+        # Kill its worker processes too: without this they would end only seconds later.
         kill_group(self.pid)
         return code
 
     def messages(self, kind: str) -> list[dict[str, Any]]:
-        """Return its messages of one kind so far."""
+        """Return the messages of one kind that have arrived so far."""
         path = self.order.messages
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [message for message in map(json.loads, lines) if message["kind"] == kind]
 
     def wait_for(self, kind: str, seconds: float, *, count: int = 1) -> bool:
-        """Wait for `count` messages of one kind; False if the process ended before, or after `seconds`."""
+        """Wait for `count` messages of one kind; return False if the process ends first or `seconds` have passed."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if len(self.messages(kind)) >= count:
@@ -60,16 +60,16 @@ class TrainingProcess:
 
     @property
     def start_seconds(self) -> float:
-        """The time from the start of the process to the start of the training."""
+        """Seconds from the start of the process to the start of the training."""
         return next((float(message["time"]) - self.started for message in self.messages("ready")), self.seconds)
 
     @property
     def resumed_from(self) -> int:
-        """The step it resumed from; 0 for a new run, or if it was killed before it knew."""
+        """The step that the process resumed from; 0 for a new run or if it was killed before it reported the step."""
         return int(next((message["step"] for message in self.messages("ready")), 0))
 
     def failure(self) -> str:
-        """Describe why it failed."""
+        """Describe why the process failed."""
         for message in self.messages("failed"):
             return f"{message['what']}: {message.get('got')}"
         path = self.order.output
@@ -84,7 +84,7 @@ class Launcher(Protocol):
 
 
 class ProcessLauncher:
-    """Starts a new Python for each training: slow, and closest to reality. A context manager."""
+    """Starts a new Python process for each training. Slow, but closest to real use. A context manager."""
 
     def __init__(self, hash_seed: int) -> None:
         self._environment = env.child_environment(**_hash_seed_variable(hash_seed))
@@ -113,17 +113,17 @@ class ProcessLauncher:
 
 
 class ForkLauncher:
-    """Forks each training from a process that has imported torch; Linux and the CPU only. A context manager."""
+    """Forks each training from a process that has imported torch. Linux and CPU only. A context manager."""
 
     def __init__(self, hash_seed: int) -> None:
         environment = env.child_environment(**_hash_seed_variable(hash_seed))
         target = "whet.prove.training_process:serve_forks"
         self._server = JsonWorker(target, environment=environment, is_threaded=False)
         self._newest: int | None = None
-        """The fork that was not waited for yet."""
+        """The latest fork, until it has been waited for."""
 
     def load(self, target: str, arguments: dict[str, Any]) -> str | None:
-        """Import what the training needs; return why it cannot be forked, or None."""
+        """Import the modules that the training needs; return the reason if it cannot be forked, else None."""
         threads = self._request({"load": {"target": target, "arguments": arguments}}, _LOAD_SECONDS).get("threads")
         return None if threads == 1 else f"its libraries started {threads} threads when they were imported"
 

@@ -1,4 +1,4 @@
-"""Runs a proof in a scratch folder and renders its verdict."""
+"""Run a proof in a temporary folder and render its verdict."""
 
 import contextlib
 import shutil
@@ -31,9 +31,9 @@ from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, V
 
 MAX_STEPS, MIN_STEPS = 48, 12
 NUM_CHECKPOINTS = 12
-# Of the first process, which shows how fast the training is, and on which device.
+# Steps of the trial run, which shows how fast the training is and which device it uses.
 TRIAL_STEPS = 8
-# The duration of one uninterrupted run.
+# The target duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
 DISK_SECONDS = 60.0
 
@@ -51,19 +51,19 @@ class ProofRequest:
     seed: int = 0
     steps: int | None = None
     disk_seconds: float = DISK_SECONDS
-    """For all kills at disk calls together."""
+    """The time budget for all kills at disk calls together."""
     launcher: Launcher | None = None
-    """How processes are started; chosen by device and system if not given."""
+    """The launcher of processes; None to choose by device and operating system."""
 
 
 def prove(request: ProofRequest) -> tuple[Proof, Path]:
-    """Return the verdict and the uninterrupted run. A training that fails without being killed is an error."""
+    """Return the verdict and the uninterrupted run. A failure without a kill is an error."""
     with ExitStack() as stack:
         return _ProofRun(request, stack).run()
 
 
 class _ProofRun:
-    """One proof: a trial run, two uninterrupted runs, kills at disk calls, kills at random times."""
+    """One proof: a trial run, two uninterrupted runs, kills at disk calls, and kills at random times."""
 
     def __init__(self, request: ProofRequest, stack: ExitStack) -> None:
         self._request, self._stack = request, stack
@@ -72,7 +72,7 @@ class _ProofRun:
         self._steps = self._calls = 0
         self._device = self._how = "unknown"
         self._runner: ProofRunner | None = None
-        # The hash seeds of fresh processes and forks differ, so that sets of text are ordered differently.
+        # Use different hash seeds for new processes and forks, so that sets of strings have different orders.
         self._fresh = request.launcher or stack.enter_context(ProcessLauncher(2 * request.seed + 1))
 
     def run(self) -> tuple[Proof, Path]:
@@ -115,13 +115,13 @@ class _ProofRun:
         return self._proof("proved", None), whole
 
     def _measure_steps(self) -> tuple[int, int]:
-        """Return the number of steps to train, and between checkpoints, from a short trial run."""
+        """Return the number of steps to train and the steps between checkpoints, based on a short trial run."""
         request = self._request
         runner = ProofRunner(request.training, self._fresh, request.scratch, steps=TRIAL_STEPS, every=2)
         process = runner.run_uninterrupted(request.scratch / "trial")
         run = open_run(request.scratch / "trial")
         self._device = read_plan(run.plan, where=f"{run.path}/plan.json").device
-        # Between its checkpoints: the first step and the last evaluation may take longer than all the rest.
+        # Measure between checkpoints: the first step and the last evaluation may take longer than all other steps.
         saves = [message["time"] for message in process.messages("draft")][1:]
         step_seconds = (
             (saves[-1] - saves[0]) / TRIAL_STEPS
@@ -132,7 +132,7 @@ class _ProofRun:
         return steps, max(1, steps // NUM_CHECKPOINTS)
 
     def _choose_launcher(self) -> Launcher:
-        """Choose forks where they are safe, else fresh processes with a reason."""
+        """Choose forks where they are safe, otherwise new processes; log the reason."""
         request = self._request
         if request.launcher is not None:
             self._how = "each process is started as requested"
@@ -195,9 +195,9 @@ class _ProofRun:
 
 @contextlib.contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """Create a folder on the disk of `path`, with a name that `whet runs --prune` recognizes; removed at the end.
+    """Create a folder on the disk of `path` and remove it at the end. `whet runs --prune` recognizes its name.
 
-    SIGTERM ends the proof as Ctrl-C does. What is to be kept must be moved out of the folder.
+    SIGTERM ends the proof like Ctrl-C does. Results must be moved out of the folder before it is removed.
     """
     made = durable.make_directory(path.parent)
     folder = durable.leftover_name(path)
@@ -208,7 +208,7 @@ def scratch_beside(path: Path) -> Iterator[Path]:
     finally:
         signal.signal(signal.SIGTERM, before)
         for _ in range(3):
-            # A process that was killed a moment ago may still have been writing.
+            # Retry: a process that was just killed may still have been writing.
             shutil.rmtree(folder, ignore_errors=True)
         durable.remove_empty(made)
 
@@ -221,7 +221,7 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 def render_proof(proof: Proof) -> list[str]:
-    """Return the lines of a proof: the verdict first, then its evidence."""
+    """Return the lines of a proof: first the verdict, then the evidence."""
     reason = "killed, resumed, and every bit is equal" if proof.verdict == "proved" else proof.reason or ""
     lines = [_line(proof.verdict, f"{proof.recipe}: {reason}")]
     if proof.difference is not None:

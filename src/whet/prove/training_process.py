@@ -1,7 +1,7 @@
 """The training processes of a proof: one training with a counting disk, and the fork server. Runs in children.
 
-Nothing here imports torch before the training itself does. A training process writes its messages to a file: they must
-survive a SIGKILL, and a fork has no pipe of its own.
+Nothing here imports torch before the training does. A training process writes its messages to a file, because they must
+survive a SIGKILL and a fork has no pipe.
 """
 
 import contextlib
@@ -27,35 +27,35 @@ from whet.run import durable
 from whet.run.disk import Disk
 from whet.run.folder import CHECKPOINTS
 
-# Every method of Disk; a new one is counted without a change here.
+# List every method of Disk, so that new methods are counted without a change here.
 DISK_CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 
-# By then the first file of a checkpoint exists, and no manifest.
+# After this many disk calls, the first file of a checkpoint exists and its manifest does not.
 _CALLS_INTO_DRAFT = 4
 _POLL_SECONDS = 0.002
 _LIBRARY_PATHS = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
 
 
 class ProcessOrder(FrozenModel):
-    """What a training process is to do."""
+    """The instructions for a training process."""
 
     target: str
     """The training as "module:function", called with the run folder, the arguments and `on_event`."""
     arguments: dict[str, Any]
     run: Path
     messages: Path
-    """Where it writes its messages, one JSON line each."""
+    """The file for messages, one JSON line each."""
     output: Path
-    """Where its stdout and stderr go."""
+    """The file for stdout and stderr."""
     die_at: int = 0
-    """The disk call at which it is killed; 0 for none."""
+    """The disk call at which the process is killed; 0 for none."""
     die_after: bool = False
     die_in_draft: int = 0
-    """The checkpoint, counted from 1, in the middle of whose writing it is killed; 0 for none."""
+    """The checkpoint, counted from 1, during which the process is killed; 0 for none."""
 
 
 class TrainFunction(Protocol):
-    """A training that can be proved: starts in a run folder or resumes it."""
+    """A training that can be proved: it starts in a run folder or resumes from it."""
 
     def __call__(self, run: Path, arguments: dict[str, Any], *, on_event: Any) -> None: ...
 
@@ -63,8 +63,8 @@ class TrainFunction(Protocol):
 class CountingDisk(Disk):
     """Counts disk calls from 1, and kills the process with SIGKILL at one of them.
 
-    At call `die_at`, before it or after it; or in the middle of writing the checkpoint number `die_in_draft`. `log` is
-    called at the start of every checkpoint and at the last call.
+    The kill happens before or after the call `die_at`, or in the middle of writing checkpoint number `die_in_draft`.
+    `log` is called at the start of every checkpoint and at the last call.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ for _name in DISK_CALLS:
 
 
 def run_order(_channel: WorkerChannel, order: dict[str, Any]) -> int:
-    """Run one training in a process of its own; return the exit code."""
+    """Run one training in a separate process; return the exit code."""
     return run_training(ProcessOrder.model_validate(order))
 
 
 def run_training(order: ProcessOrder) -> int:
-    """Train as ordered; return the exit code."""
+    """Run the training of an order; return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for standard, descriptor in ((0, nothing), (1, output), (2, output)):
@@ -137,7 +137,7 @@ def run_training(order: ProcessOrder) -> int:
 
 
 def _describe(error: Exception) -> dict[str, Any]:
-    """Return a failure with the last line of the user's own code."""
+    """Return the error with the last line of user code in its traceback."""
     if isinstance(error, WhetError):
         return error_to_json(error)
     ours = str(Path(__file__).parent.parent)
@@ -154,7 +154,7 @@ def _describe(error: Exception) -> dict[str, Any]:
 def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
     """Import torch and the libraries of a training once, and start each training as a fork.
 
-    The training's own code is imported by each fork again: what it draws or reads during the import must be the same in
+    Each fork imports the training's module again: whatever the module draws or reads at import must be the same in
     every process, or the proof must fail.
     """
     for request in channel.messages():
@@ -168,12 +168,12 @@ def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
 
 
 def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
-    """Import what the training will import, and return the number of threads: a process with several must not fork.
+    """Import the libraries of the training; return the number of threads, because only one may fork.
 
-    A child finds out which libraries those are, so that none of the training's own code runs here.
+    A child process determines the list of libraries, so that no code of the training runs here.
     """
     importlib.import_module(target.partition(":")[0])
-    # Creating the first optimizer imports it.
+    # Import it now; otherwise the first optimizer would import it in every fork.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
     reading, writing = os.pipe()
@@ -188,7 +188,7 @@ def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    # These objects are permanent: the garbage collector of a fork must not copy their pages.
+    # Freeze these permanent objects: a garbage collection in a fork would otherwise copy their pages.
     gc.freeze()
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
@@ -219,7 +219,7 @@ def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
     code = 1
     try:
         channel.close()
-        # Its own group, as for any worker; and it dies with the fork server.
+        # Make the fork a group leader, like any worker, and let it die with the fork server.
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         if sys.platform == "linux":
@@ -232,7 +232,7 @@ def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
 
 
 def _wait(channel: WorkerChannel, pid: int, seconds: float) -> int | None:
-    """Return the exit code of a fork (minus the signal that killed it); one that takes longer is killed: None."""
+    """Return the exit code of a fork, or minus the signal that killed it. Kill it and return None after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and channel.has_parent():
         ended, status = os.waitpid(pid, os.WNOHANG)

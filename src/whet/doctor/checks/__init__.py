@@ -1,1 +1,1 @@
-"""The checks; the only part of the doctor that imports torch."""
+"""The checks. The only part of the doctor that imports torch."""

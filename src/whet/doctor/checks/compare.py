@@ -23,7 +23,7 @@ def operator(
     tolerance: float = FP32_TOLERANCE,
     is_quick: bool = False,
 ) -> Check:
-    """Return a check of a function of tensors; floating-point inputs get a gradient."""
+    """Return a check of a function of tensors. Floating-point inputs require gradients."""
 
     def run(target: DeviceUnderTest) -> CheckFinding:
         return compare_with_cpu(lambda where: forward_and_backward(compute, inputs, where), target, tolerance=tolerance)
@@ -38,7 +38,7 @@ def layer(
     tolerance: float = FP32_TOLERANCE,
     is_quick: bool = False,
 ) -> Check:
-    """Return a check of a module: its output, its buffers, and the gradients of inputs and parameters."""
+    """Return a check of a module: its output, its buffers, and the gradients of its inputs and parameters."""
 
     def run(target: DeviceUnderTest) -> CheckFinding:
         torch.manual_seed(0)
@@ -55,20 +55,20 @@ def layer(
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Return normally distributed numbers, the same every time."""
+    """Return normally distributed numbers that are the same on every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def draw_integers(*shape: int, below: int, seed: int = 0) -> Tensor:
-    """Return integers from 0, the same every time."""
+    """Return integers in [0, below) that are the same on every call."""
     return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...], where: torch.device) -> Any:
-    """Return the outputs, and the gradients of the inputs for fixed gradients of the outputs."""
-    # Copies, on the CPU too: the other device needs the inputs unchanged.
+    """Return the outputs, and the input gradients for fixed output gradients."""
+    # Copy the inputs, on the CPU too: an in-place operator must not change them for the other device.
     moved = [t.clone().to(where).requires_grad_(t.is_floating_point()) for t in inputs]
-    # Views, because an in-place operator must not get a leaf.
+    # Pass views, because an in-place operator must not get a leaf tensor.
     outputs = tensor_leaves(compute(*[t.view_as(t) if t.requires_grad else t for t in moved]))
     roots = [output for output in outputs if output.requires_grad]
     if roots:
@@ -80,7 +80,7 @@ def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...]
 def compare_with_cpu(
     compute: Callable[[torch.device], Any], target: DeviceUnderTest, *, tolerance: float = FP32_TOLERANCE
 ) -> CheckFinding:
-    """Compute on the CPU and on the device, and compare. An error on the device is explained."""
+    """Compute on the CPU and on the device, and compare the results. Errors on the device are explained."""
     expected = compute(torch.device("cpu"))
     try:
         result = compute(target.torch_device)
@@ -90,7 +90,7 @@ def compare_with_cpu(
 
 
 def compare_results(result: Any, expected: Any, *, tolerance: float, right: str, wrong: str) -> CheckFinding:
-    """Return the finding of a comparison."""
+    """Compare a result with the expected one and return the finding."""
     error = relative_error(result, expected)
     if error <= tolerance:
         return good(right, error=error)
@@ -98,7 +98,7 @@ def compare_results(result: Any, expected: Any, *, tolerance: float, right: str,
 
 
 def _explain_error(error: Exception) -> CheckFinding:
-    """Return what an error of an operator means: missing as torch's own list says, or unexpected."""
+    """Return a finding for an operator error: missing according to torch's operator list, or unexpected."""
     text = str(error)
     if isinstance(error, NotImplementedError) and _MISSING in text:
         name = text.partition("'aten::")[2].partition("'")[0]

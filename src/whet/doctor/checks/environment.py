@@ -24,9 +24,9 @@ _VARIABLES = (
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
 )
-# Read when this module is imported, before the device is opened: that sets the watermarks.
+# Read at import, before the device is opened, because opening the device sets the watermarks.
 _AS_STARTED = {name: env.read(name) for name in _VARIABLES}
-# A number or a switch; anything else, such as the identifier of a GPU, is private.
+# Report only numbers and switches. Anything else, such as the identifier of a GPU, is private.
 _PLAIN = re.compile(r"[0-9.,]{1,8}")
 _SENSORS = ("thermal", "memory_pressure", "swap_used_bytes", "power_source", "low_power_mode", "gpu_busy_percent")
 
@@ -36,7 +36,7 @@ def _is_mac(target: DeviceUnderTest) -> bool:
 
 
 def _variables(target: DeviceUnderTest) -> CheckFinding:
-    """Report the variables that the user has set, and the effective watermarks."""
+    """Report the environment variables that the user has set, and the effective watermarks."""
     values: dict[str, Figure] = {
         name: value if _PLAIN.fullmatch(value) else "set" for name, value in _AS_STARTED.items() if value is not None
     }

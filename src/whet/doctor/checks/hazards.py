@@ -1,7 +1,7 @@
-"""Checks for known silent bugs of devices, reduced to a few operators each.
+"""Checks for known silent bugs of devices, each reduced to a few operators.
 
-The number of a check is the issue or pull request at pytorch/pytorch that describes the bug. Most were written from
-those descriptions alone, without a Mac to reproduce them on.
+The number of a check is the issue or pull request at pytorch/pytorch that describes the bug. Most checks were written
+from those descriptions alone, without a Mac to reproduce them on.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, first_line, 
 from whet.doctor.checks.compare import compare_results, draw, forward_and_backward
 from whet.verify.tolerance import FP32_TOLERANCE, HALF_TOLERANCES
 
-# Returns the device's result and the right one.
+# Returns the result of the device and the correct result.
 Attempt = Callable[[DeviceUnderTest], tuple[Any, Any]]
 
 CHECKS: list[Check] = []
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def _hazard(
     issue: int, what: str, *, tolerance: float = FP32_TOLERANCE, may_refuse: bool = False, is_quick: bool = False
 ) -> Callable[[Attempt], Attempt]:
-    """Add a function to CHECKS; `may_refuse` if an error of the device is an acceptable result."""
+    """Add a function to CHECKS. Set `may_refuse` if an error of the device is an acceptable result."""
 
     def add(attempt: Attempt) -> Attempt:
         run = partial(_compare_hazard, attempt, tolerance, may_refuse)
@@ -56,7 +56,7 @@ def _both(target: DeviceUnderTest, compute: Any, *inputs: Tensor) -> tuple[Any, 
 
 
 def _in_halves(target: DeviceUnderTest, compute: Any, *inputs: Tensor) -> tuple[list[Any], list[Any]]:
-    """Return outputs in both half precisions, and those of float32 on the CPU for the same rounded inputs."""
+    """Return the outputs in both half precisions, and the float32 outputs on the CPU for the same rounded inputs."""
     result, expected = [], []
     with torch.no_grad():
         for dtype in _HALVES:
@@ -144,7 +144,7 @@ def _permuted(target: DeviceUnderTest) -> tuple[Any, Any]:
 def _causal(target: DeviceUnderTest) -> tuple[Any, Any]:
     q, k, v = (draw(1, 4, 64, 64, seed=seed) for seed in range(3))
     later_k, later_v = k.clone(), v.clone()
-    # An odd position: a mask that is applied once per block of rows leaks only inside the block.
+    # Use an odd position: a mask that is applied once per block of rows leaks only inside the block.
     seen = 29
     later_k[:, :, seen:], later_v[:, :, seen:] = 5.0, -3.0
     result, expected = [], []
@@ -183,7 +183,7 @@ def _large_scores(target: DeviceUnderTest) -> tuple[Any, Any]:
 def _converting_copy(target: DeviceUnderTest) -> tuple[Any, Any]:
     whole = draw(4_100)
     source = target.put(whole)
-    # From an offset: that is where the source was used as scratch memory.
+    # Start at an offset: the bug used the source as scratch memory only there.
     copied = source[100:].to("cpu", torch.float16)
     counted = source[100:].to("cpu", torch.int32)
     return (copied.float(), counted, source), (whole[100:], whole[100:].to(torch.int32), whole)
@@ -214,7 +214,7 @@ def _copies_without_waiting(target: DeviceUnderTest) -> tuple[Any, Any]:
         source = torch.full((50_000,), float(number))
         moved.append(source.to(target.torch_device, non_blocking=True))
         del source
-        # Takes the memory that was just given back, and writes over it.
+        # Allocate the memory that was just freed, and overwrite it.
         torch.full((50_000,), -1.0)
     target.device.sync()
     return torch.stack([m.float().mean() for m in moved]), torch.arange(40.0)
@@ -277,7 +277,7 @@ def _strided_draws(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(141457, "multinomial from a non-contiguous tensor")
 def _strided_multinomial(target: DeviceUnderTest) -> tuple[Any, Any]:
-    # Each row has one possible answer.
+    # Each row has exactly one possible answer, so the draw is deterministic.
     certain = torch.eye(6)[torch.tensor([3, 1, 4, 0, 5, 2])]
     drawn = target.put(certain.t().contiguous()).t().multinomial(1)
     return drawn, certain.argmax(1, keepdim=True)
@@ -351,7 +351,7 @@ def _uneven_pool(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(190056, "dropout inside an LSTM, forward and backward", tolerance=0.05)
 def _lstm_dropout(target: DeviceUnderTest) -> tuple[Any, Any]:
-    """With the same mask, the gradient must match finite differences; and dropout must change the result at all."""
+    """Check the gradient against finite differences with the same mask, and check that dropout changes the result."""
     torch.manual_seed(0)
     lstm = nn.LSTM(4, 16, num_layers=2, dropout=0.8).to(target.torch_device)
     x, direction = target.put(draw(5, 3, 4)), target.put(draw(5, 3, 4, seed=1))
@@ -389,7 +389,7 @@ def _scaled_fused(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(184286, "a loss scaler keeps half-precision gradients", tolerance=2e-2)
 def _scaled_half(target: DeviceUnderTest) -> tuple[Any, Any]:
-    # CUDA refuses to unscale half gradients at all: there is nothing to get wrong.
+    # CUDA refuses to unscale half-precision gradients, so there is nothing to check.
     half = torch.float32 if target.device.kind == "cuda" else torch.bfloat16
     weight = nn.Parameter(target.put(draw(40)).to(half))
     scaler = torch.amp.GradScaler(target.torch_device.type, init_scale=1024.0)

@@ -45,7 +45,7 @@ class _TransformerBlock(nn.Module):
 
 
 def convnet() -> nn.Module:
-    """Return a classifier of 3 x 16 x 16 images with ten classes: convolutions, norms and pooling."""
+    """Return a classifier of 3 x 16 x 16 images with ten classes, made of convolutions, norms and pooling."""
     return nn.Sequential(
         nn.Conv2d(3, 12, 3, padding=1),
         nn.BatchNorm2d(12),
@@ -62,14 +62,14 @@ def convnet() -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelTask:
-    """A model with one batch for it."""
+    """A model with one batch of data."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Return the mean loss of a copy of the model, on that copy's device."""
+        """Return the mean loss of a copy of the model, on the device of that copy."""
         where = next(model.parameters()).device
         return f.cross_entropy(model(self.x.to(where)).flatten(0, -2), self.y.to(where).flatten())
 

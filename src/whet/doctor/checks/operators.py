@@ -28,7 +28,7 @@ _ATTENTION_MASK = draw(2, 1, 12, 12).abs() > 0.3
 
 
 class _Recurrent(nn.Module):
-    """Returns only the outputs of a recurrent layer."""
+    """A recurrent layer that returns only its outputs."""
 
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _SelfAttention(nn.Module):
 
 
 def _dropout(target: DeviceUnderTest) -> CheckFinding:
-    """Check the dropped share, the scale and the gradient; the mask itself differs between devices."""
+    """Check the dropped fraction, the scale and the gradient. The mask itself differs between devices."""
     torch.manual_seed(0)
     x = target.put(torch.ones(200, 500)).requires_grad_()
     y = f.dropout(x, 0.3)
@@ -137,7 +137,7 @@ def _net() -> nn.Module:
 
 
 def _weights_after(make: MakeOptimizer, where: torch.device) -> list[torch.Tensor]:
-    """Return the weights after a few steps with given gradients, so that only the optimizer matters."""
+    """Return the weights after a few steps with fixed gradients, so that only the optimizer matters."""
     model = _net().to(where)
     optimizer = make(model.parameters())
     for step in range(_STEPS):
@@ -285,7 +285,7 @@ _LOSSES = [
     operator("kl_div, cosine", lambda a, b: (f.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean"),
              f.cosine_similarity(a, b)), draw(4, 6), draw(4, 6, seed=1)),
 ]  # fmt: skip
-# Without an MPS kernel in torch 2.13; a newer one may have it.
+# torch 2.13 has no MPS kernel for this operator; a newer version may have one.
 _LACKING = [
     operator("ctc_loss", lambda a: f.ctc_loss(a.log_softmax(-1), torch.ones(2, 3, dtype=torch.long, device=a.device),
              torch.tensor([8, 8]), torch.tensor([3, 3])), draw(8, 2, 5)),

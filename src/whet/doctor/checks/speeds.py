@@ -1,7 +1,7 @@
 """Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps.
 
-Medians of repeats, taken in turn so that a warmer moment affects all alike. Power and heat matter much: the report has
-their state before and after.
+Results are medians. Repeats are interleaved, so that thermal changes affect all measurements alike. Speeds depend
+strongly on power and temperature, so the report contains their state before and after.
 """
 
 import copy
@@ -19,7 +19,7 @@ from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
 
 REPEATS = 7
-# Shorter products are timed in a larger size.
+# A product that takes less than this is timed at a larger size.
 _MIN_SECONDS = 0.004
 _MAX_SIZE = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +42,7 @@ def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]
 
 
 def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few warm calls, for choosing sizes despite a busy moment."""
+    """Return the seconds of the fastest of a few warm calls. The minimum ignores moments when the machine was busy."""
     call()
     seconds = []
     for _ in range(4):
@@ -55,13 +55,13 @@ def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Return half the interquartile range over the median."""
+    """Return half the interquartile range divided by the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 
 
 def show_speed(speed: float) -> str:
-    """Return a speed with at least two digits: on a busy machine it may be thousands of times lower, but never 0.
+    """Return a speed with at least two digits. On a busy machine it may be thousands of times lower, but never 0.
 
     >>> [show_speed(speed) for speed in (12_345.6, 9.98, 1.04, 0.0342)]
     ['12,346', '10', '1.0', '0.034']
@@ -78,7 +78,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
 
     sizes, calls = {}, {}
     for name, dtype in _DTYPES.items():
-        # Each dtype has its own size: a CPU without half-precision cores can be a hundred times slower in one of them.
+        # Choose a size per dtype: a CPU without half-precision units can be 100 times slower in one of them.
         size = 128
         while size < _MAX_SIZE and _best_of_few(device, product(size, dtype)) < _MIN_SECONDS:
             size *= 2
@@ -170,7 +170,7 @@ def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFindin
         figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
     what = f"{format_seconds(statistics.median(seconds[device.kind]))} a step"
     if device.kind != "cpu":
-        # The median of pairs that were measured one after the other.
+        # The median of ratios of consecutive pairs, so that drift between pairs cancels out.
         ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
         figures["times_the_cpu"] = ratio
         what += f", {ratio:.2f} times the speed of the CPU"

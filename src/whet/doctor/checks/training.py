@@ -24,12 +24,12 @@ from whet.verify.tolerance import relative_error, relative_errors
 # --- Parity with the CPU ---------------------------------------------------------------------------------------------
 
 PARITY_STEPS = 20
-# The largest relative errors that count as agreement; rounding grows along a trajectory.
+# The largest relative errors that count as agreement. Rounding errors grow along a trajectory.
 GRADIENTS, UPDATE, TRAJECTORY = 1e-3, 1e-4, 1e-2
 
 
 def _one_step(task: ModelTask, where: torch.device) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the loss, all gradients and all weights after a step of SGD; AdamW's first step would amplify rounding."""
+    """Return the loss, all gradients and all weights after one SGD step; AdamW would amplify rounding."""
     model = copy.deepcopy(task.model).to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = task.loss(model)
@@ -78,7 +78,7 @@ def _parity(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFind
         "update_error": UPDATE,
         "trajectory_error": TRAJECTORY,
     }
-    # `not <=` instead of `>`, so that NaN is over every limit.
+    # Use `not <=` instead of `>`, so that NaN exceeds every limit.
     over = [name.replace("_", " ") for name, limit in limits.items() if not float(figures[name] or 0.0) <= limit]
     if over:
         return differs(f"differs from the CPU: {', '.join(over)}", **figures)
@@ -94,7 +94,8 @@ def _same_twice(make: Callable[[], ModelTask], target: DeviceUnderTest) -> Check
     error = relative_error(other[2], one[2])
     what = f"the same step twice gives different bits in {len(different)} of {len(one[2])} tensors"
     if error <= UPDATE and target.device.kind == "cuda":
-        # Documented by CUDA: atomic sums depend on the order in which they finish; deterministic=on avoids them.
+        # CUDA documents this: the result of atomic sums depends on the order in which they finish. deterministic=on
+        # avoids them.
         return good(f"{what}, by rounding", error=error, num_different=len(different))
     return differs(what, error=error, num_different=len(different))
 
@@ -112,12 +113,12 @@ PARITY: list[Check] = [
 RESUME_STEPS = 14
 _STOPS = (5, 9)
 _LIMIT_SECONDS = 60.0
-# For weights after a move: rounding differs between devices, and AdamW amplifies it.
+# The tolerance for weights after a move to another device: rounding differs between devices, and AdamW amplifies it.
 _MOVE_TOLERANCE = 1e-2
 
 
 def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | None, is_move: bool = False) -> int:
-    """Start or resume a run as a new process would, with Ctrl-C after `stop_after` steps; return the last step."""
+    """Start or resume a run like a new process would, with Ctrl-C after `stop_after` steps; return the last step."""
     torch.manual_seed(0)
     model = SmallTransformer(dropout=dropout)
     tokens = draw_integers(64, 25, below=VOCABULARY, seed=3)
@@ -139,8 +140,8 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
         ema=True,
         clip=1.0,
         seed=5,
-        # One thread: small kernels on many threads crawl on a busy computer. fp32: faster formats of a GPU round
-        # more than the tolerance of a move.
+        # One thread: small kernels on many threads are very slow on a busy machine. fp32: the faster formats of a GPU
+        # round more than the tolerance of a move.
         overrides={"micro_batch": 8, "threads": 1, "precision": "fp32"},
     ) as session:
         for batch in session:
