@@ -1,7 +1,7 @@
 """The batch size finder: the smallest global batch within 10 % of the highest throughput.
 
-Each size is measured under the rules' own plan for it. Only one can be prepared at a time, so the sizes are visited
-upwards and back again: a drift of the machine favors none of them.
+Each size is measured under the rule-based plan for that size. Only one size can be prepared at a time, so the finder
+visits sizes upward and then downward. A drift in machine speed then favors no size.
 """
 
 import math
@@ -27,23 +27,28 @@ from whet.plan.plan import Plan, read_plan
 from whet.plan.workload import AutoBatch, BatchPoint, Scaling
 from whet.run.folder import RUN_FILE, open_run
 
-# With fewer optimizer steps an epoch, scaling the learning rate is guesswork.
+# With fewer optimizer steps per epoch, scaling the learning rate is guesswork.
 MIN_STEPS_PER_EPOCH = 20
+# Halving stops here: smaller batches leave most hardware idle.
 _MIN_BATCH = 8
+# A smaller batch takes more optimizer steps per epoch, which is worth up to 10 % of the throughput.
 _WITHIN = 0.10
-# A visit lasts at least this many steps and seconds: a few quick steps may fall into one hiccup of the machine.
+# Minimum steps and seconds of a visit. A single hiccup of the machine can cover a few quick steps.
 _MIN_STEPS, _MIN_SECONDS, _MAX_STEPS = 8, 0.3, 200
-# Of the budget, for the timed steps of one visit at most.
+# Maximum share of the budget for the timed steps of one visit.
 _VISIT_SHARE = 0.1
+# Repeat visits to the sizes that may win: one round downward, one upward.
 _EXTRA_ROUNDS = 2
+# A larger size counts as flat unless it is at least 5 % faster than the best so far.
 _MIN_GAIN = 1.05
-# This many sizes in a row with less gain end the way up.
+# Stop trying larger sizes after this many flat sizes in a row. One flat size may be noise.
 _MAX_FLAT = 2
-# Sizes slower than this share of the best cannot win and are not visited again.
+# Do not revisit sizes below this share of the best throughput: they cannot win.
 _NEAR_BEST = 0.8
-# The next larger size may take this much longer than the last one.
+# Expected time of the next larger size relative to the last one: twice the samples, plus a margin.
 _GROWTH = 2.5
 
+# Learning rate scaling rule by optimizer class name, in lowercase.
 _SCALING: Mapping[str, Scaling] = {
     "sgd": "linear",
     **dict.fromkeys(
@@ -67,7 +72,11 @@ def choose_batch_size(
     budget_seconds: float,
     on_progress: ProgressCallback | None = None,
 ) -> AutoBatch:
-    """Measure batch sizes around the bench's own, which `base_rates` are meant for; the bench is left at the result."""
+    """Measure batch sizes around the current one and switch the bench to the best.
+
+    `base_rates` are the learning rates for the bench's current batch size, one per parameter group. Raises WhetError if
+    no size can be measured.
+    """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
     base = bench.plan.workload.global_batch_size
     sizes = batch_sizes_to_try(base, bench.plan.workload.num_samples)
@@ -109,9 +118,10 @@ def choose_batch_size(
 def recorded_batch_size(
     run: Path | None, *, plan: Plan | None = None, base_rates: Sequence[float] | None = None
 ) -> AutoBatch | None:
-    """Return the batch of an existing run, else of a plan; None if it must be measured. It is never measured twice.
+    """Return the batch size recorded in an existing run or a plan; None if it must be measured.
 
-    `base_rates` are the learning rates given now, if they must be the same.
+    A recorded batch size is never measured again, because a resumed run must keep it. Raises UsageError if the recorded
+    batch size was fixed by the user, or if `base_rates` differ from the recorded learning rates.
     """
     where = "the plan"
     if run is not None and (run / RUN_FILE).exists():
@@ -136,7 +146,9 @@ def recorded_batch_size(
 
 
 def batch_sizes_to_try(base: int, num_samples: int | None) -> list[int]:
-    """Return halves and doubles of a batch that leave enough steps in an epoch. Raises UsageError without a choice.
+    """Return the halves and doubles of a batch size that leave enough steps per epoch.
+
+    Raises UsageError if fewer than two sizes remain.
 
     >>> batch_sizes_to_try(32, 5_280)
     [8, 16, 32, 64, 128, 256]
@@ -162,7 +174,9 @@ def batch_sizes_to_try(base: int, num_samples: int | None) -> list[int]:
 
 
 def smallest_fast_batch(rates: Mapping[int, float]) -> tuple[int, int]:
-    """Return the smallest batch within 10 % of the best throughput, and the best one, from samples per second.
+    """Return the smallest batch size within 10 % of the best throughput, and the fastest batch size.
+
+    `rates` maps batch sizes to samples per second.
 
     >>> smallest_fast_batch({8: 400.0, 16: 700.0, 32: 920.0, 64: 1000.0})
     (32, 64)
@@ -170,6 +184,7 @@ def smallest_fast_batch(rates: Mapping[int, float]) -> tuple[int, int]:
     usable = {batch: rate for batch, rate in rates.items() if batch > 0 and math.isfinite(rate) and rate > 0}
     if not usable:
         raise UsageError("no batch size could be measured", got=dict(rates), try_="global_batch_size=N")
+    # On a tie, the smaller batch is the best one.
     best = max(usable, key=lambda batch: (usable[batch], -batch))
     return min(batch for batch, rate in usable.items() if rate >= (1 - _WITHIN) * usable[best]), best
 
@@ -184,7 +199,7 @@ def _describe_choice(size: int, best: int, rates: Mapping[int, float]) -> str:
 
 
 def lr_scaling(optimizer: str) -> Scaling:
-    """Return how an optimizer's learning rate scales with the batch. Raises UsageError for unknown optimizers.
+    """Return how the learning rate of an optimizer scales with the batch size. Raises UsageError if unknown.
 
     >>> lr_scaling("AdamW"), lr_scaling("SGD")
     ('square root', 'linear')
@@ -200,12 +215,12 @@ def lr_scaling(optimizer: str) -> Scaling:
 
 
 def lr_factor(*, before: int, after: int, scaling: Scaling) -> float:
-    """Return the factor of the learning rate for another global batch."""
+    """Return the factor by which to multiply the learning rate when the global batch size changes."""
     return after / before if scaling == "linear" else math.sqrt(after / before)
 
 
 def scale_learning_rate(rate: float, *, before: int, after: int, scaling: Scaling) -> tuple[float, str]:
-    """Return the learning rate for another global batch, and how it was computed.
+    """Return the learning rate for another global batch size, and a description of the computation.
 
     >>> scale_learning_rate(0.1, before=32, after=128, scaling="square root")
     (0.2, 'lr 0.1 at batch 32 becomes 0.2 at batch 128 (times the square root of 4)')
@@ -234,24 +249,26 @@ class _BatchTimings:
     budget: Budget
     progress: ProgressReporter
     seconds: dict[int, list[float]] = field(default_factory=dict)
-    """Of single steps, in the order in which the sizes were first visited."""
+    """Seconds of each timed step, by batch size. Keys are in the order of the first visit."""
     visit_seconds: dict[int, float] = field(default_factory=dict)
-    """Of the longest visit as a whole."""
+    """Seconds of the longest visit, including preparation, by batch size."""
     failures: dict[int, str] = field(default_factory=dict)
     facts: dict[int, tuple[int, int | None]] = field(default_factory=dict)
-    """Micro-batch and peak memory."""
+    """Micro-batch size and peak bytes, by batch size."""
 
     @property
     def rates(self) -> dict[int, float]:
-        """Samples per second by size."""
+        """Samples per second by batch size."""
         return {size: size / median(seconds) for size, seconds in self.seconds.items()}
 
     @property
     def best_rate(self) -> float:
+        """Samples per second of the fastest batch size; 0 before the first measurement."""
         return max(self.rates.values(), default=0.0)
 
     @property
     def points(self) -> tuple[BatchPoint, ...]:
+        """One point per batch size, including the sizes that failed."""
         points = []
         for size in sorted({*self.seconds, *self.failures}):
             if size in self.failures:
@@ -273,11 +290,12 @@ class _BatchTimings:
         return tuple(points)
 
     def visit(self, size: int) -> bool:
-        """Time steps of one size; False if that failed, which is recorded."""
+        """Time steps of one batch size. Record a failure and return False."""
         began = self.bench.clock()
         self.progress.begin(f"global batch {size}")
         try:
             self.bench.use_batch(size)
+            # Check the prediction first: an out-of-memory error costs a restart of the bench process.
             excess = self._excess(self.bench.predicted_bytes({}))
             if excess is not None:
                 return self._fail(size, f"it would need {excess}")
@@ -298,7 +316,7 @@ class _BatchTimings:
         return True
 
     def has_time(self, size: int, *, growth: float) -> bool:
-        """Whether a visit that takes `growth` times as long as the nearest size did would end in time."""
+        """Whether the budget allows a visit that takes `growth` times as long as the nearest visited size."""
         if not self.visit_seconds:
             return True
         nearest = min(self.visit_seconds, key=lambda visited: abs(visited - size))
@@ -306,6 +324,7 @@ class _BatchTimings:
 
     def _time_steps(self, prepared: PreparedStep) -> list[float]:
         clock, began = self.bench.clock, self.bench.clock()
+        # Slow steps get at least three timings, even if that exceeds the share of one visit.
         ends_at = min(self.budget.end, began + max(3 * prepared.step_seconds, _VISIT_SHARE * self.budget.seconds))
         seconds: list[float] = []
         while not seconds or (
@@ -318,7 +337,7 @@ class _BatchTimings:
         return seconds
 
     def _fail(self, size: int, reason: str) -> bool:
-        # A size that was measured before keeps its times.
+        # Keep the times of an earlier visit that succeeded.
         if size not in self.seconds:
             self.failures[size] = reason
         return False
@@ -331,7 +350,7 @@ class _BatchTimings:
 
 
 def _measure_up_and_down(timings: _BatchTimings, sizes: Sequence[int], *, start: int) -> None:
-    """Visit larger sizes from `start` until they bring no more, then smaller ones until they are clearly slower."""
+    """Visit sizes upward from `start` until throughput is flat, then downward until it is clearly lower."""
     num_flat = 0
     for size in (size for size in sizes if size >= start):
         best = timings.best_rate
@@ -351,12 +370,13 @@ def _measure_up_and_down(timings: _BatchTimings, sizes: Sequence[int], *, start:
 
 
 def _measure_again(timings: _BatchTimings) -> None:
-    """Visit sizes that may win in reverse order and back, and those that a smaller size should not beat."""
+    """Revisit sizes that may win or whose timing is implausible, in reverse order and back."""
     order = list(timings.seconds)
     for _ in range(_EXTRA_ROUNDS):
         order.reverse()
         for size in order:
             rates = timings.rates
+            # Throughput rarely falls as the batch grows. A size slower than a smaller one was probably disturbed.
             is_odd = any(rates[size] < _NEAR_BEST * rate for smaller, rate in rates.items() if smaller < size)
             is_near = rates[size] >= _NEAR_BEST * timings.best_rate
             if (is_odd or is_near) and timings.has_time(size, growth=1.0):

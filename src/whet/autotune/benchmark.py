@@ -1,8 +1,9 @@
 """Benchmark sweeps: every value of a setting timed in pairs against the plan.
 
-Each variant runs alone first, so that its peak memory is its own. It is then timed in pairs with the plan on the same
-batches, so that the ratio holds whatever the machine does meanwhile. Rounds go there and back (A B C, C B A), so that
-no variant is always last; the plan's neighbors come first, because they benefit most from limited time.
+Each variant first runs alone, so that its peak memory includes nothing else. It is then timed in pairs with the plan on
+the same batches, so that changes in machine speed cancel out of the ratio. The order of variants alternates between
+rounds (A B C, C B A), so that no variant is always last. Values close to the plan's value come first: they are the most
+useful if time runs out.
 """
 
 import math
@@ -27,43 +28,49 @@ from whet.machine.facts import Conditions
 from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
 
+# Settings that each row reports.
 _SHOWN = (
     "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_location",
     "compile", "activation_checkpointing",
 )  # fmt: skip
 _ROUNDS = 2
 _PAIRS_PER_ROUND = 20
-# A visit may take this much longer than the longest before it; one that could end too late is not begun.
+# Expected maximum time of a visit relative to the longest so far. A visit that may end after the deadline is skipped.
 _MARGIN = 1.3
-# Of a sweep's time, for the first run of each variant: a few values with intervals are better than many without.
+# Maximum share of a sweep's time for the first runs. A few values with intervals are better than many without.
 _FIRST_RUN_SHARE = 0.5
-# For a meaningful interval.
+# The interval of a median is exact from five pairs on (see `statistics.estimate`).
 _MIN_PAIRS = 5
+# Lower bound of the timeout, for plans that prepare almost instantly.
 _MIN_PREPARE_SECONDS = 5.0
 
+# Thermal pressure levels of macOS, in increasing order.
 _THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+# Visits in each third of the benchmark that are needed to compare the first third with the last.
 _MIN_VISITS_PER_THIRD = 4
+# CPU use of other programs above which the benchmark reports them.
 _BUSY_PERCENT = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkContext:
-    """What all sweeps of one benchmark share."""
+    """State shared by all sweeps of one benchmark."""
 
     bench: StepBench
     rule_plan: Plan
     own: Settings
-    """The measured settings of the plan that differ from the rules."""
+    """Measured settings of the plan that differ from the rules."""
     read_conditions: Callable[[], Conditions] = Conditions
     memory: MemoryModel = field(default_factory=MemoryModel)
     plan_visits: list[float] = field(default_factory=list)
-    """The plan's own step times, from the first sweep to the last."""
+    """Step times of the plan in all sweeps, in order."""
     readings: list[Conditions] = field(default_factory=list)
-    """Sensor readings in between."""
+    """Sensor readings taken between the measurements."""
     cpu_use: list[float] = field(default_factory=list)
-    """Percent of all cores, before and after, while nothing was measured."""
+    """CPU use in percent of all cores, read before and after the measurements."""
 
     def plan_with(self, settings: Settings) -> Plan:
+        """Return the rule-based plan with these settings."""
         return plan_with(self.rule_plan, settings)
 
 
@@ -80,34 +87,36 @@ class _VariantRun:
     peak_bytes: int | None = None
     needed_bytes: int | None = None
     first_seconds: float | None = None
-    """One step of the first run."""
+    """Seconds of one step in the first run."""
     preparation_seconds: float = 0.0
 
     @property
     def is_running(self) -> bool:
+        """Whether the first run succeeded, so that the variant can be timed."""
         return self.outcome == "measured"
 
     @property
     def seconds(self) -> BenchInterval | None:
-        """One step; from the first run alone if there was no time for more."""
+        """Seconds of one step; from the first run alone if no time was left for pairs."""
         visits = self.timings.visits or ([self.first_seconds] if self.first_seconds else [])
         return median_interval(visits) if visits and self.outcome in ("measured", "far slower") else None
 
     @property
     def rate(self) -> BenchInterval | None:
-        """Samples per second by its own times alone."""
+        """Samples per second, computed without the paired timings."""
         return rate_interval(self.plan.workload.global_batch_size, self.seconds) if self.seconds else None
 
     def fail(self, error: ProbeFailedError, *, late: RowOutcome = "failed") -> None:
+        """Record a failure; `late` is the outcome of a timeout."""
         outcomes: dict[str, RowOutcome] = {"oom": "does not fit", "timeout": late}
         self.outcome, self.note = outcomes.get(error.kind, "failed"), error.reason
 
 
 def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Variant], *, until: float) -> BenchSweep:
-    """Return one row for each variant, before `until` on the bench's clock; the plan's own is the baseline."""
+    """Measure all variants against the plan and return one row each, by `until` on the bench's clock."""
     runs = [_VariantRun(variant=variant, plan=context.plan_with(variant.settings)) for variant in variants]
     own = next(run for run in runs if run.variant.is_plan)
-    # The plan, then its neighbors; the extremes are the slowest, and time may run out.
+    # The plan first, then its neighbors. The extreme values are the slowest, so they come last in case time runs out.
     in_order = sorted(runs, key=lambda run: abs(runs.index(run) - runs.index(own)))
     started = context.bench.clock()
     first_runs_end = started + _FIRST_RUN_SHARE * (until - started)
@@ -117,6 +126,7 @@ def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Va
             _run_alone(context, run, seconds=until - now, late="no time")
         elif own.is_running and now + own.preparation_seconds < first_runs_end:
             limit = _prepare_limit(own)
+            # A timeout shows that the variant is slow only if the sweep's deadline did not shorten its limit.
             late: RowOutcome = "far slower" if limit <= until - now else "no time"
             hopeless = HOPELESS * (own.first_seconds or math.inf)
             _run_alone(context, run, seconds=min(until - now, limit), late=late, hopeless=hopeless)
@@ -134,14 +144,17 @@ def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Va
 
 
 def _prepare_limit(own: _VariantRun) -> float:
-    """Return the seconds for preparing a variant: one that needs longer is hopeless, and killing it costs a restart."""
+    """Return the timeout in seconds for preparing a variant.
+
+    A variant that exceeds it cannot win. The timeout is generous because killing the process costs a restart.
+    """
     return max(_MIN_PREPARE_SECONDS, 3 * own.preparation_seconds + 2 * HOPELESS * (own.first_seconds or 0))
 
 
 def _run_alone(
     context: BenchmarkContext, run: _VariantRun, *, seconds: float, late: RowOutcome, hopeless: float = math.inf
 ) -> None:
-    """Prepare a variant alone: whether it fits, its peak memory, the time of a step and its agreement with fp32."""
+    """Run a variant alone and record whether it fits, its peak memory, its step time and its agreement with fp32."""
     settings, micro_batch = run.variant.settings, run.plan.micro_batch
     predicted, limit = context.bench.predicted_bytes(settings), memory_limit(run.plan)
     needed = context.memory.estimate(settings, micro_batch=micro_batch, predicted=predicted)
@@ -154,7 +167,7 @@ def _run_alone(
         try:
             run.first_seconds, run.preparation_seconds = prepared.step_seconds, prepared.preparation_seconds
             if run.first_seconds >= hopeless:
-                # A second try, because one hiccup must not decide.
+                # Run a second step, because the first one may have been disturbed.
                 run.first_seconds = min(run.first_seconds, prepared.step(0))
             run.peak_bytes = prepared.peak_bytes()
             run.outcome = "measured"
@@ -172,6 +185,7 @@ def _run_alone(
 
 
 def _drop_hopeless(runs: Sequence[_VariantRun], own: _VariantRun) -> None:
+    """Exclude variants from the timing whose first run was far slower than the plan's."""
     for run in runs:
         if run.is_running and (run.first_seconds or 0) >= HOPELESS * (own.first_seconds or 0):
             run.outcome = "far slower"
@@ -181,7 +195,7 @@ def _drop_hopeless(runs: Sequence[_VariantRun], own: _VariantRun) -> None:
 def _time_in_rounds(
     context: BenchmarkContext, others: Sequence[_VariantRun], own: _VariantRun, *, until: float
 ) -> None:
-    """Time each variant against the plan, which stays prepared throughout."""
+    """Time each variant against the plan. The plan stays prepared in all rounds."""
     clock = context.bench.clock
     baseline = context.bench.prepare(own.variant.settings, seconds=max(0.1, until - clock()))
     try:
@@ -191,6 +205,7 @@ def _time_in_rounds(
             waiting = [run for run in (others if number % 2 == 0 else others[::-1]) if run.is_running]
             for position, run in enumerate(waiting):
                 turns_left = len(waiting) - position + (_ROUNDS - 1 - number) * len(waiting)
+                # In the first round, reserve time for the minimum number of pairs, even if fewer variants get a turn.
                 share = max((until - clock()) / turns_left, 0.0 if number else _min_turn_seconds(run, own))
                 _take_turn(context, run, own, baseline, until=min(until, clock() + share))
                 context.readings.append(context.read_conditions())
@@ -214,18 +229,19 @@ def _time_alone(own: _VariantRun, baseline: PreparedStep, *, clock: Callable[[],
 def _take_turn(
     context: BenchmarkContext, run: _VariantRun, own: _VariantRun, baseline: PreparedStep, *, until: float
 ) -> None:
-    """Time one variant against the plan in pairs, in alternating order."""
+    """Time one variant against the plan in pairs of alternating order."""
     clock = context.bench.clock
     if clock() + _MARGIN * run.preparation_seconds > until:
         return
     try:
         prepared = context.bench.prepare(run.variant.settings, seconds=max(0.1, until - clock()))
     except ProbeFailedError as error:
+        # A timeout is not a failure of the variant: the time limit of this turn was short.
         if error.kind != "timeout":
             run.fail(error)
         return
     a_pair = baseline.step_seconds + prepared.step_seconds
-    # If one side is far slower, visits of many steps would leave no time for enough pairs.
+    # If one side is far slower, visits with many steps would leave too little time for the minimum number of pairs.
     affordable = max(1, int((until - clock()) / (_MARGIN * _MIN_PAIRS * max(a_pair, 1e-9))))
     steps = min(affordable, steps_per_visit(min(baseline.step_seconds, prepared.step_seconds)))
     try:
@@ -237,7 +253,7 @@ def _take_turn(
             try:
                 ours = run.timings.visit(prepared, first=first, steps=steps)
             except ProbeFailedError as error:
-                # The variant's own failure; one of the plan ends the sweep.
+                # Only this variant failed. A failure of the plan propagates and ends the sweep.
                 run.fail(error)
                 return
             if theirs is None:
@@ -251,7 +267,7 @@ def _close(prepared: PreparedStep) -> None:
     try:
         prepared.close()
     except ProbeFailedError:
-        # Its process has ended, and has released everything.
+        # The process has ended, which released everything.
         return
 
 
@@ -271,7 +287,7 @@ def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
         outcome=run.outcome,
         note=note or ("not measured within the time limit" if run.outcome == "no time" else ""),
         step_seconds=seconds,
-        # From the pairs: a variant that ran in quiet minutes would look too good by its own times.
+        # Based on the pairs, because a variant that ran while the machine was quiet would look too fast.
         samples_per_second=scaled_interval(speedup, plan_rate.median) if speedup and plan_rate else run.rate,
         speedup=speedup,
         peak_bytes=run.peak_bytes,
@@ -282,7 +298,7 @@ def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
 
 
 def disturbances(context: BenchmarkContext) -> Iterator[str]:
-    """Describe what disturbed the benchmark: heat, other programs, short memory."""
+    """Yield descriptions of disturbances: throttling, other programs, memory pressure, low-power mode."""
     levels = [reading.thermal for reading in context.readings if reading.thermal is not None]
     hot = [level for level in levels if level != "nominal"]
     if hot:
@@ -294,6 +310,7 @@ def disturbances(context: BenchmarkContext) -> Iterator[str]:
     if third >= _MIN_VISITS_PER_THIRD:
         first, last = (median_interval(part) for part in (context.plan_visits[:third], context.plan_visits[-third:]))
         change = last.median / first.median
+        # The change is significant if the confidence intervals do not overlap.
         is_significant = last.low > first.high or last.high < first.low
         cause = "heat, or other programs" if change > 1 else "other programs ended, or clocks rose"
         yield f"the plan's own steps took {change:.2f}x as long in the last third as in the first" + (

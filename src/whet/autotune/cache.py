@@ -16,9 +16,10 @@ from whet.run import durable
 from whet.run.disk import read_regular_file
 
 FORMAT_VERSION = 1
+# Entries expire because a machine changes in ways that the key does not cover.
 _MAX_DAYS = 90
 _MAX_FILES = 200
-# Files of other names are not ours and are never removed.
+# Only files with such names are removed. Anything else in the folder was not written by this cache.
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -26,29 +27,30 @@ class _CacheEntry(FrozenModel):
     format_version: int
     about: Mapping[str, Any]
     saved: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     result: TuningResult
 
 
 def folder() -> Path:
-    """Return the default folder of the cache."""
+    """Return the default cache folder."""
     return home() / "evidence"
 
 
 def key(about: Mapping[str, Any]) -> str:
-    """Return the file name of a description, independent of the order of its keys."""
+    """Return the cache key of a workload description. The order of its fields does not matter."""
     return hashlib.sha256(_canonical(about).encode()).hexdigest()
 
 
 def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | None = None) -> TuningResult | None:
-    """Return the cached result for exactly this description; None if there is none, or it is too old or unreadable."""
+    """Return the cached result for this description; None if it is missing, expired or unreadable."""
     try:
         path = (where or folder()) / f"{key(about)}.json"
         entry = _CacheEntry.from_json(json.loads(read_regular_file(path)), where=path)
     except (OSError, ValueError, RuntimeError, WhetError):
-        # RuntimeError: a user without a home folder, or JSON that is nested too deep.
+        # RuntimeError: the user has no home folder, or the JSON is nested too deeply.
         return None
     age = (time.time() if now is None else now) - entry.saved
+    # Compare the descriptions too: the file may have been renamed or edited.
     matches = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
     return entry.result if matches and 0 <= age <= _MAX_DAYS * 86_400 else None
 
@@ -56,7 +58,7 @@ def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | No
 def save(
     about: Mapping[str, Any], result: TuningResult, *, where: Path | None = None, now: float | None = None
 ) -> bool:
-    """Cache a result. Return False if it is not reusable or the folder cannot be written."""
+    """Cache a result; return False if it is not reusable or cannot be written."""
     if not result.is_reusable:
         return False
     saved = time.time() if now is None else now
@@ -68,12 +70,16 @@ def save(
         durable.write_file(path, data=json.dumps(entry.as_json(), allow_nan=False).encode())
         _remove_old(target, now=saved, keep=path)
     except (OSError, RuntimeError, ValueError, WhetError):
+        # The cache is an optimization, so a full or read-only disk must not stop the run.
         return False
     return True
 
 
 def _remove_old(target: Path, *, now: float, keep: Path) -> None:
-    """Remove expired entries and the oldest of too many; never the new one, even if the clock is wrong."""
+    """Remove expired entries, and the oldest entries beyond the limit.
+
+    The new entry `keep` is never removed, even if the system clock is wrong.
+    """
     others = (path for path in target.iterdir() if _NAME.fullmatch(path.name) and path != keep)
     newest_first = sorted(((path.lstat().st_mtime, path) for path in others), reverse=True)
     for number, (written, path) in enumerate(newest_first, start=1):

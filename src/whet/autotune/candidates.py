@@ -12,32 +12,36 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-# Of the memory limit, for data on the device if a measurement decides.
+# Maximum share of the memory limit for a dataset that is kept on the device.
 _MAX_RESIDENT_SHARE = 0.4
 # The first CUDA compute capability whose tensor cores support bf16 and tf32.
 _MIN_TF32_CAPABILITY = 8
-# Kernels in half precision. The only alternative in float32 is math, which was 5 to 20 times slower (CPU: 1.2 to 4.7).
+# Attention kernels in half precision. In float32 the only alternative is "math", which measured 5 to 20 times slower
+# (1.2 to 4.7 times on CPUs).
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
 _CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCandidate:
-    """A change of the best settings so far."""
+    """A change to the best settings so far."""
 
     setting: str
-    """The setting that is tried."""
+    """Name of the setting under test."""
     changes: Settings
-    """The value of that setting, and of settings that must change along with it."""
+    """New value of that setting, and of settings that must change with it."""
 
     @property
     def value(self) -> Scalar:
-        """The value that is tried."""
+        """New value of the setting under test."""
         return self.changes[self.setting]
 
 
 def plan_with(plan: Plan, settings: Settings) -> Plan:
-    """Return the plan with these settings as measured values; overrides stay, and the rules decide all else again."""
+    """Return the plan with these settings as measured values.
+
+    Overrides are kept, and the rules decide all other settings again.
+    """
     tried = {name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in settings.items()}
     return make_plan(
         plan.machine,
@@ -50,7 +54,7 @@ def plan_with(plan: Plan, settings: Settings) -> Plan:
 
 
 def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
-    """Return the memory of a step with these settings, as the rules of the plan predict it."""
+    """Return the predicted memory in bytes of a step with these settings; None if unknown."""
     chosen = plan_with(plan, settings)
     return predict_memory(
         chosen.workload,
@@ -62,14 +66,21 @@ def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
 
 
 def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
-    """Return the settings with a candidate's changes; settings that depend on them are left to the rules again."""
+    """Return the settings with a candidate's changes, without the settings that depend on them.
+
+    The rules decide the removed settings again.
+    """
     kept = dict(settings)
+    # Device memory and recomputation change how large a micro-batch fits.
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
+    # The fastest attention kernel depends on the number of different shapes.
     if candidate.setting == "lengths":
         kept.pop("attention", None)
+    # The norm kernels support only some precisions and layouts.
     if candidate.setting in ("precision", "layout"):
         kept.pop("norms", None)
+    # Measured values of one device say nothing about another.
     if candidate.setting == "device":
         for name in ("threads", "lengths", "precision", "graph", "compile", "layout", "attention", "norms"):
             kept.pop(name, None)
@@ -77,7 +88,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 
 
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
-    """Yield the alternatives for one entry of `ORDER`; overrides are never changed."""
+    """Yield the alternatives for one entry of `ORDER`. Settings that the user fixed are never changed."""
     for candidate in _ABOUT[about](plan):
         is_valid = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
         is_overridden = any(name in plan.overrides for name in candidate.changes)
@@ -86,11 +97,12 @@ def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
 
 
 def device_kind(plan: Plan) -> str:
-    """Return the plan's device without its index."""
+    """Return the device type of a plan, such as "cuda" for "cuda:0"."""
     return plan.device.partition(":")[0]
 
 
 def _only(setting: str, *values: Scalar) -> Iterator[PlanCandidate]:
+    """Yield candidates that change only this setting; none without values."""
     return (PlanCandidate(setting=setting, changes={setting: value}) for value in values)
 
 
@@ -101,7 +113,7 @@ def _devices(plan: Plan) -> Iterator[PlanCandidate]:
 def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
     accelerator = plan.machine.accelerator(device_kind(plan))
     if accelerator is None:
-        # fp16 on CPUs was 50 times slower on every machine that was measured.
+        # fp16 is left out: it was 50 times slower on every CPU that we measured.
         return _only("precision", "bf16", "fp32")
     if accelerator.kind == "mps":
         return _only("precision", "bf16", "fp16", "fp32")
@@ -111,15 +123,18 @@ def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield halves and doubles of the best micro-batch so far; a winner is the next starting point.
+    """Yield halves and doubles of the best micro-batch so far. A winner becomes the next starting point.
 
-    The half comes first, because two points give the line that predicts where memory ends.
+    The half comes first: its peak memory is a second point for the memory model, which then predicts the larger sizes.
     """
     return _only("micro_batch", *_splits_around(plan, (0.5, 2.0, 0.25, 4.0)))
 
 
 def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield both together: each precision has its own best micro-batch, and changed one by one both may lose."""
+    """Yield combined changes of both settings.
+
+    The best micro-batch depends on the precision, so each change may lose alone although both together win.
+    """
     for candidate in _precisions(plan):
         for micro in _splits_around(plan, (0.5, 2.0, 0.25, 4.0)):
             yield PlanCandidate(setting="precision", changes={**candidate.changes, "micro_batch": micro})
@@ -127,20 +142,21 @@ def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
 
 def _splits_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
     micro, whole = plan.micro_batch, plan.workload.global_batch_size
+    # BatchNorm statistics depend on the micro-batch, so splitting would change the result.
     if plan.workload.has_batchnorm:
         return []
     largest = whole
     if has_row_limit(plan.machine, device_kind(plan)):
         largest = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
     wanted = (max(1, min(largest, int(micro * factor))) for factor in factors)
-    # Split evenly, with no micro-batch larger than wanted.
+    # Round up both divisions to split evenly, with no micro-batch larger than the wanted size.
     splits = (-(-whole // -(-whole // size)) for size in wanted)
     return [split for split in dict.fromkeys(splits) if split != micro]
 
 
 def _lengths(plan: Plan) -> Iterator[PlanCandidate]:
     device = device_kind(plan)
-    # On MPS every new shape takes memory permanently, so the few shapes of the rules stay.
+    # On MPS each new shape takes memory permanently, so keep the few shapes that the rules choose.
     if not plan.workload.lengths_vary or device == "mps":
         return _only("lengths")
     packed: tuple[str, ...] = ("packed",) if plan.workload.can_pack and device == "cpu" else ()
@@ -163,7 +179,7 @@ def _threads(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _activation_checkpointing(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield on and off; checkpointing pays only if it allows a larger micro-batch."""
+    """Yield on and off. Checkpointing pays only if it allows a larger micro-batch."""
     is_split = plan.micro_batch != plan.workload.global_batch_size
     if plan.activation_checkpointing == "off" and not is_split:
         return _only("activation_checkpointing")
@@ -190,7 +206,10 @@ def _prefetches(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield graph capture; a graph has one shape, so varying lengths are rounded to a few shapes along with it."""
+    """Yield graph capture on and off.
+
+    A captured graph has a fixed shape, so for varying lengths the candidate also rounds them to a few shapes.
+    """
     if device_kind(plan) != "cuda" or plan.activation_checkpointing == "on":
         return
     few = "packed few" if _is_unpadded(plan) else "few shapes"
@@ -212,30 +231,33 @@ def _norms(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def has_attention_choice(plan: Plan) -> bool:
-    """Whether a device of this machine has several attention kernels."""
+    """Whether a device of this machine has more than one attention kernel."""
     return any(kind in ATTENTION for kind in ("cpu", *(a.kind for a in plan.machine.accelerators)))
 
 
 def _attention_kernels(plan: Plan) -> Iterator[PlanCandidate]:
     if "sdpa" not in plan.workload.layers or plan.precision not in ("bf16", "fp16"):
         return _only("attention")
-    # The cost of cuDNN for each new length does not show in steps on a few batches (rule K7).
+    # The default may select cuDNN, which pays a cost for each new length. Timing a few batches does not show that cost
+    # (rule K7), so leave it out for many shapes.
     has_many_shapes = plan.workload.lengths_vary and plan.lengths in ("sorted", "packed")
     kernels = ATTENTION.get(device_kind(plan), ())
     return _only("attention", *(kernel for kernel in kernels if kernel != "torch" or not has_many_shapes))
 
 
 def _compiles(plan: Plan) -> Iterator[PlanCandidate]:
-    # Without a number of steps it is unknown whether compiling pays.
+    # If the number of steps is unknown, so is whether compiling pays.
     return _only("compile", *(("blocks", "on") if plan.workload.num_steps else ()))
 
 
 def memory_limit(plan: Plan) -> int | None:
-    """Return the bytes that a step may need; None if unknown."""
+    """Return the maximum memory of a step in bytes; None if unknown."""
     limit = plan.memory_gb
     return int(limit * 1024**3) if isinstance(limit, int | float) else None
 
 
+# Candidate generators. The settings that usually matter most come first, because time may run out. The settings that
+# take longest to prepare come last.
 _ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "device": _devices,
     "threads": _threads,
@@ -254,5 +276,4 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "graph": _graphs,
     "compile": _compiles,
 }
-# What usually matters most comes first, because time may run out; what is slowest to prepare comes last.
 ORDER = tuple(_ABOUT)

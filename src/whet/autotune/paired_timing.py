@@ -19,14 +19,16 @@ from whet.autotune.statistics import (
 )
 from whet.autotune.step_bench import PreparedStep
 
-# A candidate that is this many times slower in its first step is stopped.
+# Stop a candidate whose first step is this many times slower.
 HOPELESS = 20.0
 
-# The first pair of shorter steps does not count. Longer steps have warmed up in their preparation.
+# The first pair is discarded as warm-up if steps are shorter. Longer steps have warmed up during preparation.
 _WARM_SECONDS = 0.25
-# A step may take this many times the longest so far, the first few more; one that could end too late is not begun.
+# Expected maximum time of a visit relative to the longest so far; larger for the first few visits, which vary most.
+# A visit that may end after the deadline is skipped.
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
 _FEW_VISITS = 3
+# The sequential test can claim a gain after eight pairs.
 _TARGET_PAIRS = 8
 
 TimingOutcome = Literal["faster", "no gain", "unclear", "cut off"]
@@ -38,16 +40,16 @@ class PairedTiming:
 
     outcome: TimingOutcome
     log_ratios: tuple[float, ...]
-    """The candidate's time over the baseline's, one value per counted pair."""
+    """Logarithm of the candidate's time over the baseline's, one value per counted pair."""
     candidate_seconds: float
-    """The median of one step."""
+    """Median seconds of one step."""
     baseline_seconds: float
     is_stable: bool
-    """Whether the baseline took as long in the second half as in the first."""
+    """Whether the baseline was equally fast in both halves of the comparison."""
 
     @property
     def estimate(self) -> SpeedupEstimate | None:
-        """The speedup with its interval; None without a counted pair."""
+        """Speedup with its confidence interval; None without a counted pair."""
         return estimate(self.log_ratios) if self.log_ratios else None
 
 
@@ -61,14 +63,14 @@ def compare(
     max_pairs: int = MAX_PAIRS,
     tick: Callable[[], None] | None = None,
 ) -> PairedTiming:
-    """Time pairs of steps until the result is clear, for `max_pairs` at most, and not beyond `until` on the clock.
+    """Time pairs of steps until the result is clear, up to `max_pairs` pairs or `until` on the clock.
 
-    The order of each pair is random. A fixed A-B-B-A order would cancel a steady drift, but not a disturbance that
-    returns every fourth step; a random order favors neither side under both.
+    The order within each pair is random. A fixed A-B-B-A order would cancel a steady drift, but not a disturbance that
+    occurs every fourth step. A random order is unbiased in both cases.
     """
     quickest = min(candidate.step_seconds, baseline.step_seconds)
     a_pair = candidate.step_seconds + baseline.step_seconds
-    # If one side is far slower, visits of many steps would leave no time for enough pairs.
+    # If one side is far slower, visits with many steps would leave too little time for the target number of pairs.
     affordable = (until - clock()) / (_FIRST_MARGIN * _TARGET_PAIRS * max(a_pair, 1e-9))
     steps = max(1, min(steps_per_visit(quickest), int(min(affordable, MAX_STEPS_PER_VISIT))))
     ours, theirs = _TimedSide(candidate, steps), _TimedSide(baseline, steps)
@@ -79,6 +81,7 @@ def compare(
     while decision == "open" and len(log_ratios) < max_pairs:
         if clock() + ours.next_seconds + theirs.next_seconds > until:
             break
+        # Both sides run the same batches, so the content of a batch cannot favor one of them.
         order = (ours, theirs) if random_order.random() < 0.5 else (theirs, ours)
         for side in order:
             side.visit(batch)
@@ -96,7 +99,7 @@ def compare(
         log_ratios.append(log_ratio)
         decision = decide(log_ratios)
     if not log_ratios and candidate.step_seconds >= HOPELESS * baseline.step_seconds:
-        # There was no time for even one of its steps, and the last step of its preparation shows why.
+        # No time for even one pair: the last step of the preparation already shows that the candidate is too slow.
         return _result("cut off", [math.log(candidate.step_seconds / baseline.step_seconds)], ours, theirs)
     return _result("unclear" if decision == "open" else decision, log_ratios, ours, theirs)
 
@@ -107,23 +110,25 @@ class _TimedSide:
     def __init__(self, prepared: PreparedStep, steps: int) -> None:
         self.prepared, self.steps = prepared, steps
         self.visits: list[float] = []
-        """Seconds per step, the mean of each counted visit."""
+        """Mean seconds per step of each counted visit."""
         self._longest = 0.0
 
     def visit(self, first: int) -> None:
+        """Time consecutive steps from batch `first` on."""
         total = sum(self.prepared.step(first + offset) for offset in range(self.steps))
-        # A clock that stands still would give a ratio of zero.
+        # A coarse clock may report zero, which has no logarithm.
         self.visits.append(max(total / self.steps, 1e-9))
         self._longest = max(self._longest, self.visits[-1])
 
     @property
     def next_seconds(self) -> float:
-        """How long the next visit may take."""
+        """Expected maximum seconds of the next visit."""
         margin = _MARGIN if len(self.visits) >= _FEW_VISITS else _FIRST_MARGIN
         return margin * self.steps * max(self._longest, self.prepared.step_seconds)
 
     @property
     def median_seconds(self) -> float:
+        """Median seconds of one step; from the preparation if no visit counted."""
         return median(self.visits or [self.prepared.step_seconds])
 
 

@@ -1,6 +1,7 @@
-"""A step bench that runs in a child process: a crash, a hang or an OOM ends one trial and not the search.
+"""A step bench that runs in a child process, so that a crash, a hang or an OOM ends one trial and not the search.
 
-Memory is the resident set of the child, checked fifty times a second; memory on a GPU is not included.
+The memory limit applies to the resident set of the child, which is sampled fifty times a second. GPU memory is not
+included.
 """
 
 import contextlib
@@ -25,14 +26,17 @@ from whet.base.worker import (
 )
 from whet.plan.plan import Plan, read_plan
 
-# For importing torch, reading the data and building the model, at worst.
+# Timeout for importing torch, reading the data and building the model.
 START_SECONDS = 120.0
-# No step is awaited longer, unless the first ones were long.
+# Minimum timeout of a step. Slow steps get ten times the slowest one so far.
 _STEP_SECONDS = 30.0
 
 
 class ProcessStepBench:
-    """Opens `target` in a child: a "module:function" that gets `arguments` and returns a StepBench context manager."""
+    """Runs a StepBench in a child process and restarts the process after a failure.
+
+    `target` is a "module:function" that takes `arguments` and returns a context manager of a StepBench.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class ProcessStepBench:
         self._max_bytes = max_bytes
         self._worker: JsonWorker | None = None
         self.num_restarts = 0
-        """How many processes have ended; what was prepared in them is lost."""
+        """Number of processes that have ended. Steps that were prepared in them are lost."""
         self.about: dict[str, Any] = {}
         self._num_prepared = 0
         self._start_seconds = 0.0
@@ -65,7 +69,7 @@ class ProcessStepBench:
 
     @property
     def recovery_seconds(self) -> float:
-        """The time to start another process."""
+        """Seconds to start another process."""
         return self._start_seconds
 
     def clock(self) -> float:
@@ -85,7 +89,7 @@ class ProcessStepBench:
         return prepared
 
     def use_batch(self, size: int) -> None:
-        """Change the global batch, also for processes started later."""
+        """Change the global batch size, also for processes that start later."""
         self._arguments["global_batch_size"] = size
         if self._worker is None:
             self.plan = self._start()
@@ -95,7 +99,11 @@ class ProcessStepBench:
         self.about = response["about"]
 
     def request(self, timeout: float, **message: Any) -> dict[str, Any]:
-        """Return the child's response. A child without one is killed, which is the failure of this probe."""
+        """Send a request and return the response of the child.
+
+        Raises ProbeFailedError if the child reports a failure, exits, or does not respond in time. A child that does
+        not respond is killed.
+        """
         if self._worker is None:
             self._start()
         assert self._worker is not None
@@ -106,6 +114,7 @@ class ProcessStepBench:
             self._stop()
             raise ProbeFailedError(f"no response after {timeout:.1f} s; it was killed", kind="timeout") from None
         except WorkerExitError:
+            # The worker kills a child that exceeds `max_bytes` and records the size; otherwise the child crashed.
             taken, how = self._worker.killed_at_bytes, self._worker.describe_exit()
             self._stop()
             if taken is None:
@@ -147,7 +156,7 @@ class ProcessStepBench:
         except (WorkerTimeoutError, WorkerExitError):
             raise
         except BaseException:
-            # Ctrl-C: the late response must not be taken for the next one.
+            # After Ctrl-C, the pending response would be read as the response to the next request.
             self._stop()
             raise
 
@@ -162,7 +171,7 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings that are prepared in the child; after its death they are prepared again when they are next needed."""
+    """Settings prepared in the child process. After a restart, the next step prepares them again."""
 
     preparation_seconds = 0.0
     step_seconds = 0.0
@@ -185,6 +194,7 @@ class ProcessPreparedStep:
         self._process_number = self._bench.num_restarts
 
     def step(self, index: int) -> float:
+        """Run one step in the child and return its seconds. Raises ProbeFailedError."""
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -194,18 +204,18 @@ class ProcessPreparedStep:
         return float(response["seconds"])
 
     def peak_bytes(self) -> int | None:
-        """The peak as of the last response, also after the end of the process."""
+        """Return the peak memory at the last response. Valid after the process has ended."""
         return self._peak_bytes
 
     def close(self) -> None:
         if self._process_number == self._bench.num_restarts:
-            # A process that dies of it has released everything too.
+            # If closing crashes the process, that releases everything as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
 
 
 def serve(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """Open the bench and respond to requests; runs in the child."""
+    """Open the bench in the child process and respond to requests."""
     with contextlib.ExitStack() as stack:
         try:
             bench: StepBench = stack.enter_context(load_object(arguments["target"])(arguments["arguments"]))

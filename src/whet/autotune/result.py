@@ -15,18 +15,22 @@ from whet.plan.render import format_value
 from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
 MAX_BUDGET_SECONDS = 60.0
+# Maximum share of the run's time to spend on measuring.
 _SHARE_OF_RUN = 0.03
-# A run of unknown length is taken for a short one.
+# Number of steps assumed for a run of unknown length. A low number rejects settings that only pay in a long run.
 _ASSUMED_STEPS = 100
+# Maximum number of losing values to list as the reason for keeping a setting.
 _MAX_LISTED = 3
+# A confidence interval wider than this factor shows that the machine was busy.
 _MAX_INTERVAL_RATIO = 2.0
 NOT_QUIET = "the machine is not quiet: step times changed during the measurement"
 
+# Verb phrases for the one-time cost of a setting.
 _PREPARATIONS = {"compile": "compile", "workers": "start workers", "data_location": "move the data", "graph": "capture"}
 
 
 class ConfirmedGain(FrozenModel):
-    """The speedup over the rule-based plan, confirmed by a final comparison."""
+    """The speedup over the rule-based plan in the final comparison, with its confidence interval."""
 
     speedup: float
     low: float
@@ -35,25 +39,27 @@ class ConfirmedGain(FrozenModel):
 
 
 class TuningResult(FrozenModel):
-    """The result of a search; `measured` goes into `make_plan`, `trials` into the plan."""
+    """The result of a search. `applied_to` turns it into a plan."""
 
     settings: Mapping[str, Scalar] = Field(default_factory=dict)
-    """What is better than the rule-based plan; empty if nothing is."""
+    """Settings that are better than those of the rule-based plan; empty if none are."""
     measured: Mapping[str, MeasuredSetting] = Field(default_factory=dict)
-    """Every setting that was tried, kept ones too."""
+    """Evidence for every setting that was tried, including settings that kept their value."""
     trials: tuple[TuneTrial, ...] = ()
     spent_seconds: NonNegativeFloat = 0.0
     gain: ConfirmedGain | None = None
-    """Over the rule-based plan; None if that was kept."""
+    """Speedup over the rule-based plan; None if that plan was kept."""
     step_seconds: NonNegativeFloat | None = None
-    """The median step time under the resulting settings; None without a measured step."""
+    """Median step time under the resulting settings; None without a measured step."""
     preparation_seconds: NonNegativeFloat | None = None
     summary: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Summary for the user, one line per item."""
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it may be cached: not if the machine was busy, as unstable times or a wide interval show.
+        """Whether the result may be cached.
+
+        Unstable step times or a wide interval show that the machine was busy. Such a result is not cached.
 
         >>> TuningResult(gain=ConfirmedGain(speedup=14, low=3, high=50, repeats=8)).is_reusable
         False
@@ -81,7 +87,7 @@ def measured_settings(
 ) -> dict[str, MeasuredSetting]:
     """Return the evidence for each tried setting of the resulting plan: why it won, or why its alternatives lost.
 
-    `reverted` is the reason why gains of single trials were given up.
+    `reverted` is the reason for keeping the rule-based plan although some trials showed a gain; None otherwise.
     """
     measured: dict[str, MeasuredSetting] = {}
     for name in plan.settings:
@@ -99,7 +105,7 @@ def measured_settings(
 
 
 def _winner(name: str, value: Scalar, trials: Sequence[TuneTrial]) -> TuneTrial | None:
-    """Return the trial that introduced this value, alone or along with another setting."""
+    """Return the trial that introduced this value, alone or together with another setting; None if there is none."""
     won = (t for t in trials if t.verdict in ("faster", "likely") and name in t.settings and t.setting in t.settings)
     return next((t for t in won if t.settings[name] == value and t.against.get(name) != value), None)
 
@@ -115,6 +121,7 @@ def _why_kept(losers: Sequence[TuneTrial]) -> str:
 
 
 def _closest(losers: Sequence[TuneTrial]) -> TuneTrial:
+    """Return the losing trial with the highest speedup."""
     return max(losers, key=lambda trial: trial.speedup or 0.0)
 
 
@@ -135,7 +142,7 @@ def _evidence(trial: TuneTrial, name: str) -> Evidence:
 
 
 def budget_seconds(run_seconds: float | None, *, most: float = MAX_BUDGET_SECONDS) -> float:
-    """Return the time for measuring: a minute, and no more than 3 % of the run it is for.
+    """Return the time budget for measuring: one minute, but at most 3 % of the run's time.
 
     >>> budget_seconds(600), budget_seconds(36_000), budget_seconds(None)
     (18.0, 60.0, 60.0)
@@ -144,12 +151,12 @@ def budget_seconds(run_seconds: float | None, *, most: float = MAX_BUDGET_SECOND
 
 
 def finish_seconds(*, preparation: float, step: float, num_steps: int, planning: float = 0.0) -> float:
-    """Return the time from now until the last step: preparation counts as much as steps do."""
+    """Return the seconds from now until the end of the last step, including preparation."""
     return planning + preparation + num_steps * step
 
 
 def finish_estimate(plan: Plan, result: TuningResult) -> str:
-    """Describe the time of all steps under the plan, its throughput and its memory in one line."""
+    """Describe the total time, throughput and memory of a run under the plan in one line."""
     step, steps = result.step_seconds, plan.workload.num_steps
     if step is None or step <= 0:
         return "no time estimate: no step could be measured"
@@ -167,29 +174,29 @@ def finish_estimate(plan: Plan, result: TuningResult) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakEven:
-    """A one-time cost before the first step against the time saved in each step."""
+    """Compares a one-time cost before the first step with the time saved in each step."""
 
     cost_seconds: float
     saved_seconds: float
-    """Per step; negative if steps became slower."""
+    """Seconds saved per step; negative if steps became slower."""
     num_steps: int | None
-    """Of this run; None if unknown."""
+    """Number of steps of this run; None if unknown."""
 
     @property
     def step(self) -> int | None:
-        """The step after which the cost is recovered; None for never."""
+        """The step after which the cost is recovered; None if it never is."""
         if self.cost_seconds <= 0:
             return 0
         return math.ceil(self.cost_seconds / self.saved_seconds) if self.saved_seconds > 0 else None
 
     @property
     def pays(self) -> bool:
-        """Whether this run ends sooner."""
+        """Whether the setting makes this run finish sooner."""
         num_steps = _ASSUMED_STEPS if self.num_steps is None else self.num_steps
         return self.saved_seconds * num_steps > self.cost_seconds
 
     def describe(self, setting: str) -> str:
-        """Describe the cost of a setting and when it pays.
+        """Describe the cost of a setting, and the step after which it pays.
 
         >>> BreakEven(cost_seconds=38, saved_seconds=0.12, num_steps=5_000).describe("compile")
         '38 s to compile, saves 120 ms a step, pays after step 317 of 5,000'
@@ -211,7 +218,7 @@ class BreakEven:
 
 
 def show_setting(setting: str, value: Scalar) -> str:
-    """Show a value so that it can be understood outside of its table row.
+    """Format a setting's value for running text, with the setting's name unless the value is self-explanatory.
 
     >>> show_setting("precision", "bf16"), show_setting("compile", "on"), show_setting("micro_batch", 8)
     ('bf16', 'compile=on', 'micro_batch=8')
@@ -238,22 +245,22 @@ def describe_timing(name: str, timing: PairedTiming) -> str:
 
 
 def describe_gain(result: SpeedupEstimate, before: str) -> str:
-    """Describe a candidate that won against the best value before it."""
+    """Describe a candidate that won against the previous best value."""
     return f"{result.speedup:.2f}x as fast as {before} ({_repeats(result)})"
 
 
 def describe_interval(result: SpeedupEstimate) -> str:
-    """Describe a speedup with its interval."""
+    """Describe a speedup with its confidence interval."""
     return f"{result.speedup:.2f}x, {result.low:.2f}x to {result.high:.2f}x in {_count(result)}"
 
 
 def describe_timeout(name: str, *, seconds: float, usual: float) -> str:
-    """Describe a preparation that was stopped."""
+    """Describe a preparation that exceeded its timeout."""
     return f"{name} was not ready after {format_seconds(seconds)}, stopped (baseline: {format_seconds(usual)})"
 
 
 def _describe_briefly(trial: TuneTrial) -> str:
-    """Describe a trial in a few words, for a list of trials of the same setting."""
+    """Describe a trial in a few words, for a list of trials with the same setting."""
     value = trial.settings[trial.setting]
     short = format_value(value)
     if trial.verdict in ("no gain", "unclear") and trial.speedup is not None:

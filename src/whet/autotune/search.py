@@ -23,23 +23,26 @@ from whet.plan.plan import Plan
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
+# Passes over all settings per retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
-# Changes with a lower speedup are not retried when other settings have changed: at first, and after all else.
+# A change that lost is retried on top of new best settings only if its last speedup was at least this: in the first
+# passes, and in the late passes, when nothing better is left to try.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
-# Changes with a lower speedup are not tried together with another change.
+# A change is combined with another change only if its speedup alone was at least this.
 _COMBINE_ABOVE = 0.5
-# Beyond a micro-batch with a lower speedup nothing better is expected.
+# If a micro-batch has a lower speedup, micro-batches farther from the best one are not tried.
 _FLAT = 0.97
-# Of the budget, for preparing the rule-based plan: without time for a candidate there is nothing to compare.
+# Maximum share of the budget for preparing the rule-based plan. The rest is needed to try a candidate at all.
 _FIRST_SHARE = 0.5
-# Of the remaining time, for preparing one candidate; one that is known to prepare slowly may take all of it.
+# Maximum share of the remaining time for preparing one candidate. Settings known to prepare slowly may use all of it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
-# A first step this many times slower is still awaited: a measured factor is better evidence than a timeout.
+# Wait for a first step that is up to this many times slower: a measured factor is better evidence than a timeout.
 _PATIENT_STEPS = 50
+# Pairs of the final comparison to reserve time for, and the maximum share of the budget to reserve.
 _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
 
@@ -47,9 +50,13 @@ _CONFIRM_SHARE = 0.35
 def search(
     plan: Plan, bench: StepBench, *, budget_seconds: float, seed: int = 0, on_progress: ProgressCallback | None = None
 ) -> TuningResult:
-    """Return the best settings that were found and confirmed; the rules' own if no gain is real."""
+    """Search for faster settings within the budget and return the confirmed result.
+
+    The result keeps the rule-based plan if no gain is confirmed.
+    """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
     progress = ProgressReporter(on_progress, budget)
+    # The search stops at the budget. The bench kills a hanging probe slightly later.
     outer, bench.ends_at = bench.ends_at, budget.start + TIMEOUT_FACTOR * budget_seconds
     bench.tick = None if on_progress is None else progress.tick
     try:
@@ -79,24 +86,24 @@ def _search(context: SearchContext) -> TuningResult:
 
 @dataclass(slots=True)
 class _SearchState:
-    """The progress of a search."""
+    """Mutable state of a search."""
 
     context: SearchContext
     base: PreparedSettings
-    """The rule-based plan; closed as soon as something else is best."""
+    """The rule-based plan. Its step is closed once another candidate is the best."""
     best: PreparedSettings
     seen: set[tuple[object, ...]]
-    """All settings of every plan that was tried."""
+    """Fingerprints of every plan that was tried."""
     trials: list[TuneTrial] = field(default_factory=list)
     speedups: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
-    """The last speedup of each change that lost."""
+    """Last speedup of each change that lost."""
     skipped: list[PlanCandidate] = field(default_factory=list)
-    """Candidates for which no time was left."""
+    """Candidates that were not tried because no time was left."""
     retry_above: float = _RETRY_ABOVE
 
     @property
     def until(self) -> float:
-        """The time on the clock at which trials must end; the rest is reserved for the final comparison."""
+        """Time on the clock at which trials must end. The rest is reserved for the final comparison."""
         base, best = self.base.prepared, self.best.prepared
         pairs = 1.5 * _CONFIRM_PAIRS * (base.step_seconds + best.step_seconds)
         budget = self.context.budget
@@ -104,16 +111,18 @@ class _SearchState:
 
     @property
     def recovery_seconds(self) -> float:
-        """The time to restart the bench and prepare the best settings again after an aborted trial."""
+        """Seconds to restart the bench and prepare the best settings again after an aborted trial."""
         seconds = self.context.bench.recovery_seconds
         return seconds + self.best.prepared.preparation_seconds if seconds else 0.0
 
 
 def _climb(state: _SearchState) -> None:
+    """Try candidates for one setting after the other until a pass brings no winner or time runs out."""
     for state.retry_above in (_RETRY_ABOVE, _LATE_RETRY_ABOVE):
         for _ in range(_PASSES):
             before = state.best
             for about in ORDER:
+                # Generate the candidates again after each trial, because a winner changes which ones are useful.
                 while (candidate := next(_open_candidates(state, about), None)) is not None:
                     _try(state, candidate)
             if state.best is before:
@@ -121,7 +130,7 @@ def _climb(state: _SearchState) -> None:
 
 
 def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]:
-    """Yield candidates that have not been tried on top of the best settings and may win."""
+    """Yield candidates that may win and have not been tried on top of the best settings."""
     for candidate in candidates(state.best.plan, about):
         plan = state.context.plan_with(apply_candidate(state.best.settings, candidate))
         if _fingerprint(plan) not in state.seen and _may_win(state, candidate):
@@ -129,7 +138,7 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 
 
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
-    """Rule out what lost by far, and what lies beyond a micro-batch that lost."""
+    """Return False for a change that lost by far, and for a micro-batch beyond one that lost."""
     alone = state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
     if len(candidate.changes) > 1:
         together = state.speedups.get(frozenset(candidate.changes.items()), 1.0)
@@ -138,18 +147,20 @@ def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
         return alone >= state.retry_above
     wanted, best = candidate.value, state.best.plan.micro_batch
     assert isinstance(wanted, int)
+    # Assume that throughput has a single peak over the micro-batch: sizes beyond a slower one are slower still.
     between = range(min(wanted, best) + 1, max(wanted, best))
     return all(state.speedups.get(frozenset([("micro_batch", size)]), 1.0) >= _FLAT for size in between)
 
 
 def _try(state: _SearchState, candidate: PlanCandidate) -> None:
+    """Run a trial of a candidate, unless it is ruled out or too little time is left, and update the state."""
     context, best = state.context, state.best
     state.seen.add(_fingerprint(context.plan_with(apply_candidate(best.settings, candidate))))
     ruled_out = rule_out(context, best, candidate)
     if ruled_out is not None:
         state.trials.append(ruled_out)
         return
-    # If the trial has to be aborted, the best settings must be prepared again before the final comparison.
+    # Reserve time for a restart: after an aborted trial, the best settings must be prepared again.
     left = state.until - context.bench.clock() - state.recovery_seconds
     base = state.base.prepared
     if left < base.preparation_seconds + 6 * best.prepared.step_seconds:
@@ -167,13 +178,17 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
         is_unusable = trial.verdict in ("failed", "disagrees")
         state.speedups[frozenset(candidate.changes.items())] = 0.0 if is_unusable else speedup
         return
+    # The previous value is now the alternative. It has lost by the inverse of the winner's speedup.
     state.speedups[frozenset((name, best.plan.settings[name].value) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
 
 
 def _confirm(state: _SearchState) -> TuningResult:
-    """Time the winner against the rule-based plan in fresh pairs: the best of many trials looks better than it is."""
+    """Time the winner against the rule-based plan in new pairs.
+
+    The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
+    """
     context, base, best = state.context, state.base, state.best
     if best is base:
         return _result(state, base, reason="nothing was shown to be faster than the rules")
@@ -209,6 +224,7 @@ def _confirm(state: _SearchState) -> TuningResult:
 
 
 def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTiming) -> tuple[Verdict, str]:
+    """Return the verdict of the final comparison and its explanation."""
     estimate, shown = timing.estimate, _show(state.best.settings)
     if estimate is None:
         return timing.outcome, "there was no time for a final comparison"
@@ -221,7 +237,10 @@ def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTi
 
 
 def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
-    """Accept the winner on the comparisons that it won one after the other, if nothing speaks against it."""
+    """Return a result without a final comparison, based on the trials that the winner won.
+
+    The rule-based plan is kept if no trial was won at full confidence.
+    """
     won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
     if not won:
         note = f"what was likely was not confirmed, {reason}: {_show(state.best.settings)}"
@@ -282,7 +301,7 @@ def _show(settings: Settings, separator: str = ", ") -> str:
 
 
 def _last_step_seconds(state: _SearchState, kept: PreparedSettings) -> float:
-    """Return the median step time in the last comparison of these settings."""
+    """Return the median step time of these settings in their last comparison, or in their preparation."""
     for trial in reversed(state.trials):
         if kept.settings in (trial.settings, trial.against):
             seconds = trial.median_seconds if trial.settings == kept.settings else trial.baseline_seconds

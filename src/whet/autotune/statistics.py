@@ -1,11 +1,11 @@
 """Distribution-free statistics of step times: medians with exact intervals and a sequential sign test.
 
-Comparisons rest on pairs: two steps on the same batch, one right after the other, in random order. If both sides are
-equal, chance alone decides which of them a disturbance hits, so the log ratio of a pair is as often positive as
-negative. The probability that noise looks like a gain is then a binomial tail (the sign test). Nothing is assumed about
-the distribution: one step may take twenty times as long as the next, and the noise of pairs may be correlated.
+A comparison consists of pairs: two steps on the same batch, one right after the other, in random order. If both sides
+are equally fast, a disturbance hits either with the same probability, so the log ratio of a pair is positive as often
+as negative. The probability that noise looks like a gain is then a binomial tail (the sign test). The test assumes
+nothing about the distribution: one step may take twenty times as long as the next, and noise may be correlated.
 
-Log ratios are the candidate's time over the baseline's: below zero is faster.
+A log ratio is the logarithm of the candidate's time over the baseline's. A negative log ratio means faster.
 """
 
 import math
@@ -18,26 +18,28 @@ from typing import Literal
 from whet.autotune.step_bench import PreparedStep
 from whet.run.bench_result import BenchInterval
 
-# A smaller gain is not worth changing the plan.
+# Minimum median gain: a smaller one is not worth changing the plan.
 MIN_GAIN = 0.02
-# The gain must be at least this at the confidence of the look.
+# Minimum gain at the lower end of the confidence interval.
 _CERTAIN_GAIN = 0.01
 
-# Pairs after which a gain may be claimed, with the probability of a false claim there. The sum is below 1 in 200.
+# Numbers of pairs after which a gain may be claimed, with the probability of a false claim at each. A sequential test
+# adds up these probabilities; the sum is below 1 in 200.
 _LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0001}
 MAX_PAIRS = max(_LOOKS)
 
-# If every one of this many pairs shows a gain this large, and they differ by less than that, they rule out noise.
+# A large gain needs fewer pairs: five pairs that all show it, and that differ by less than the smallest of them.
 _LARGE_GAIN_PAIRS, _LARGE_GAIN = 5, 0.25
-# The probability of missing a gain that is just worth having; three pairs are enough for it.
+# Probability of missing a gain that is just worthwhile. It is high so that losers are dropped after only three pairs.
 _GIVE_UP_LEVEL = 0.2
-# The probability that the true median lies below a reported interval, and above it, at most.
+# Maximum probability that the true median lies below a reported interval; the same applies above it.
 _TAIL = 1 / 32
 _MIN_STABLE_PAIRS, _STABLE_CHANGE = 8, 0.05
 
-# Shorter steps are timed several at a time: the clock and the scheduler would disturb single ones too much.
+# Shorter steps are timed several at a time, because the clock and the scheduler would distort single ones.
 _MIN_VISIT_SECONDS = 0.02
 MAX_STEPS_PER_VISIT = 16
+# The 95th percentile of fewer steps is their maximum.
 _MIN_STEPS_FOR_PERCENTILE = 20
 _MIN_VISITS_FOR_DRIFT = 8
 
@@ -56,12 +58,15 @@ class SpeedupEstimate:
 
     @property
     def spread(self) -> float:
-        """Half the width of the interval, relative to the speedup."""
+        """Half the width of the confidence interval, relative to the speedup."""
         return (self.high - self.low) / 2 / self.speedup
 
 
 def estimate(log_ratios: Sequence[float]) -> SpeedupEstimate:
-    """Return the median speedup; the interval is exact from five pairs on, below that it is the range."""
+    """Return the median speedup with its confidence interval.
+
+    The interval is exact for five pairs or more. For fewer pairs it is the range. Requires at least one pair.
+    """
     level = _reported_level(len(log_ratios))
     return SpeedupEstimate(
         pairs=len(log_ratios),
@@ -73,15 +78,15 @@ def estimate(log_ratios: Sequence[float]) -> SpeedupEstimate:
 
 
 def decide(log_ratios: Sequence[float]) -> Decision:
-    """Decide after each pair whether a worthwhile gain is real, is ruled out, or needs more pairs.
+    """Return whether the pairs so far show a worthwhile gain, rule it out, or are too few ("open").
 
     >>> decide([-0.3] * 5), decide([0.1, 0.2, 0.1]), decide([-0.05] * 7), decide([-0.05] * 8), decide([-0.3] * 4 + [-3])
     ('faster', 'no gain', 'open', 'faster', 'open')
     """
     pairs = len(log_ratios)
     least, most = -max(log_ratios), -min(log_ratios)
-    # Noise that doubles step times also fakes gains of any size, so the pairs must agree with each other as well:
-    # five gains alone have a probability of 1 in 32.
+    # Noise that doubles step times can fake gains of any size, and five gains in a row have a probability of 1 in 32.
+    # So the pairs must also agree with each other.
     if pairs >= _LARGE_GAIN_PAIRS and least >= math.log1p(_LARGE_GAIN) and most - least <= least:
         return "faster"
     if (
@@ -97,7 +102,7 @@ def decide(log_ratios: Sequence[float]) -> Decision:
 
 
 def is_slower(log_ratios: Sequence[float]) -> bool:
-    """Whether the candidate is slower, not just no faster: by at least twice the spread."""
+    """Whether the candidate is clearly slower: by the minimum gain and by the width of the interval."""
     result = estimate(log_ratios)
     return result.high < 1 and 1 - result.speedup >= max(MIN_GAIN, result.high - result.low)
 
@@ -105,7 +110,7 @@ def is_slower(log_ratios: Sequence[float]) -> bool:
 def is_stable(values: Sequence[float]) -> bool:
     """Whether both halves of a series of logarithms agree.
 
-    They do not if they lie more than 5 % apart without overlap: the measured quantity is drifting.
+    Halves that do not overlap and differ by more than 5 % show that the measured quantity drifts.
 
     >>> is_stable([0.0, 0.1] * 4), is_stable([0.0] * 4 + [0.1] * 4)
     (True, False)
@@ -118,7 +123,7 @@ def is_stable(values: Sequence[float]) -> bool:
 
 
 def upper_bound(values: Sequence[float], *, level: float) -> float:
-    """Return a value that the true median exceeds with probability `level` at most; infinite for too few values.
+    """Return a value that the true median exceeds with a probability of at most `level`; infinity for too few values.
 
     >>> upper_bound([1.0, 2.0, 3.0], level=1 / 8), upper_bound([1.0, 2.0], level=1 / 8)
     (3.0, inf)
@@ -128,7 +133,7 @@ def upper_bound(values: Sequence[float], *, level: float) -> float:
 
 
 def median_interval(values: Sequence[float]) -> BenchInterval:
-    """Return the median and the order statistics that enclose the true one.
+    """Return the median and a confidence interval made of two order statistics.
 
     >>> result = median_interval([5.0, 1.0, 2.0, 4.0, 3.0])
     >>> result.low, result.median, result.high, result.confidence
@@ -147,7 +152,7 @@ def median_interval(values: Sequence[float]) -> BenchInterval:
 
 
 def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
-    """Return the speedup of pairs as an interval."""
+    """Return the median speedup of pairs with its confidence interval."""
     result = estimate(log_ratios)
     return BenchInterval(
         # With few pairs, rounding may put the median just outside its bounds.
@@ -160,38 +165,38 @@ def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
 
 
 def rate_interval(amount: int, seconds: BenchInterval) -> BenchInterval:
-    """Return a rate per second from the time that an amount takes."""
+    """Return the rate per second, given the seconds that an amount takes."""
     return seconds.model_copy(
         update={"median": amount / seconds.median, "low": amount / seconds.high, "high": amount / seconds.low}
     )
 
 
 def scaled_interval(interval: BenchInterval, factor: float) -> BenchInterval:
-    """Return an interval in another unit."""
+    """Return the interval multiplied by a factor."""
     return interval.model_copy(
         update={"median": interval.median * factor, "low": interval.low * factor, "high": interval.high * factor}
     )
 
 
 def steps_per_visit(step_seconds: float) -> int:
-    """Return how many steps are timed at once, so that the clock's resolution and the scheduler do not matter."""
+    """Return the number of steps to time together, so that clock resolution and scheduling do not matter."""
     return max(1, min(MAX_STEPS_PER_VISIT, math.ceil(_MIN_VISIT_SECONDS / max(step_seconds, 1e-9))))
 
 
 @dataclass(slots=True)
 class StepTimings:
-    """Step times of one variant in the order they were taken; a visit is a few consecutive steps."""
+    """Step times of one variant in chronological order. A visit is a few consecutive steps."""
 
     visits: list[float] = field(default_factory=list)
-    """Seconds per step, the mean of each visit."""
+    """Mean seconds per step of each visit."""
     steps: list[float] = field(default_factory=list)
     """Seconds of each single step."""
     longest: float = 0.0
     """Seconds of the longest visit."""
 
     def visit(self, prepared: PreparedStep, *, first: int, steps: int) -> float:
-        """Run a few steps and return the seconds of one."""
-        # A clock that stands still would give a ratio of zero.
+        """Run a few steps and return the mean seconds of one."""
+        # A coarse clock may report zero, which has no logarithm.
         seconds = [max(prepared.step(first + offset), 1e-9) for offset in range(steps)]
         self.steps += seconds
         self.visits.append(sum(seconds) / steps)
@@ -200,7 +205,7 @@ class StepTimings:
 
     @property
     def slow_steps(self) -> float | None:
-        """The 95th percentile over the median."""
+        """95th percentile of the step times over their median; None for too few steps."""
         if len(self.steps) < _MIN_STEPS_FOR_PERCENTILE:
             return None
         ordered = sorted(self.steps)
@@ -208,18 +213,21 @@ class StepTimings:
 
     @property
     def drift(self) -> float | None:
-        """The median of the second half over the median of the first."""
+        """Median of the second half over the median of the first half; None for too few visits."""
         half = len(self.visits) // 2
         return median(self.visits[half:]) / median(self.visits[:half]) if half * 2 >= _MIN_VISITS_FOR_DRIFT else None
 
 
 def _reported_level(count: int) -> float:
+    """Return the smallest tail probability of at least `_TAIL` that `count` values can reach."""
     return max(_TAIL, 0.5**count)
 
 
 @cache
 def _max_trimmed(count: int, level: float) -> int | None:
-    """Return how many values may be trimmed on one side: the largest k with P(at most k heads of `count`) <= level.
+    """Return the number of values that may be trimmed on one side; None if not even the maximum is a bound.
+
+    It is the largest k for which at most k heads in `count` coin tosses have a probability of at most `level`.
 
     >>> _max_trimmed(8, 1 / 256), _max_trimmed(16, 0.0003), _max_trimmed(7, 1 / 256)
     (0, 1, None)

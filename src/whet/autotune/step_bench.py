@@ -8,19 +8,20 @@ from whet.base.errors import WhetError
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 
-# Settings that differ from the rule-based plan; the rules decide all others again (`candidates.plan_with`).
+# Settings that differ from the rule-based plan. The rules decide all others again (`candidates.plan_with`).
 Settings = Mapping[str, Scalar]
 
-# refused: the bench cannot run these settings and did not try.
+# "refused": the bench does not support these settings and did not run them.
 FailureKind = Literal["crash", "oom", "timeout", "error", "refused"]
 
-# Callers plan with their budget; whatever hangs is killed by the bench this much later.
+# Callers stay within their budget. The bench kills a hanging probe at this multiple of it.
 TIMEOUT_FACTOR = 1.08
+# Minimum seconds between two progress reports.
 _MIN_REPORT_SECONDS = 0.25
 
 
 class ProbeFailedError(WhetError):
-    """Settings could not be measured. That is evidence, and the search continues."""
+    """Settings could not be measured. The search records the failure and continues."""
 
     def __init__(self, reason: str, *, kind: FailureKind) -> None:
         super().__init__("a probe failed", got=f"{kind}: {reason}", try_="the settings of the rule-based plan")
@@ -39,37 +40,37 @@ class SettingsAgreement:
 
 
 class PreparedStep(Protocol):
-    """A workload under some settings, ready to step. At most two are alive at the same time."""
+    """A workload that is ready to run steps under some settings. At most two exist at the same time."""
 
     @property
     def preparation_seconds(self) -> float:
-        """Building, compiling and first steps: what a run under these settings pays once."""
+        """One-time cost of these settings: seconds for building, compiling and the first steps."""
 
     @property
     def step_seconds(self) -> float:
-        """The last step of the preparation, as an estimate of the next one."""
+        """Seconds of the last step of the preparation, as an estimate of the next step."""
 
     def step(self, index: int) -> float:
-        """Run one optimizer step on the index-th fixed global batch and return its seconds, device synchronized.
+        """Run one optimizer step on a fixed global batch and return its seconds, including device synchronization.
 
-        Any index from 0 on is valid; the same index is the same batch under all settings.
+        Any `index` from 0 on is valid. The same index selects the same batch under all settings.
         """
 
     def peak_bytes(self) -> int | None:
-        """The peak memory since the preparation began; None if unknown. Valid after `close` too."""
+        """Return the peak memory since the preparation began; None if unknown. Valid after `close`."""
 
     def close(self) -> None:
-        """Release everything. No step follows."""
+        """Release all resources. No step may follow."""
 
 
 class StepBench(Protocol):
     """Times steps of one workload on one machine. Simulated benches run on a virtual clock."""
 
     ends_at: float | None
-    """The time on the clock after which nothing is waited for, if the bench can enforce it."""
+    """Time on the clock at which a pending probe is killed, if the bench can do that; None for no limit."""
 
     tick: Callable[[], None] | None
-    """Called repeatedly while the bench waits, if it can."""
+    """Called repeatedly while the bench waits, if the bench supports it."""
 
     @property
     def plan(self) -> Plan:
@@ -77,26 +78,29 @@ class StepBench(Protocol):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """The description of the workload, as the key of cached results."""
+        """Description of the machine and workload; the key of cached results."""
 
     @property
     def recovery_seconds(self) -> float:
-        """What an aborted probe costs besides its own time, before anything can be prepared again."""
+        """Seconds from the end of an aborted probe until the bench can prepare again."""
 
     def clock(self) -> float:
-        """Seconds since an arbitrary origin; everything the bench does takes time on this clock."""
+        """Return the seconds since an arbitrary origin. All work of the bench takes time on this clock."""
 
     def predicted_bytes(self, settings: Settings) -> int | None:
-        """Predict the memory of a step without running one; None if unknown."""
+        """Return the predicted memory of a step without running it; None if unknown."""
 
     def agreement(self, settings: Settings, *, seconds: float) -> SettingsAgreement:
-        """Compare loss and gradients with fp32. Raises ProbeFailedError."""
+        """Compare the loss and gradients under these settings with fp32. Raises ProbeFailedError."""
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedStep:
-        """Build, compile and run at least one step, within `seconds` if possible. Raises ProbeFailedError."""
+        """Build the workload, compile it and run at least one step, within `seconds` if possible.
+
+        Raises ProbeFailedError.
+        """
 
     def use_batch(self, size: int) -> None:
-        """Change the global batch; `plan` becomes the rules' plan for it. Prepared steps become invalid.
+        """Change the global batch size. `plan` becomes the rule-based plan for it, and prepared steps become invalid.
 
         Raises ProbeFailedError.
         """
@@ -112,7 +116,7 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """The time on the clock at which it is used up."""
+        """Time on the clock at which the budget is used up."""
         return self.start + self.seconds
 
     @property
@@ -137,7 +141,7 @@ class TuningProgress:
 
     @property
     def message(self) -> str:
-        """One line.
+        """Progress in one line of text.
 
         >>> TuningProgress(doing="precision bf16", spent_seconds=12.3, budget_seconds=60).message
         'measuring: precision bf16, 12 of 60 s'
@@ -145,16 +149,16 @@ class TuningProgress:
         return f"measuring: {self.doing}, {self.spent_seconds:.0f} of {self.budget_seconds:.0f} s"
 
     def as_event(self) -> dict[str, object]:
-        """The fields of a progress event."""
+        """Return the fields of a progress event."""
         return {"message": self.message, **asdict(self)}
 
 
-# Called a few times a second at most; its own time counts against the budget.
+# Called a few times a second at most. The time it takes counts against the budget.
 ProgressCallback = Callable[[TuningProgress], None]
 
 
 class ProgressReporter:
-    """Reports what is measured: at once when it changes, then at intervals."""
+    """Reports what is being measured: immediately when it changes, then at intervals."""
 
     def __init__(self, callback: ProgressCallback | None, budget: Budget) -> None:
         self._callback = callback
@@ -163,12 +167,12 @@ class ProgressReporter:
         self._reported_at = float("-inf")
 
     def begin(self, doing: str) -> None:
-        """Report that something else is measured from now on."""
+        """Report the start of a measurement."""
         self._doing = doing
         self._report()
 
     def tick(self) -> None:
-        """Report again if the last report is a while ago."""
+        """Report again if the last report is old enough."""
         if self._budget.clock() - self._reported_at >= _MIN_REPORT_SECONDS:
             self._report()
 

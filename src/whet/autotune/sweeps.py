@@ -10,8 +10,9 @@ from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-# In the order of measuring: settings that may be very slow and end their process come last.
+# In the order of measurement. Settings that may be very slow, so that their process must be killed, come last.
 SWEEPS = ("device", "micro_batch", "threads", "workers", "precision")
+# Maximum number of values in a sweep.
 _MAX_VALUES = 7
 
 
@@ -21,12 +22,15 @@ class Variant:
 
     value: Scalar
     settings: Settings
-    """What differs from the rule-based plan."""
+    """Settings that differ from the rule-based plan."""
     is_plan: bool = False
 
 
 def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant]:
-    """Return the plan's own value and its alternatives, in a natural order."""
+    """Return one variant for the plan's value and one for each alternative. Numbers are in increasing order.
+
+    `own` are the measured settings of the plan that differ from the rules.
+    """
     plan = plan_with(rule_plan, own)
     now = plan.settings[setting].value
     values = [now, *(value for value in _VALUES[setting](plan) if value != now)]
@@ -43,7 +47,7 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant
 
 
 def why_not_swept(plan: Plan, setting: str) -> str | None:
-    """Return why a setting has nothing to vary; None if it has."""
+    """Return why a setting cannot be swept; None if it can."""
     if setting in plan.overrides:
         return f"you set {setting}={plan.overrides[setting]}"
     match setting:
@@ -63,7 +67,10 @@ def why_not_swept(plan: Plan, setting: str) -> str | None:
 
 
 def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
-    """Return the requested sweeps, or all that have something to vary. Raises UsageError."""
+    """Return the requested sweeps, or all possible ones if none is requested.
+
+    Raises UsageError if a requested sweep is not possible.
+    """
     for setting in requested:
         reason = why_not_swept(plan, setting)
         if reason is not None:
@@ -92,7 +99,7 @@ def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
         "data_location": "files" if plan.data_location == "files" else "host",
         **({"threads": threads} if threads else {}),
     }
-    # The user's own optimizer is the same in any loop.
+    # A custom optimizer is the same in any loop, so its kernels are not part of the comparison.
     if plan.optimizer_kernels == "your optimizer":
         del settings["optimizer_kernels"]
     return Variant(value="plain loop", settings=settings)
@@ -103,7 +110,10 @@ def _candidate_values(setting: str, plan: Plan) -> Iterable[Scalar]:
 
 
 def _micro_batches(plan: Plan) -> Iterable[Scalar]:
-    """Return the whole global batch, its half, its quarter and so on, split as evenly as possible."""
+    """Return the global batch size, its half, its quarter and so on, rounded to even splits.
+
+    The sizes closest to the plan's micro-batch come first.
+    """
     whole, largest = plan.workload.global_batch_size, plan.workload.global_batch_size
     if has_row_limit(plan.machine, device_kind(plan)):
         largest = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))

@@ -1,4 +1,4 @@
-"""One trial of a search: prepare a candidate, time it against the best settings, check its cost and its precision."""
+"""One trial of a search: prepare a candidate, time it against the best settings, and check its cost and precision."""
 
 import math
 import random
@@ -23,18 +23,19 @@ from whet.plan.plan import Plan
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
-# A candidate that needs more pairs is not worth the time; the final comparison may take more.
+# Maximum number of pairs in a trial. A gain that needs more is not worth the time. The final comparison may use more.
 _MAX_PAIRS = 24
+# Precisions that need no comparison with fp32.
 _EXACT = ("fp32",)
-# Seconds of preparation from which on the break-even point is described.
+# Minimum seconds of extra preparation for which the note mentions the break-even point.
 _WORTH_MENTIONING = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
-# More than any core reaches in float32: two 512-bit units at 3 GHz.
+# An upper bound for any core in float32: two 512-bit FMA units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSettings:
-    """Settings that are ready to step."""
+    """Settings with their plan and prepared step."""
 
     settings: Settings
     plan: Plan
@@ -43,7 +44,7 @@ class PreparedSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchContext:
-    """What all trials of one search share."""
+    """State shared by all trials of one search."""
 
     rule_plan: Plan
     bench: StepBench
@@ -55,7 +56,7 @@ class SearchContext:
     plans: dict[frozenset[tuple[str, Scalar]], Plan] = field(default_factory=dict)
 
     def plan_with(self, settings: Settings) -> Plan:
-        """Return the whole plan for settings; the rules run once for each."""
+        """Return the complete plan for these settings. Plans are cached."""
         key = frozenset(settings.items())
         if key not in self.plans:
             self.plans[key] = plan_with(self.rule_plan, settings)
@@ -78,7 +79,7 @@ class SearchContext:
         )
 
     def agreement(self, ready: PreparedSettings, *, seconds: float) -> SettingsAgreement:
-        """Compare with fp32, once for each device, precision, attention kernel and norm kernel."""
+        """Compare the settings with fp32. Results are cached by device, precision, attention kernel and norm kernel."""
         plan = ready.plan
         key = (plan.device, plan.precision, plan.attention, plan.norms)
         if key not in self.agreements:
@@ -87,7 +88,7 @@ class SearchContext:
 
 
 def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCandidate) -> TuneTrial | None:
-    """Return the record of a candidate that would not fit into memory or cannot win; None if it may be tried."""
+    """Return the record of a candidate that does not fit into memory or cannot win; None if it should be tried."""
     settings = apply_candidate(best.settings, candidate)
     plan = context.plan_with(settings)
     reason = _why_cpu_cannot_win(plan, best, candidate) or context.memory.excess(
@@ -105,16 +106,17 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
 
 
 def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return why the CPU is not tried: its arithmetic alone would take longer than a whole step does now.
+    """Return why the CPU cannot win; None if it may.
 
-    Stopping a step on a slow CPU would cost more of the budget than all other trials.
+    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. This check avoids a trial,
+    because a slow step on the CPU can use up more of the budget than all other trials.
     """
     cores = plan.machine.cpu.logical_cores
     if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:
         return None
     workload = plan.workload
     rows = workload.global_batch_size * (workload.mean_length or 1.0)
-    # 6 N FLOPs per row: forward and backward of a dense layer.
+    # A dense layer with N parameters takes 6 N FLOPs per row: 2 N forward and 4 N backward.
     seconds = 6 * workload.num_parameters * rows / (cores * _MAX_FLOPS_PER_CORE)
     if seconds <= best.prepared.step_seconds:
         return None
@@ -124,7 +126,10 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
 def run_trial(
     context: SearchContext, best: PreparedSettings, candidate: PlanCandidate, *, until: float, prepare_seconds: float
 ) -> tuple[TuneTrial, PreparedSettings | None]:
-    """Try a candidate; return the record, and the prepared settings if they are better (else they are closed)."""
+    """Try a candidate and return its record, with the prepared settings if they are better.
+
+    Settings that are not better are closed, and None is returned for them.
+    """
     started = context.bench.clock()
     context.progress.begin(" and ".join(f"{name} {format_value(value)}" for name, value in candidate.changes.items()))
     settings, name = apply_candidate(best.settings, candidate), show_setting(candidate.setting, candidate.value)
@@ -159,7 +164,10 @@ def run_trial(
 def _judge(
     context: SearchContext, best: PreparedSettings, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str, PairedTiming | None]:
-    """Time prepared settings: they must fit, be faster, recover their cost in this run and agree with fp32."""
+    """Time prepared settings and return the verdict, its explanation and the timing.
+
+    Settings win if they fit into memory, are faster, recover their cost in this run and agree with fp32.
+    """
     name = show_setting(candidate.setting, candidate.value)
     excess = _memory_excess(ready)
     if excess is not None:
@@ -176,6 +184,7 @@ def _judge(
         )
     except ProbeFailedError as error:
         return "failed", f"{name}: {error.kind}, {error.reason}", None
+    # The peak may have grown during the timed steps.
     context.record_memory(ready)
     excess = _memory_excess(ready)
     if excess is not None:
@@ -187,6 +196,7 @@ def _judge(
     cost = break_even(ready, best, timing)
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
+    # The comparison with fp32 is expensive, so only winners are compared.
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:
         verdict, note = objection
@@ -202,7 +212,10 @@ def _judge(
 def _precision_objection(
     context: SearchContext, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str] | None:
-    """Return why the settings may not be used although they are faster, where they can change the numbers."""
+    """Return the verdict and reason against settings that compute different numbers; None if they may be used.
+
+    Only changes of precision, attention kernels and norm kernels are compared with fp32.
+    """
     if not {"precision", "attention", "norms"} & {*candidate.changes} or ready.plan.precision in _EXACT:
         return None
     try:
@@ -216,9 +229,9 @@ def _precision_objection(
 
 
 def _is_likely(timing: PairedTiming) -> bool:
-    """Whether the interval after all pairs lies above the minimum gain, though not at full confidence.
+    """Whether the interval after all pairs lies above the minimum gain, although the test is not conclusive.
 
-    Dropping such a candidate would cost more often than keeping it, and nothing is claimed before the final comparison.
+    Such a candidate is more often faster than not. The final comparison decides, so keeping it claims nothing.
     """
     result = timing.estimate
     if timing.outcome != "unclear" or result is None or result.pairs < _MAX_PAIRS:
@@ -227,7 +240,7 @@ def _is_likely(timing: PairedTiming) -> bool:
 
 
 def break_even(ready: PreparedSettings, against: PreparedSettings, timing: PairedTiming) -> BreakEven:
-    """Return what settings cost before the first step and save in each."""
+    """Return the extra preparation time of settings, and the time they save in each step."""
     return BreakEven(
         cost_seconds=max(0.0, ready.prepared.preparation_seconds - against.prepared.preparation_seconds),
         saved_seconds=timing.baseline_seconds - timing.candidate_seconds,
