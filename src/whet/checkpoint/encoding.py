@@ -12,19 +12,21 @@ from torch import Tensor
 
 from whet.base.errors import WhetError
 
-# --- JSON: one way to write a value, and limits on what is read, since anybody may have made a file ------------------
+# --- JSON ------------------------------------------------------------------------------------------------------------
+# Each value has exactly one encoding, so that equal values have equal hashes. Reading enforces limits, because a file
+# may come from an untrusted source.
 
 MAX_JSON_BYTES = 64 * 1024**2
 MAX_JSON_DEPTH = 64
 
 
 def dump_json(value: Any) -> bytes:
-    """Encode a value as canonical JSON; ValueError for NaN, TypeError for what is not JSON."""
+    """Return a value as canonical JSON. Raises ValueError for NaN and TypeError for other types than JSON has."""
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def load_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode an object that `dump_json` wrote; ValueError for any other encoding of it."""
+    """Decode an object that `dump_json` wrote. Raises ValueError for any other encoding of it."""
     value = load_foreign_json(data)
     if dump_json(value) != data:
         raise ValueError("not canonical JSON")
@@ -32,7 +34,7 @@ def load_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def load_foreign_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode an object from any strict JSON within the limits, keys in their order; else ValueError."""
+    """Decode an object from any strict JSON within the limits, and keep the order of its keys. Raises ValueError."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data):,} bytes of JSON; at most {MAX_JSON_BYTES:,}")
     try:
@@ -50,7 +52,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers disagree about which of two equal keys counts.
+    # Duplicate keys are ambiguous: some readers use the first value, others the last.
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a key appears twice")
@@ -66,7 +68,8 @@ def _check_depth(value: Any, *, left: int) -> None:
             _check_depth(item, left=left - 1)
 
 
-# --- safetensors: eight bytes for the length of a JSON header, the header, the elements -----------------------------
+# --- safetensors -----------------------------------------------------------------------------------------------------
+# A file consists of the length of the header in eight bytes, the header in JSON, and the elements of all tensors.
 
 MAX_HEADER_BYTES = 16 * 1024**2
 MAX_TENSORS = 100_000
@@ -95,7 +98,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The bytes of one tensor, counted from the end of the header."""
+    """Type, shape and byte range of one tensor. Offsets are relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -111,17 +114,17 @@ class FileLayout:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors."""
+        """Total bytes of all tensors, without the header."""
         return max((slot.end for slot in self.slots.values()), default=0)
 
     def header(self) -> bytes:
-        """The start of the file: the length of the JSON, and the JSON, padded so that every element is aligned."""
+        """Return the first bytes of the file: the length of the JSON header and the header, padded to 8 bytes."""
         entries = {
             name: {"dtype": dtype_name(p.dtype), "shape": p.shape, "data_offsets": (p.start, p.end)}
             for name, p in self.slots.items()
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        # Padding aligns the first tensor to 8 bytes.
+        # Padding aligns the first tensor to 8 bytes. Later tensors are aligned because wide dtypes come first.
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
             got = f"{len(entries):,} tensors, {len(text):,} bytes of names"
@@ -130,19 +133,19 @@ class FileLayout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in safetensors."""
+    """Return the name of a dtype in safetensors. Raises WhetError if it has none."""
     if dtype not in _DTYPE_NAMES:
         raise WhetError("tensors of this dtype cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
     return _DTYPE_NAMES[dtype]
 
 
 def layout_tensors(tensors: Mapping[str, Tensor]) -> FileLayout:
-    """Lay out tensors: wide dtypes first, so that all are aligned; then by name."""
+    """Return the file layout of tensors: wide dtypes first, so that all are aligned, then by name."""
     return layout_slots({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
 def layout_slots(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> FileLayout:
-    """Lay out tensors given by their dtypes and shapes."""
+    """Return the file layout of tensors, given their dtypes and shapes."""
     slots: dict[str, TensorSlot] = {}
     end = 0
     for name in sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name)):
@@ -155,17 +158,17 @@ def layout_slots(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Fi
 def encode_tensors(
     tensors: Mapping[str, Tensor], *, digests: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the file, one tensor at a time; contiguous CPU tensors are not copied.
+    """Yield the bytes of a safetensors file, one tensor at a time, without copying contiguous CPU tensors.
 
-    The safetensors library would copy all tensors first. `digests` is filled with the SHA-256 of each tensor.
+    The safetensors library would copy all tensors at once. If given, `digests` receives the SHA-256 of each tensor.
     """
     layout = layout_tensors(tensors)
     yield layout.header()
     for name, slot in layout.slots.items():
         data: bytes | memoryview = b""
         if slot.end > slot.start:
-            # Contiguous before the copy: MPS copies strided views wrongly (pytorch#189961). Never with another dtype:
-            # such a copy has overwritten its source (pytorch#189563).
+            # Make the tensor contiguous before the copy, because MPS copies strided views wrongly (pytorch#189961).
+            # Do not convert the dtype in the copy, because that has overwritten the source (pytorch#189563).
             data = as_bytes(tensors[name].detach().contiguous().cpu())
         if digests is not None:
             digests[name] = hashlib.sha256(data).hexdigest()
@@ -174,14 +177,15 @@ def encode_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor."""
+    """Return a view of the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:
-    """Decode the tensors of a file without copying; ValueError unless it is a file that `encode_tensors` writes.
+    """Return the tensors of a safetensors file as views of `data`.
 
-    A foreign file may be aligned otherwise, list tensors in any order and have metadata, which is ignored.
+    Raises ValueError unless `encode_tensors` could have written the file. With `is_foreign`, the file may also have
+    another alignment, list its tensors in any order, and contain metadata, which is ignored.
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8) or (length % 8 and not is_foreign):
@@ -192,7 +196,7 @@ def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Te
     if len(header) > MAX_TENSORS:
         raise ValueError(f"{len(header):,} tensors")
     if is_foreign:
-        # Other writers may list tensors in any order; offsets must still be gapless.
+        # Other writers may list tensors in any order. Their byte ranges must still have no gaps.
         header = dict(sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])))
     tensors: dict[str, Tensor] = {}
     end = 0
@@ -201,6 +205,7 @@ def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Te
         end = slot.end
         if end > len(data) - 8 - length:
             raise ValueError(f"{name!r} is beyond the end")
+        # torch.frombuffer does not accept an empty range.
         if slot.end == slot.start:
             tensors[name] = torch.empty(slot.shape, dtype=slot.dtype)
         else:
@@ -215,11 +220,13 @@ def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Te
 def _decode_slot(name: str, entry: Any, *, start: int) -> TensorSlot:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     first, last = entry["data_offsets"]
+    # bool is a subclass of int, so isinstance would accept true as a size.
     if len(shape) > MAX_TENSOR_DIMENSIONS or any(
         type(n) is not int or not 0 <= n < 2**48 for n in (*shape, first, last)
     ):
         raise ValueError(f"{name!r} has an impossible shape")
     count = 1
+    # Python integers do not overflow, so a huge shape cannot wrap around to a valid size.
     for size in shape:
         count *= size
     if first != start or last - first != count * dtype.itemsize or first % dtype.itemsize:

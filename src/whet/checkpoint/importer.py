@@ -31,7 +31,7 @@ WEIGHTS_FILE, IMPORT_FILE = "weights.safetensors", "import.json"
 
 
 class ImportedTensor(FrozenModel):
-    """A tensor in the weights file."""
+    """Type and shape of a tensor in the weights file."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -42,28 +42,28 @@ class ImportInfo(FrozenModel):
 
     format_version: int
     source: str
-    """The file's name."""
+    """Name of the imported file, without its folder."""
     source_bytes: Size
     source_sha256: str
     key: str
-    """The key of the weights in the file; empty for the top level."""
+    """Key of the weights in the file; empty if they are at the top level."""
     wrapper: str
-    """The prefix that was removed from every name: module. (DDP), _orig_mod. (torch.compile)."""
+    """Prefix that was removed from every name, such as "module." (DDP) or "_orig_mod." (torch.compile)."""
     size: Size
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """The hash of the weights file."""
+    """Hash of the weights file."""
     taken: dict[str, ImportedTensor]
     left_out: dict[str, str]
     """Skipped entries by name, with the reason or their type."""
 
 
 def is_import(path: Path) -> bool:
-    """Whether `whet import` made the folder."""
+    """Whether `whet import` created the folder."""
     return (path / IMPORT_FILE).is_file()
 
 
 def read_import(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of such a folder, verifying every byte."""
+    """Return the tensors of an imported folder, after verifying their hash. Raises WhetError."""
     try:
         about = ImportInfo.from_json(
             encoding.load_foreign_json(read_verified(path / IMPORT_FILE)), where=path / IMPORT_FILE
@@ -84,12 +84,13 @@ def read_import(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) -> None:
-    """Copy tensors into a model by name; floating-point tensors are converted to the model's dtype.
+    """Copy tensors into a model by name. Floating-point tensors are converted to the model's dtype.
 
-    Like in a state_dict, tied tensors may be given under one or all of their names.
+    As in a state_dict, tied tensors may appear under one or all of their names. Raises UsageError if they do not fit.
     """
     wanted = dict(model.state_dict())
     _, tied = describe_names(model)
+    # Keep only the first given name of each tied tensor, in the model and in the file.
     for names in tied:
         given = [name for name in names if name in tensors]
         for name in names:
@@ -117,19 +118,21 @@ def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 MIN_TORCH = (2, 10)
-"""Older versions can be made to run code or to write out of bounds (CVE-2025-32434, CVE-2026-24747)."""
+"""In older versions, a file can run code or write out of bounds (CVE-2025-32434, CVE-2026-24747)."""
 
+# Magic numbers of torch.save: a zip archive since torch 1.6, and a sequence of pickles before.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 _MAX_RECORDS = 200_000
+# Timeout of the unpickling process: a constant for importing torch, plus the file size at a slow disk's speed.
 _START_SECONDS = 60
 _MIN_BYTES_PER_SECOND = 20 * 1024**2
 
 
 def import_weights(source: Path, out: Path, *, key: str | None = None) -> ImportInfo:
-    """Convert a torch or safetensors file to the folder `out`, with a list of what was imported and skipped.
+    """Convert a torch or safetensors file to the folder `out`, and return a list of imported and skipped entries.
 
-    A torch file is a pickle, which can run code. It is inspected here without being unpickled, loaded by `unpickle` in
-    a process with limits, and the result of that process is read like any foreign file.
+    A torch file is a pickle, which can run code. This process inspects it without unpickling, a child process with
+    resource limits loads it (`unpickle`), and this process reads the child's output like any untrusted file.
     """
     if source.suffix.lower() not in SUFFIXES:
         raise UsageError(
@@ -171,7 +174,7 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
         report = _run_unpickle(
             file, draft / WEIGHTS_FILE, key=key, seconds=_START_SECONDS + size // _MIN_BYTES_PER_SECOND
         )
-    # Verify what is on disk, not what the process reported.
+    # Describe the file on disk. The report of the child process is not trusted.
     with _open_regular(draft / WEIGHTS_FILE) as written:
         tensors = _tensors_in(written, draft / WEIGHTS_FILE)
         digest, num_bytes = _hash(written), os.fstat(written.fileno()).st_size
@@ -197,7 +200,8 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
 
 def _open_regular(path: Path) -> BufferedReader:
     try:
-        # Opened once and inspected by descriptor, so that the file cannot be exchanged in between.
+        # Open the file once and inspect the descriptor, so that nobody can replace the file in between.
+        # O_NONBLOCK: opening a pipe would otherwise block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError("the file cannot be read", got=f"{path}: {error.strerror}", try_="check the path") from None
@@ -225,7 +229,7 @@ def _check_torch_version() -> None:
 
 
 def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
-    """Reject what `torch.save` does not write, above all compressed archives (zip bombs)."""
+    """Raise UsageError for files that `torch.save` does not write, in particular compressed archives (zip bombs)."""
     head = file.read(64)
     if head.startswith(_LEGACY):
         file.seek(0)
@@ -240,6 +244,7 @@ def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
         raise UsageError("the archive is damaged", got=f"{source}: {error}", try_="the whole file") from None
     if len(records) > _MAX_RECORDS:
         raise UsageError("the archive has too many parts", got=f"{len(records):,}", try_=f"at most {_MAX_RECORDS:,}")
+    # torch.save never compresses, so the entries cannot be larger than the file.
     packed = next((record for record in records if record.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None or sum(record.file_size for record in records) > size:
         got = f"{source}: {sum(record.file_size for record in records):,} bytes in a file of {size:,}"
@@ -273,10 +278,10 @@ def _hash(file: BufferedReader) -> str:
 
 
 def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
-    """Run the process and return its report; raise its error if it has one."""
+    """Run the unpickling process and return its report. Raises WhetError if it fails."""
     from whet.checkpoint.unpickle import ANSWER_PREFIX
 
-    # The process shares the descriptor's offset, which differs from the buffered file's.
+    # The child shares the offset of the descriptor. Buffering here has moved it, so rewind the descriptor itself.
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     code, output = run_unpickle_process(file, [str(target), key or "", str(seconds)], seconds=seconds)
     lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith(ANSWER_PREFIX)]
@@ -295,8 +300,8 @@ def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, second
 
 
 def run_unpickle_process(file: BufferedReader, args: list[str], *, seconds: int) -> tuple[int | None, bytes]:
-    """The exit code and output of the process; None for the code after a timeout."""
-    # -P: the current folder may contain a torch.py.
+    """Return the exit code and output of the unpickling process; the code is None after a timeout."""
+    # -P: do not import from the current folder, which may contain a torch.py.
     command = [sys.executable, "-P", "-m", "whet.checkpoint.unpickle", *args]
     try:
         done = subprocess.run(

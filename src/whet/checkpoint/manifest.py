@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file and tensor with its hash, and verified reads."""
+"""The manifest of a checkpoint, which lists every file and tensor, and verified reads of its files."""
 
 import errno
 import hashlib
@@ -26,50 +26,52 @@ EnvironmentValue = str | int | float | bool | None
 
 
 class CheckpointInfo(FrozenModel):
-    """Facts about a checkpoint besides its files and tensors. They are compared and shown, not restored."""
+    """Metadata of a checkpoint. It is compared and shown, but not restored."""
 
     whet: str = VERSION
     run_id: str = ""
     attempt: int = Field(default=1, ge=1)
-    """The session that wrote it, counted from 1."""
+    """Number of the session that wrote the checkpoint, counted from 1."""
     parent: str | None = None
-    """The checkpoint that session resumed from."""
+    """Checkpoint from which that session resumed; None for a new run."""
     created: float = 0.0
-    """Unix seconds."""
+    """Unix time in seconds."""
     parameters: tuple[str, ...] = ()
     """All parameter names in the model's order."""
     tied: tuple[tuple[str, ...], ...] = ()
-    """Groups of names for the same tensor, which is stored once, under the first."""
+    """Groups of names that refer to the same tensor. The tensor is stored once, under the first name."""
     environment: dict[str, EnvironmentValue] = Field(default_factory=dict)
-    """What determines the last bits: precision, threads, versions, device, micro-batch, number of ranks."""
+    """Values that affect the last bits of a result: precision, threads, versions, device, micro-batch, ranks."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """The data's fingerprint and length, the global batch, the position."""
+    """Fingerprint and length of the data, global batch size, and position in the data."""
     exactness: Literal["bit-exact"] | tuple[str, ...] = BIT_EXACT
-    """Or the reasons why an uninterrupted run would have ended with other bits."""
+    """The value "bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not bit-exact; empty if it is."""
+        """Reasons why the checkpoint is not bit-exact; empty if it is."""
         return () if self.exactness == BIT_EXACT else tuple(self.exactness)
 
 
 FORMAT_VERSION = 2
 SHARDED_VERSION = 3
-"""The format of a checkpoint whose tensors are sharded over several files."""
+"""Format of a checkpoint whose tensors are sharded over several files."""
 TENSORS, FACTS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+# Plain lowercase names only: a manifest must not refer to files outside of its folder.
 _FILE_NAME = re.compile(r"(?!manifest\.json)[a-z0-9][a-z0-9-]{0,60}\.(safetensors|json)")
 _MAX_FILES = 4096
 
+# JSON numbers are exact up to 2**53 in every reader.
 Size = Annotated[int, Field(ge=0, lt=2**53)]
 Role = Literal["model", "ema", "optimizer", "rng"]
 
 
 class DamagedCheckpointError(WhetError):
-    """A checkpoint that fails verification."""
+    """A checkpoint failed verification. An older one may be used instead."""
 
 
 class FileDigest(FrozenModel):
-    """Size and hash of a file."""
+    """Size in bytes and SHA-256 of a file."""
 
     size: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -83,34 +85,34 @@ class SavedTensor(FrozenModel):
     role: Role
     file: str
     rank: Size = 0
-    """The rank that wrote it."""
+    """Rank that wrote the tensor."""
     slice: None = None
-    """Always None: a tensor in several files is a `ShardedTensor`."""
+    """Always None. A tensor in several files is a `ShardedTensor`."""
 
 
 class TensorPiece(FrozenModel):
-    """Rows of a tensor, in the file of the rank that held them."""
+    """A range of rows of a tensor, in the file of the rank that held them."""
 
     file: str
     start: Size
     stop: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """The hash of these rows alone, so that a rank can read and verify only its own."""
+    """Hash of these rows alone, so that a rank can verify its rows without reading the whole file."""
 
 
 class ShardedTensor(FrozenModel):
-    """A tensor whose rows are in several files."""
+    """A tensor whose rows are distributed over several files."""
 
     dtype: str
     shape: tuple[Size, ...]
-    """The shape of the whole tensor."""
+    """Shape of the whole tensor."""
     role: Role
     pieces: tuple[TensorPiece, ...]
-    """In the order of their rows, without gaps."""
+    """Pieces in the order of their rows, without gaps."""
 
 
 class CheckpointManifest(FrozenModel):
-    """The content of manifest.json, except its own hash."""
+    """The content of manifest.json, except for the hash of the manifest itself."""
 
     format_version: int = FORMAT_VERSION
     step: Annotated[int, Field(ge=0, lt=10**12)]
@@ -118,20 +120,24 @@ class CheckpointManifest(FrozenModel):
     tensors: dict[str, SavedTensor]
     info: CheckpointInfo
     sharded: dict[str, ShardedTensor] = Field(default_factory=dict)
-    """Tensors that several ranks held; only in the sharded format."""
+    """Tensors whose rows several ranks held. Empty except in the sharded format."""
 
     def to_bytes(self) -> bytes:
-        """Encode the fields with the hash of their encoding."""
+        """Encode the manifest as canonical JSON, with the hash of all other fields."""
         fields = self.as_json()
+        # Format 2 has no such field, and its readers reject unknown fields.
         if self.format_version == FORMAT_VERSION:
             del fields["sharded"]
         return encoding.dump_json({**fields, "sha256": _digest(fields)})
 
 
 def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
-    """Decode the manifest of the folder `path` and validate every field."""
+    """Decode the manifest of the checkpoint folder `path` and validate every field.
+
+    Raises DamagedCheckpointError, or WhetError for an unknown format.
+    """
     try:
-        # Canonical JSON only: a manifest with another encoding was not written by whet.
+        # Accept canonical JSON only: whet did not write a manifest with another encoding.
         fields = encoding.load_json(data)
         expected = fields.pop("sha256", None)
         if expected != _digest(fields):
@@ -152,7 +158,10 @@ def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
 
 
 def check_format(path: Path, version: object) -> None:
-    """Raise for a format that this version does not read; no older checkpoint is used instead."""
+    """Raise WhetError for a format that this version cannot read.
+
+    This is not a DamagedCheckpointError, so the run does not resume from an older checkpoint instead.
+    """
     if version in (FORMAT_VERSION, SHARDED_VERSION) and not isinstance(version, bool):
         return
     if isinstance(version, int) and version > SHARDED_VERSION:
@@ -164,7 +173,7 @@ def check_format(path: Path, version: object) -> None:
 
 
 def damaged_error(what: str, path: Path, why: object = None) -> DamagedCheckpointError:
-    """Build the error for a checkpoint that fails verification."""
+    """Return the error for a checkpoint that fails verification."""
     return DamagedCheckpointError(what, got=str(path) if why is None else f"{path}: {why}", try_="an older one")
 
 
@@ -180,13 +189,14 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
     for name, tensor in manifest.tensors.items():
         _check_role(name, tensor.role)
         _check_file(name, tensor.file, manifest)
-    # Each format has exactly one kind of tensors.
+    # Only the sharded format has sharded tensors, and it has at least one.
     if bool(manifest.sharded) != (manifest.format_version == SHARDED_VERSION):
         raise ValueError(f"format {manifest.format_version} with {len(manifest.sharded):,} sharded tensors")
     for name, sharded in manifest.sharded.items():
         _check_role(name, sharded.role)
         if name in manifest.tensors or not sharded.shape or sharded.dtype not in DTYPES:
             raise ValueError(f"{name[:80]!r} is both whole and sharded, or has an invalid shape or dtype")
+        # The pieces must cover every row exactly once, in order.
         end = 0
         for piece in sharded.pieces:
             _check_file(name, piece.file, manifest)
@@ -200,7 +210,7 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
 
 
 def role_of(name: str) -> Role:
-    """The role of a tensor: the first part of its name."""
+    """Return the role of a tensor, which is the first part of its name."""
     role = name.partition("/")[0]
     assert role in get_args(Role), name
     return cast(Role, role)
@@ -220,13 +230,14 @@ def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(encoding.dump_json(fields)).hexdigest()
 
 
-# --- verified reads: files of a checkpoint may have been changed by anybody ------------------------------------------
+# --- verified reads --------------------------------------------------------------------------------------------------
+# Files of a checkpoint may be damaged or replaced, so nothing is used before its type, size and hash are checked.
 
 _READ_CHUNK_BYTES = 16 * 1024**2
 
 
 def read_verified(path: Path, *, expected: FileDigest | None = None) -> bytearray:
-    """Read a regular file, and verify its size and hash if `expected` is given."""
+    """Return the content of a regular file. Verify its size and hash if `expected` is given."""
     with open_verified(path, expected=expected) as file:
         data = read_exactly(file, os.fstat(file.fileno()).st_size, path=path)
     if expected is not None:
@@ -236,9 +247,9 @@ def read_verified(path: Path, *, expected: FileDigest | None = None) -> bytearra
 
 @contextmanager
 def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator[FileIO]:
-    """Open a regular file, and verify its size if `expected` is given."""
+    """Open a regular file. Verify its size if `expected` is given."""
     try:
-        # No symbolic link, and no pipe, which would block forever.
+        # O_NOFOLLOW rejects symbolic links. O_NONBLOCK prevents that opening a pipe blocks forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             info = os.fstat(descriptor)
@@ -251,13 +262,13 @@ def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator
             yield file
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
-            # Not damage: an older checkpoint must not be used instead.
+            # These errors do not mean damage, so the run must not resume from an older checkpoint.
             raise durable.explain_os_error(error, doing="read", path=path) from error
         raise damaged_error("a file of the checkpoint cannot be read", path, error.strerror) from None
 
 
 def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
-    """Read exactly the next `num_bytes` of a file."""
+    """Return exactly the next `num_bytes` of a file. Raises DamagedCheckpointError if it is shorter."""
     data = bytearray(num_bytes)
     view, filled = memoryview(data), 0
     while filled < num_bytes:
@@ -269,7 +280,7 @@ def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
 
 
 def check_hash(data: bytes | bytearray, sha256: str, *, path: Path) -> None:
-    """Raise if the bytes have another hash."""
+    """Raise DamagedCheckpointError if the data has another hash."""
     actual = hashlib.sha256(data).hexdigest()
     if actual != sha256:
         raise damaged_error("a file of the checkpoint is damaged", path, f"sha256 {actual}; expected {sha256}")

@@ -1,7 +1,7 @@
-"""Save one checkpoint from several processes: each writes its rows, the first one publishes.
+"""Save one checkpoint from several ranks: each rank writes its rows, and rank 0 publishes the checkpoint.
 
-Processes exchange messages through a store, not collectives: a background thread may save while training uses the
-collectives.
+Ranks exchange messages through a key-value store. Collectives cannot be used, because training may use them while a
+background thread saves.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from whet.checkpoint.snapshot import Snapshot
 
 
 class RankExchange(Protocol):
-    """Short messages between the ranks of a run, by name."""
+    """Exchanges short named messages between the ranks of a run."""
 
     @property
     def rank(self) -> int:
@@ -31,7 +31,7 @@ class RankExchange(Protocol):
         """Publish a message."""
 
     def wait(self, name: str) -> str:
-        """Wait for a message; WhetError when its sender is gone or does not answer."""
+        """Wait for a message and return it. Raises WhetError if the sender has exited or does not respond."""
 
     def drop(self, name: str) -> None:
         """Delete a message that every rank has read."""
@@ -45,17 +45,17 @@ class WrittenShard(FrozenModel):
 
 
 class WriteFailure(FrozenModel):
-    """Why a rank could not write its part."""
+    """An error of one rank, in a form that can be sent to other ranks."""
 
     what: str
     got: str
     hint: str
     errno: int | None
-    """Set for disk errors, after which training continues without this checkpoint."""
+    """Error number of a disk error, after which training continues without this checkpoint; None for other errors."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Self:
-        """Describe an error for the other ranks."""
+        """Return the failure that describes an error of `rank`."""
         if not isinstance(error, WhetError):
             what = f"rank {rank} could not write its part of a checkpoint"
             return cls(
@@ -66,8 +66,9 @@ class WriteFailure(FrozenModel):
         return cls(what=error.what, got=f"rank {rank}: {error.got}", hint=str(error.try_), errno=code)
 
     def as_error(self) -> WhetError:
-        """Rebuild the error in another rank."""
+        """Return the error to raise in another rank."""
         error = WhetError(self.what, got=self.got, try_=self.hint)
+        # Callers recognize a disk error by its cause.
         error.__cause__ = None if self.errno is None else OSError(self.errno, self.what)
         return error
 
@@ -79,7 +80,7 @@ class _ExchangeMessage(FrozenModel):
 
 
 def rank_part(snapshot: Snapshot, *, rank: int) -> Snapshot:
-    """The part of the state that a rank saves: rank 0 everything it has, the others their rows."""
+    """Return the part of the state that a rank saves: everything for rank 0, and sharded rows for all other ranks."""
     if rank == 0:
         return snapshot
     return replace(snapshot, tensors={name: snapshot.tensors[name] for name in snapshot.rows})
@@ -94,10 +95,10 @@ def save_sharded(
     turn: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Write the checkpoint of a step from all ranks; when this returns, in any of them, it survives a power cut.
+    """Write the checkpoint of a step from all ranks. When this returns in any rank, the checkpoint is durable.
 
-    All ranks call it for the same step with the same `turn`, a number used once. Rank 0 runs `check` before anything is
-    written, and returns the size in bytes; the others return 0.
+    All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
+    before anything is written. Returns the size in bytes in rank 0, and 0 in all other ranks.
     """
     if exchange.rank == 0:
         return _save_as_leader(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)
@@ -113,7 +114,7 @@ def _save_as_leader(
     def fill(draft: Path) -> None:
         nonlocal num_bytes
         _post(exchange, f"{turn}/draft", _ExchangeMessage(draft=draft.name))
-        # While the others write theirs.
+        # The other ranks write their files at the same time.
         own = write_shard(draft, snapshot.tensors, snapshot.rows, rank=0)
         others = (_receive_shard(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size))
         try:
@@ -126,12 +127,12 @@ def _save_as_leader(
         store.publish_checkpoint(folder, step=step, fill=fill)
     except BaseException as error:
         failed = _ExchangeMessage(failure=WriteFailure.of(error, rank=0))
-        # Both, since followers may wait for either.
+        # Post the failure under both names, because followers may wait for either.
         for name in ("draft", "done"):
             _post(exchange, f"{turn}/{name}", failed)
         raise
     _post(exchange, f"{turn}/done", _ExchangeMessage())
-    # Every rank has arrived here, so all messages of the previous turn were read.
+    # Every rank has taken part in this turn, so all messages of the previous turn have been read.
     for name in ("draft", "done", *map(str, range(1, exchange.size))):
         exchange.drop(f"{turn - 1}/{name}")
     return num_bytes

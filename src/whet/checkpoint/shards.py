@@ -1,7 +1,7 @@
-"""Sharded tensors: each rank writes its rows to its own file, and any number of ranks can read them.
+"""Files of sharded tensors: each rank writes its rows to one file, and any number of ranks can read them.
 
-The manifest determines the layout of every file to the byte. So a rank reads only the pieces that contain its rows, and
-each piece has its own hash.
+The manifest determines the exact layout of every file, and every piece has a hash. A rank therefore reads and verifies
+only the pieces that contain its rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ from whet.distributed.strategies import RowRange
 from whet.run import durable
 
 WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
-"""Maps a tensor's name and whole shape to the rows that this rank needs; None for all."""
+"""Maps the name and whole shape of a tensor to the rows that this rank needs; None for all rows."""
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
-    """Need all rows of every tensor."""
+    """Select all rows of every tensor."""
     return None
 
 
@@ -40,23 +40,23 @@ class HeldRows(FrozenModel):
 
     dtype: str
     shape: tuple[Size, ...]
-    """The shape of the whole tensor."""
+    """Shape of the whole tensor."""
     start: Size
     stop: Size
     sha256: str | None
-    """None without rows."""
+    """Hash of the rows; None without rows."""
 
 
 class Shard(FrozenModel):
-    """What one rank wrote."""
+    """The file that one rank wrote, and the rows in it."""
 
     file: FileDigest | None
-    """None for a rank without rows."""
+    """Size and hash of the file; None for a rank without rows."""
     held: dict[str, HeldRows]
 
 
 def shard_name(rank: int) -> str:
-    """The file of one rank."""
+    """Return the name of a rank's file."""
     return f"shard-{rank:04d}.safetensors"
 
 
@@ -64,7 +64,7 @@ def shard_name(rank: int) -> str:
 
 
 def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, RowRange], *, rank: int) -> Shard:
-    """Write and sync this rank's rows; a rank without rows writes no file."""
+    """Write and sync the rows of this rank. A rank without rows writes no file."""
     mine = {name: tensors[name] for name, held in rows.items() if held.count}
     digests: dict[str, str] = {}
     written: FileDigest | None = None
@@ -85,15 +85,16 @@ def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, R
 
 
 def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
-    """Combine what the ranks wrote, in their order, into the manifest's table of sharded tensors.
+    """Combine the shards of all ranks, in rank order, into the manifest's table of sharded tensors.
 
-    ValueError where rows are missing, duplicated or out of order.
+    Raises ValueError if rows are missing, duplicated or out of order.
     """
     table: dict[str, ShardedTensor] = {}
     for name in {name: None for shard in shards for name in shard.held}:
         held = [(rank, shard.held[name]) for rank, shard in enumerate(shards) if name in shard.held]
         kinds = {(part.dtype, part.shape) for _, part in held}
         (dtype, shape), *others = kinds
+        # Each part must start where the previous one ends, and the last one must end at the last row.
         ends = [0, *(part.stop for _, part in held)]
         if others or len(held) != len(shards) or [*(part.start for _, part in held), shape[0]] != ends:
             rows = ", ".join(f"{part.start}-{part.stop} of {part.shape[0]}" for _, part in held)
@@ -115,14 +116,17 @@ def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
 
 
 def shard_files(manifest: CheckpointManifest) -> set[str]:
-    """The files that hold only rows of sharded tensors."""
+    """Return the names of the files that contain rows of sharded tensors."""
     return {piece.file for tensor in manifest.sharded.values() for piece in tensor.pieces}
 
 
 def read_rows(
     path: Path, manifest: CheckpointManifest, wanted: WantedRows
 ) -> tuple[dict[str, Tensor], dict[str, RowRange]]:
-    """Read the wanted rows of the sharded tensors; every byte read is verified."""
+    """Read and verify the wanted rows of all sharded tensors.
+
+    Returns the tensors, and the row ranges of those of which `wanted` selected a part.
+    """
     layouts = {name: _checked_layout(manifest, name) for name in sorted(shard_files(manifest))}
     tensors: dict[str, Tensor] = {}
     rows: dict[str, RowRange] = {}
@@ -136,7 +140,7 @@ def read_rows(
         if asked is not None:
             rows[name] = asked
         for piece in tensor.pieces:
-            # Pieces that overlap the wanted rows; ranks may have changed in number.
+            # Read every piece that overlaps the wanted rows. The number of ranks may have changed since the save.
             if piece.start < part.stop and part.start < piece.stop:
                 parts[piece.file].append((name, piece, part))
     for file_name, needed in parts.items():
@@ -146,7 +150,7 @@ def read_rows(
 
 
 def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
-    """The layout of a file as the manifest implies it; its size is checked before anything is read."""
+    """Return the layout of a file that the manifest implies. Raises ValueError if it does not match the file size."""
     kinds = {
         name: (DTYPES[tensor.dtype], (piece.stop - piece.start, *tensor.shape[1:]))
         for name, tensor in manifest.sharded.items()
@@ -171,7 +175,7 @@ def _read_pieces(
     with open_verified(path, expected=expected) as file:
         if read_exactly(file, len(header), path=path) != header:
             raise ValueError(f"{path.name} has another header than the manifest implies")
-        # In the order of the file, so that the disk reads forward.
+        # Read in file order, which is sequential on disk.
         for name, piece, part in sorted(needed, key=lambda item: layout.slots[item[0]].start):
             slot = layout.slots[name]
             file.seek(len(header) + slot.start)

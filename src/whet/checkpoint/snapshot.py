@@ -1,4 +1,4 @@
-"""The state of a run: tensors by name, and plain JSON for the rest. Nothing is pickled."""
+"""Snapshots of a run's state: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,28 +17,28 @@ from whet.step.ema import Ema, named_tensors
 from whet.step.model_contexts import align_state
 
 _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
-"""State that fused kernels access element by element: with another shape they would write out of bounds."""
+"""Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
 
 _EXECUTION_KEYS = ("fused", "foreach", "capturable", "differentiable")
-"""Keys of parameter groups that select kernels: the current plan decides them, not the saved one."""
+"""Keys of parameter groups that select kernels. They are not restored, because the current plan decides them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """The state of a run. `facts` is plain JSON.
 
-    Tensors of a new snapshot are the live ones: copy or write them before the next step changes them.
+    A new snapshot refers to the tensors of the model and the optimizer. Copy or write them before the next step.
     """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     info: CheckpointInfo = field(default_factory=CheckpointInfo)
     rows: dict[str, RowRange] = field(default_factory=dict)
-    """For sharded tensors, the rows of this rank."""
+    """The rows that this rank holds of each sharded tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensors on this rank."""
+        """Total bytes of the tensors on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -54,9 +54,10 @@ def take_snapshot(
     info: CheckpointInfo,
     num_groups: int,
 ) -> Snapshot:
-    """Take the state of everything that changes while training; `progress` is the caller's own part of it.
+    """Return the state of everything that changes during training.
 
-    Only the first `num_groups` parameter groups belong to the run; others were added later.
+    `progress` is additional state of the caller, as JSON. Only the first `num_groups` parameter groups are saved,
+    because groups that were added later do not belong to the run.
     """
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     if ema is not None:
@@ -64,7 +65,7 @@ def take_snapshot(
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
     rng, rng_facts = capture_rng(device)
     tensors |= optimizer_tensors | rng
-    # Read before the tensors are replaced by their local parts.
+    # Read the row ranges first, because the local parts below no longer have them.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
@@ -79,14 +80,14 @@ def take_snapshot(
 
 
 def wanted_rows(model: nn.Module) -> WantedRows:
-    """Select the rows that this rank holds of the model's parameters."""
+    """Return a function that selects the rows of a saved tensor that this rank needs for the model."""
     held = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
 
     def wanted(name: str, shape: tuple[int, ...]) -> RowRange | None:
         role, _, rest = name.partition("/")
         owner = rest.rpartition("/")[0] if role == "optimizer" else rest
         rows, whole = held.get(owner, (None, ()))
-        # Optimizer state of another shape, such as a step count, is needed whole.
+        # Optimizer state with another shape, such as a step count, is not sharded.
         return rows if shape == whole else None
 
     return wanted
@@ -101,7 +102,10 @@ def restore_snapshot(
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
 ) -> dict[str, Any]:
-    """Restore everything, and return the caller's own part."""
+    """Restore the model, optimizer, scaler, moving average and generators, and return the caller's `progress`.
+
+    Raises WhetError if the snapshot does not fit.
+    """
     try:
         # Only trained parameters must be finite; buffers and masks may hold Inf.
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
@@ -113,11 +117,11 @@ def restore_snapshot(
         if snapshot.facts["scaler"]:
             scaler.load_state_dict(snapshot.facts["scaler"])
         progress: dict[str, Any] = snapshot.facts["progress"]
-        # Last, since restoring may draw.
+        # Restore the generators last, because restoring the other parts may draw random numbers.
         restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
-        # The hashes match but the structure does not: written by another program, or by hand.
+        # The hashes match but the structure does not: another program wrote the checkpoint, or it was edited.
         what = f"{type(error).__name__} {error}"[:300]
         raise WhetError(
             "the checkpoint's state has an unknown structure", got=what, try_="an older checkpoint"
@@ -125,12 +129,15 @@ def restore_snapshot(
 
 
 def check_finite(parameters: dict[str, Tensor]) -> None:
-    """Raise if a trained parameter has NaN or Inf. Frozen ones are not checked: they may be masks with Inf."""
-    # One-byte floats do not support this arithmetic.
+    """Raise WhetError if a trained parameter has NaN or Inf.
+
+    Do not pass frozen parameters, which may be masks with Inf.
+    """
+    # torch has no norms of 8-bit floats.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
     if not floating:
         return
-    # The maximum norm of a tensor is NaN or Inf if one of its elements is.
+    # The maximum norm of a tensor is NaN or Inf exactly if one of its elements is. One call computes all norms.
     norms = torch._foreach_norm(list(floating.values()), ord=float("inf"))
     is_finite = torch.stack([norm.isfinite() for norm in norms])
     if not bool(is_finite.all()):
@@ -143,10 +150,10 @@ def check_finite(parameters: dict[str, Tensor]) -> None:
 
 
 def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False, with_memory: bool = True) -> None:
-    """Restore a model's weights, or with `use_average` their moving average if there is one.
+    """Restore the weights of a model, or with `use_average` their moving average if the snapshot has one.
 
-    Without memory, buffers of modules with `is_memory = True`, which carry state between the steps of one run, are left
-    alone: for another run, or for inference.
+    Modules with `is_memory = True` carry state between the steps of one run. Pass `with_memory=False` to skip their
+    buffers, for inference or for another run.
     """
     targets = dict(named_tensors(model))
     if not with_memory:
@@ -189,7 +196,7 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """The part of a saved tensor for this rank's part of `target`: what was read, if `wanted_rows` selected it."""
+    """Return the saved rows for this rank's part of `target`. Raises WhetError if other rows were read."""
     read, needed = snapshot.rows.get(name), local_rows(target)
     if read != needed:
         got = f"{read or 'all rows'} of {name!r} were read; {needed or 'all rows'} are needed"
@@ -200,7 +207,7 @@ def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer, *, num_groups: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimizer state by parameter name, so that it does not depend on their order."""
+    """Return the optimizer state by parameter name, so that it does not depend on the order of parameters."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -241,10 +248,11 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                 "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
             )
         for key, value in saved["values"].items():
-            # The current plan selects kernels; it may differ from the plan that saved.
+            # The current plan selects kernels. It may differ from the plan of the saved run.
             if key in _EXECUTION_KEYS:
                 continue
             if isinstance(group.get(key), Tensor):
+                # Keep the tensor itself, because a captured graph may read it.
                 group[key].fill_(value)
             else:
                 group[key] = value
@@ -263,16 +271,16 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                     try_="the model the run was started with",
                 )
             if local_rows(parameter) is not None and whole == tuple(parameter.shape):
-                # Sharded like its parameter.
+                # Shard the state like its parameter.
                 sharded = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
                 local_tensor(sharded).copy_(_part_for(parameter, snapshot, full_name))
                 optimizer.state[parameter][key] = sharded
                 continue
-            # A step count is on the CPU unless the optimizer is fused or capturable.
+            # torch keeps step counts on the CPU unless the optimizer is fused or capturable.
             device = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(device, copy=True)
     for owner, state in optimizer.state.items():
-        # On disk everything is contiguous; fused kernels need state with the layout of its parameter.
+        # Tensors on disk are contiguous, but fused kernels need the state in the memory layout of its parameter.
         align_state(owner, state)
 
 
@@ -281,7 +289,7 @@ def _steps_on_device(optimizer: Optimizer) -> bool:
 
 
 def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The names of all parameters in order, and the groups of names of tied tensors."""
+    """Return the names of all parameters in order, and groups of names that refer to the same tied tensor."""
     groups: dict[int, list[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:

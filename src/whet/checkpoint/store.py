@@ -1,4 +1,4 @@
-"""Save and load checkpoints: folders of safetensors and JSON files with a manifest written last."""
+"""Save and load checkpoints: folders with safetensors files, JSON files and a manifest that is written last."""
 
 import os
 import re
@@ -33,6 +33,7 @@ from whet.run import durable
 
 __all__ = ["FACTS", "MANIFEST", "TENSORS", "DamagedCheckpointError", "LoadedCheckpoint", "Snapshot"]
 
+# Names have at least nine digits, so that they sort by step. Twelve is the limit of the manifest.
 _STEP_FOLDER = re.compile(r"step-(\d{9,12})")
 
 
@@ -42,14 +43,14 @@ class LoadedCheckpoint(NamedTuple):
     step: int
     snapshot: Snapshot
     rejected: list[str]
-    """Why newer ones were rejected."""
+    """Reasons why newer checkpoints were rejected."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
-    """Write the checkpoint of a step, and return its size. When this returns, it survives a power cut."""
+    """Write the checkpoint of a step and return its size in bytes. When this returns, the checkpoint is durable."""
     num_bytes = 0
 
     def fill(draft: Path) -> None:
@@ -61,11 +62,11 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
 
 
 def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a draft folder, and rename it to the step's name."""
+    """Call `fill` to write a draft folder, then rename the folder to the name of the step."""
     path = folder / checkpoint_name(step)
     if not folder.exists() and folder.parent.exists():
         durable.make_directory(folder)
-    # An existing folder of this step failed verification: the run resumed from before it.
+    # If a folder of this step exists, it failed verification: the run has resumed from an earlier step.
     damaged = durable.move_aside(path) if path.exists() or path.is_symlink() else None
     durable.publish_directory(path, fill=fill)
     if damaged is not None:
@@ -73,11 +74,11 @@ def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None])
 
 
 def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[Shard] = ()) -> int:
-    """Write the whole tensors, the facts and, last, the manifest; return the size of all files.
+    """Write the unsharded tensors, the facts and finally the manifest. Return the size of all files in bytes.
 
-    `shards` are the files that ranks have already written to the draft.
+    `shards` describes the files that the ranks have already written to the draft.
     """
-    # Sharded tensors are already in the files of their ranks.
+    # The files of the ranks already contain the sharded tensors.
     whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
     written = {
         TENSORS: durable.write_draft(draft / TENSORS, data=encode_tensors(whole)),
@@ -94,18 +95,18 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
         info=snapshot.info,
         sharded=sharded,
     ).to_bytes()
-    # Written last: a folder without a valid manifest is not a checkpoint.
+    # Write the manifest last, because a folder without a valid manifest is not a checkpoint.
     durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
     return sum(file.size for file in files.values()) + len(manifest)
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step; names sort by step."""
+    """Return the folder name of a step. Names sort by step."""
     return f"step-{step:09d}"
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint folder, oldest first."""
+    """Return the steps that have a checkpoint folder, in increasing order."""
     names = (_STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
@@ -138,9 +139,10 @@ def load_newest(
     steps: list[int] | None = None,
     read: Callable[[Path], Snapshot] | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that passes verification; None without any. `run_id` rejects those of another run.
+    """Load the newest checkpoint that passes verification; None if the folder has no checkpoint.
 
-    Ranks that must agree pass the `steps` to try and their own `read`.
+    With `run_id`, checkpoints of other runs are rejected. Ranks that must load the same checkpoint pass the `steps` to
+    try and a `read` function. Raises DamagedCheckpointError if no checkpoint is usable.
     """
     rejected: list[str] = []
     for step in reversed(list_steps(folder) if steps is None else steps):
@@ -161,14 +163,14 @@ def load_newest(
 
 
 def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
-    """Load a checkpoint and verify every byte read; DamagedCheckpointError if that fails.
+    """Load a checkpoint and verify everything that is read. Raises DamagedCheckpointError.
 
-    `wanted` selects the rows of each tensor that this rank needs; all by default.
+    `wanted` selects the rows of each tensor that this rank needs. The default is all rows.
     """
-    # Cheap checks first: a truncated file is found without reading the others.
+    # Check the sizes first, which is cheap: this detects a truncated file before gigabytes are read.
     manifest = check_sizes(path)
     try:
-        # Shards are read piece by piece below.
+        # `read_rows` below reads the sharded files piece by piece.
         shared = shard_files(manifest)
         data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in shared}
         facts = encoding.load_json(data.pop(FACTS))
@@ -180,7 +182,7 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
         if facts["step"] != manifest.step:
             raise ValueError(f"its facts belong to step {facts['step']}")
         rows = {name: part for name, t in tensors.items() if (part := wanted(name, tuple(t.shape))) is not None}
-        # Cloned, so that the other rows are freed.
+        # Clone the wanted rows, so that the memory of all other rows is freed.
         tensors |= {name: tensors[name][part.start : part.stop].clone() for name, part in rows.items()}
         read, some = read_rows(path, manifest, wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -189,7 +191,10 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
 
 
 def check_sizes(path: Path) -> CheckpointManifest:
-    """Read the manifest, and check that exactly its files exist with their sizes. Contents are not read."""
+    """Return the manifest, after checking that exactly the listed files exist and have the listed sizes.
+
+    The content of the files is not read. Raises DamagedCheckpointError.
+    """
     manifest = read_manifest(path, read_verified(path / MANIFEST))
     if checkpoint_name(manifest.step) != path.name:
         raise damaged_error("the checkpoint does not match its folder name", path, f"step {manifest.step}")
@@ -208,7 +213,7 @@ def check_sizes(path: Path) -> CheckpointManifest:
 
 
 def _check_tensors(manifest: CheckpointManifest, tensors: dict[str, Tensor]) -> None:
-    """Check that the manifest's table and the files' headers agree."""
+    """Raise ValueError if the tensors of the manifest and of the file headers differ."""
     unmatched = tensors.keys() ^ manifest.tensors.keys()
     if unmatched:
         raise ValueError(f"{sorted(unmatched)[0][:80]!r} is in the manifest or in a file, but not in both")

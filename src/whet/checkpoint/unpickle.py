@@ -1,4 +1,4 @@
-"""Child program that reads a torch file: the only place where a pickle is loaded."""
+"""Child program that loads a torch file. No other code of whet loads a pickle."""
 
 import contextlib
 import json
@@ -17,10 +17,11 @@ from whet.base.errors import WhetError, closest_match
 from whet.checkpoint.encoding import MAX_TENSORS, encode_tensors
 from whet.run import durable
 
+# Marks the result line, because torch may print other lines.
 ANSWER_PREFIX = "whet-import-answer "
 
 KNOWN_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "ema", "ema_state_dict")
-"""Common keys of a model's weights in a file that holds more, in order of preference."""
+"""Common keys of the weights in a file with more than weights, in order of preference."""
 
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile add to every name."""
@@ -30,15 +31,19 @@ _MAX_ENTRIES = 1_000_000
 _MAX_LEFT_OUT = 1_000
 _MAX_NAME_LENGTH = 500
 _EXTRA_ADDRESS_SPACE = 2 * 1024**3
-"""Address space besides the file's tensors and one copy of them."""
+"""Address space for torch, in addition to the tensors of the file and copies of them."""
 
+# Matches the class or function that torch refuses to unpickle, in the messages of several torch versions.
 _FOREIGN_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|instantiate unsupported class ([\w.]+)|(?:class|function) ([\w.]+)")
 
 
 def main(arguments: list[str]) -> int:
-    """Load the file on stdin, write the tensors, and print one line of JSON. The exit code carries no information."""
+    """Load the file on stdin, write its tensors, and print the result as one line of JSON.
+
+    The exit code is always 0: the result line contains the error.
+    """
     target, key, seconds = Path(arguments[0]), arguments[1] or None, int(arguments[2])
-    # Keep output of torch apart from the answer.
+    # Redirect stdout to stderr, so that output of torch does not mix with the result line.
     answer_to = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -56,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def limit_process(size: int, *, seconds: int) -> None:
-    """Limit this process to what a file of this size may need. macOS does not enforce all limits."""
+    """Limit the resources of this process to what a file of this size needs. macOS does not enforce all limits."""
     used = 0
     with contextlib.suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -70,12 +75,13 @@ def limit_process(size: int, *, seconds: int) -> None:
     for which, most in limits.items():
         _, hard = resource.getrlimit(which)
         wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        # Each limit is an additional protection, so a system that refuses one does not stop the import.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(which, (wanted, wanted))
 
 
 def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
-    """Write the tensors of a model to `target`; return where they were found and what was skipped."""
+    """Write the tensors of a model to `target`. Return their key in the file and the skipped entries."""
     content = _load(file)
     chosen, where = select_weights(content, key)
     tensors: dict[str, Tensor] = {}
@@ -99,7 +105,8 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
         place = f"under {where!r}" if where else "at its top"
         raise WhetError("the file holds no tensors", got=place, try_="--key NAME")
     size = os.fstat(0).st_size
-    # Each storage is in the file once; few tensors share one.
+    # The file contains each storage once. Tied tensors share storages, but a factor above two is suspicious: views of
+    # one small storage could expand to any size on disk.
     if len(tensors) > MAX_TENSORS or total > 2 * size:
         got = f"{len(tensors):,} tensors of {total:,} bytes in a file of {size:,}"
         raise WhetError("the file declares more data than it contains", got=got, try_="the file's origin")
@@ -110,8 +117,8 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
 
 def _load(file: Any) -> Any:
     try:
-        # weights_only is explicit, since an environment variable can change the default. There is no fallback to
-        # another loader, since the file would choose it.
+        # weights_only is explicit, because an environment variable can change the default. There is no fallback to
+        # another loader, because a malicious file could trigger it.
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
@@ -127,7 +134,10 @@ def _load(file: Any) -> Any:
 
 
 def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
-    """The part of the file with the weights and its dotted key; the whole file if tensors are at its top level."""
+    """Return the part of the file that contains the weights, and its dotted key.
+
+    The key is empty if the tensors are at the top level. Raises WhetError if the weights are not found.
+    """
     if not isinstance(content, Mapping):
         raise WhetError("the file is not a dict", got=type(content).__name__, try_="a file with a state_dict")
     if key is not None:
@@ -150,7 +160,10 @@ def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
 
 
 def flatten(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all values of nested dicts by dotted name. Limits protect against dicts that contain themselves."""
+    """Yield all values of nested dicts with their dotted names.
+
+    Raises WhetError beyond the limits, which also stop at dicts that contain themselves.
+    """
     count = 0
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
     while waiting:
@@ -161,18 +174,19 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
             raise WhetError("the file is nested too deeply or has too many entries", got=got, try_="the file's origin")
         if isinstance(value, Mapping):
             inside = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
+            # Reversed, because the stack returns the last item first.
             waiting.extend(reversed(inside))
         else:
             yield name, value
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is a dense tensor with data."""
+    """Whether the value is a dense tensor with data."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized and not value.is_meta
 
 
 def strip_wrappers(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Remove the prefixes that a wrapper added to all names."""
+    """Remove the prefixes of wrappers from all names. Return the tensors and the removed prefix."""
     wrapper = ""
     while prefix := next((w for w in WRAPPERS if all(name.startswith(w) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Write checkpoints in the background: staging buffer, writer thread, retention."""
+"""Background writes of checkpoints: writer thread, staging buffer and retention."""
 
 import contextlib
 import dataclasses
@@ -23,30 +23,31 @@ from whet.machine import linux
 from whet.run import durable
 
 WriteJob = Callable[["PendingWrite"], None]
-"""Writes one checkpoint and records the result; an exception means that there is none."""
+"""Writes one checkpoint and records the result in the PendingWrite. An exception means that the write failed."""
 
+# Training gets the CPU first.
 _NICENESS = 10
 
 
 @dataclass(kw_only=True, slots=True)
 class PendingWrite:
-    """A write in progress or finished."""
+    """A write that is in progress or finished."""
 
     step: int
     is_background: bool
-    """Written by a thread while training continues."""
+    """Whether a thread writes the checkpoint while training continues."""
     num_bytes: int = 0
     cleanup_error: WhetError | None = None
-    """Why old checkpoints could not be removed; the new one is safe."""
+    """Error while removing old checkpoints. The new checkpoint is valid nevertheless."""
     seconds: float = 0.0
-    """Time until it was safe or had failed, including the copy."""
+    """Seconds until the checkpoint was durable or had failed, including the copy to the staging buffer."""
     error: BaseException | None = None
 
 
 class CheckpointWriter:
-    """Runs one write at a time, in this thread or in the background; `collect` returns its result.
+    """Runs one write at a time, in this thread or in the background. `collect` returns the result.
 
-    The thread is not a daemon, so a process that exits normally waits for it.
+    The thread is not a daemon, so a process that exits normally waits for the write.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class CheckpointWriter:
 
     @property
     def step(self) -> int | None:
-        """The step whose write is in progress or not collected yet."""
+        """Step of the write that is in progress or not collected yet; None without one."""
         return None if self._write is None else self._write.step
 
     @property
@@ -64,7 +65,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, job: WriteJob, *, in_background: bool, start: float) -> None:
-        """Run `job`; its time counts from `start`. The previous write must have been collected."""
+        """Run `job` and measure its time from `start` on. The previous write must have been collected."""
         assert self._write is None, "one write at a time"
         write = self._write = PendingWrite(step=step, is_background=in_background)
         if not in_background:
@@ -75,7 +76,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def collect(self, *, wait: bool) -> PendingWrite | None:
-        """Return the last write once; None if there is none, or if it is in progress and `wait` is off."""
+        """Return the last write, once. Return None if there is none, or if it is in progress and `wait` is False."""
         if self._write is None or (self.is_busy and not wait):
             return None
         if self._thread is not None:
@@ -85,7 +86,7 @@ class CheckpointWriter:
 
 
 def _run_in_background(write: PendingWrite, job: WriteJob, start: float) -> None:
-    # On Linux threads have their own priority; elsewhere this would fail, or apply to the whole process.
+    # Linux has a priority per thread. On other systems this would fail or apply to the whole process.
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -101,35 +102,38 @@ def _run(write: PendingWrite, job: WriteJob, start: float) -> None:
         write.seconds = time.perf_counter() - start
 
 
-# --- staging
-# ------------------------------------------------------------------------------------------------------------
+# --- staging ---------------------------------------------------------------------------------------------------------
 
 FREE_MEMORY_FACTOR = 1.5
-"""A buffer is allocated only if this many times its size is free."""
+"""A buffer is allocated only if this many times its size is free memory."""
 
 
 class StagingBuffer:
-    """A host copy of the newest state. Filling a used buffer is 10 times faster than a new one."""
+    """A host buffer for a copy of the state.
+
+    The buffer is reused, because filling memory that is already mapped is 10 times faster.
+    """
 
     def __init__(self, device: AbstractDevice) -> None:
         self._device = device
         self._buffer: Tensor | None = None
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether there is memory for a second copy of the state; never if the device shares the host's memory."""
+        """Whether memory is available for a copy of the state. Always False if the device shares host memory."""
         if self._device.memory.is_shared_with_host:
             return False
         if self._buffer is not None and self._buffer.numel() == num_bytes:
             return True
-        # A container may have a lower limit than the machine.
+        # The limit of a container may be below the memory of the machine.
         free = linux.min_known(psutil.virtual_memory().available, linux.read_cgroup_limits().memory_left_bytes)
         return free is not None and free >= FREE_MEMORY_FACTOR * num_bytes
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """Copy the state into the buffer, so that training can continue. The next copy overwrites it."""
+        """Return a copy of the snapshot in the buffer, so that training can continue. The next call overwrites it."""
         layout = layout_tensors(snapshot.tensors)
         if self._buffer is None or self._buffer.numel() != layout.num_bytes:
+            # Free the old buffer before allocating the new one.
             self._buffer = None
             self._buffer = self._device.memory.host_buffer(layout.num_bytes)
         staged: dict[str, Tensor] = {}
@@ -137,23 +141,23 @@ class StagingBuffer:
             target = self._buffer[slot.start : slot.end]
             staged[name] = target.view(slot.dtype).view(slot.shape) if len(target) else snapshot.tensors[name].cpu()
             staged[name].copy_(snapshot.tensors[name].detach(), non_blocking=True)
+        # The copies are asynchronous. They must be complete before the next step changes the tensors.
         self._device.sync()
         return dataclasses.replace(snapshot, tensors=staged)
 
 
-# --- retention
-# ----------------------------------------------------------------------------------------------------------
+# --- retention -------------------------------------------------------------------------------------------------------
 
 MILESTONE_SHARE = 0.1
-"""A milestone is the first checkpoint in each tenth of the run."""
+"""Share of the run between milestones. A milestone is the first checkpoint in each tenth of the run."""
 MAX_MILESTONES = 2
-"""The newest milestones are kept: with the last two checkpoints and the best, at most five are on disk."""
+"""Number of milestones to keep. With the last two checkpoints and the best, at most five are on disk."""
 MIN_MILESTONE_STEPS = 100
-"""A shorter run is rather restarted than rolled back."""
+"""Minimum length of a run with milestones. A shorter run can be restarted instead."""
 
 
 def milestones(steps: list[int], *, total_steps: int | None) -> list[int]:
-    """Return the newest milestones among steps; a run without a known end has none.
+    """Return the newest milestones among `steps`; none if the length of the run is unknown.
 
     >>> milestones([0, 40, 110, 150, 210, 350, 390], total_steps=1000)
     [210, 350]
@@ -175,11 +179,12 @@ def apply_retention(
     total_steps: int | None,
     rejected: Container[int] = (),
 ) -> list[int]:
-    """Remove checkpoints that are not kept, and return their steps. `acknowledged` has just been written.
+    """Remove old checkpoints and return their steps.
 
-    Nothing is removed unless that one is complete, so the only good checkpoint never is. Damaged folders do not count
-    among the last `keep`, nor do those in `rejected`, which failed verification although their sizes are right. Newer
-    ones than `acknowledged` must be damaged, since the run resumed from before them.
+    Kept are the last `keep` checkpoints, the milestones, the best one, and `acknowledged`, which has just been written.
+    If `acknowledged` is incomplete, nothing is removed, so the only valid checkpoint is never lost. Damaged folders do
+    not count among the last `keep`. Neither do the steps in `rejected`, which failed verification although their file
+    sizes are correct. Folders newer than `acknowledged` are damaged, because the run resumed from an earlier step.
     """
     try:
         store.check_sizes(folder / store.checkpoint_name(acknowledged))
@@ -197,7 +202,7 @@ def apply_retention(
 def free_disk_space(
     folder: Path, *, num_bytes: int, keep: int, best: int | None, rejected: Container[int] = ()
 ) -> None:
-    """Remove milestones before a write if there is no space for two more checkpoints and 5 %."""
+    """Remove milestones before a write if the disk has no space for two more checkpoints, plus 5 %."""
     free = durable.free_bytes(folder)
     if free is None or free >= 2 * num_bytes * 1.05:
         return
@@ -213,5 +218,6 @@ def _is_whole(folder: Path, step: int) -> bool:
     except DamagedCheckpointError:
         return False
     except WhetError:
-        return True  # Another format, or an unreadable disk: do not remove it.
+        # The checkpoint has another format, or the disk is unreadable. Do not remove it.
+        return True
     return True
