@@ -1,1 +1,1 @@
-"""Devices: CUDA, MPS, CPU and a fake one behind one interface. The only package that calls a backend of torch."""
+"""CUDA, MPS, CPU and fake devices behind one interface. No other package calls a torch backend directly."""

@@ -1,6 +1,6 @@
-"""The interface of a device. The base classes do nothing; a device overrides what it needs.
+"""The interface of a device. The base classes provide defaults, and a device overrides what it needs.
 
-To add a device, subclass `AbstractDevice` in a file of its own and add it to `open.py`.
+To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from whet.device.kernels.switches import prefer_sdpa_kernel, use_own_kernels, us
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Mark = Any
-"""A point in time on the device's clock; only the device that made it can read it."""
+"""A point in time on the clock of a device. Only the device that created it can read it."""
 
 Made = TypeVar("Made")
 
 Replay = Callable[[], None]
-"""Runs captured work again on the same memory, without running its Python code."""
+"""Runs captured work again on the same memory, without executing its Python code."""
 
 
 class AbstractDevice(ABC):
-    """A device where tensors are stored and kernels run."""
+    """A device that stores tensors and runs kernels."""
 
     kind: str
     lr_dtype: torch.dtype = torch.float64
-    """The widest dtype that a learning rate can have on this device."""
+    """Widest dtype of a learning rate on this device."""
     attention_kernels: tuple[str, ...] = ()
     """Values of the setting `attention` that this device supports besides "torch"."""
     has_own_norms = False
-    """Whether whet's own norm kernels run on this device."""
+    """Whether the norm kernels of whet run on this device."""
 
     def __init__(self) -> None:
         self.memory = DeviceMemory()
@@ -47,21 +47,21 @@ class AbstractDevice(ABC):
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """The device as torch names it."""
+        """The torch device."""
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The device's random number generator; None where the CPU's is the only one."""
+        """Random number generator of the device; None if it uses the generator of the CPU."""
         return None
 
     # --- tensors and time --------------------------------------------------------------------------------------------
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on this device. The copy is complete for every later kernel."""
+        """Return the tensor on this device. Every later kernel sees the complete copy."""
         return tensor.to(self.torch_device)
 
     def put_async(self, tensor: Tensor) -> Tensor:
-        """Copy a small host tensor without waiting for queued work."""
+        """Copy a small host tensor to this device without waiting for queued work."""
         return self.put(tensor)
 
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
@@ -69,36 +69,36 @@ class AbstractDevice(ABC):
         model.to(self.torch_device)
 
     def sync(self) -> None:
-        """Wait until all queued work is done."""
+        """Wait for all queued work."""
 
     def mark(self) -> Mark:
-        """Record the current point on the device's clock."""
+        """Return a mark for the current point on the clock of the device."""
         return time.perf_counter()
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds between two marks; waits until the device has passed them."""
+        """Return the seconds between two marks. Waits until the device has passed both."""
         return float(end - start)
 
     # --- how models are computed -------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
-        """Set the process-wide precision of float32 products (tf32 or full)."""
+        """Set the process-wide precision of float32 matrix products: tf32 or full."""
 
     def preserve_precision(self) -> AbstractContextManager[object]:
-        """Restore on exit what `use_precision` changes."""
+        """Restore on exit the settings that `use_precision` changes."""
         return contextlib.nullcontext()
 
     def autocast(self, precision: str) -> AbstractContextManager[object]:
-        """The autocast context of the forward pass."""
+        """Return the autocast context of the forward pass."""
         half = HALF_TYPES.get(precision)
         return torch.autocast(self.torch_device.type, dtype=half) if half else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:
-        """Select attention and norm kernels while entered.
+        """Select attention and norm kernels in this context.
 
-        "torch" leaves the choice to torch. "own" uses whet's kernels in models that call them; the other attention
-        values are preferred backends of scaled_dot_product_attention.
+        "torch" leaves the choice to torch. "own" selects the kernels of whet in models that call them. All other values
+        of `attention` name a preferred backend of scaled_dot_product_attention.
         """
         self.check_settings(attention=attention, norms=norms)
         with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ class AbstractDevice(ABC):
             yield
 
     def check_settings(self, *, attention: str = "torch", norms: str = "torch", layout: str = "contiguous") -> None:  # noqa: ARG002
-        """Raise UsageError for a setting that this device does not support or computes wrongly with."""
+        """Raise UsageError for a setting that this device does not support, or with which it computes wrong results."""
         if attention not in ("torch", *self.attention_kernels):
             supported = ", ".join(self.attention_kernels)
             raise UsageError(
@@ -123,49 +123,49 @@ class AbstractDevice(ABC):
             raise UsageError(f"{self.kind} has no norm kernels of whet's own", got="norms=own", try_="norms=torch")
 
     def check_loss_scaling(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for an optimizer that computes wrongly with loss scaling on this device."""
+        """Raise UsageError for an optimizer that gives wrong results with loss scaling on this device."""
 
     def compute_context(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """The context in which the user's model computes: explains errors that only this device raises."""
+        """Return the context for running the model, which explains errors that only this device raises."""
         return contextlib.nullcontext()
 
     def graphs(self) -> "AbstractGraphs | None":
-        """A capturer of steps with its own memory pool; None where the device cannot capture."""
+        """Return a graph capturer with a new memory pool; None if the device does not support graphs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUsage:
-    """Bytes, read from counters without waiting for the device; None where there is no counter."""
+    """Memory counters in bytes, read without waiting for the device; None if the device has no such counter."""
 
     allocated: int | None = None
-    """Live tensors."""
+    """Bytes of live tensors."""
     reserved: int | None = None
-    """Taken from the system, caches included."""
+    """Bytes taken from the system, including caches."""
     peak: int | None = None
     """Maximum of `allocated` since the last reset."""
     limit: int | None = None
-    """The maximum that the device recommends."""
+    """Recommended maximum of the device."""
 
 
 class DeviceMemory:
     """Memory counters and caches of a device."""
 
     is_shared_with_host = False
-    """Whether the device uses host memory, so that a host copy reduces what training can use."""
+    """Whether the device uses host memory. A copy on the host then reduces the memory for training."""
 
     def usage(self) -> MemoryUsage:
         """Read the counters."""
         return MemoryUsage()
 
     def reset_peak(self) -> None:
-        """Start a new peak measurement, where there is a counter."""
+        """Reset the peak, if the device has such a counter."""
 
     def empty_cache(self) -> None:
-        """Return cached memory to the system. Waits for the device, so never inside a step."""
+        """Return cached memory to the system. Waits for the device, so do not call this during a step."""
 
     def keep_freed(self) -> AbstractContextManager[object]:
-        """Keep memory that tensors free in this process while entered, where it is returned otherwise."""
+        """Return a context that keeps freed tensor memory in this process instead of returning it to the system."""
         return contextlib.nullcontext()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
@@ -174,39 +174,42 @@ class DeviceMemory:
 
 
 class DeviceMonitor:
-    """Failures and events of a device that raise no error."""
+    """Reports failures and events of a device that raise no error."""
 
     def watch(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Watch the device while a run trains on it."""
+        """Return a context that watches the device during training."""
         return contextlib.nullcontext()
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise if the device has failed silently; with `wait`, after everything written so far was examined."""
+        """Raise WhetError if the device has failed silently. With `wait`, first examine all output written so far."""
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Events for the run's log since the last call: kinds and fields."""
+        """Return the events since the last call, as pairs of event kind and fields."""
         return iter(())
 
 
 class AbstractGraphs(ABC):
-    """Captures work once and replays it as one launch.
+    """Captures work once and replays it as a single launch.
 
-    All graphs of one instance share a memory pool, so two of them are never replayed at once. Capturing computes
-    nothing: tensors that existed before and the device's generator are unchanged afterwards. Side effects of the Python
-    code remain.
+    All graphs of an instance share a memory pool, so they must not be replayed at the same time. Capturing computes
+    nothing: existing tensors and the generator of the device are unchanged afterward. Side effects of the Python code
+    remain.
     """
 
     @abstractmethod
     def warm_up(self) -> AbstractContextManager[list[str]]:
-        """Run work eagerly before its capture; yields the source lines that synchronized with the device."""
+        """Return a context for running work eagerly before its capture.
+
+        The context yields a list, which receives the source lines that synchronize with the device.
+        """
 
     @abstractmethod
     def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
-        """Return a replay function and the result of `work`: tensors that each replay fills again.
+        """Capture `work` and return a replay function and the result, whose tensors each replay fills again.
 
-        Raises what `work` raised. After an error, graphs captured before must not be replayed; the device stays usable.
+        Errors of `work` are raised unchanged. After an error, do not replay earlier graphs. The device stays usable.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """Start a new memory pool: graphs captured so far will not be replayed again."""
+        """Start a new memory pool. Graphs captured so far must not be replayed."""

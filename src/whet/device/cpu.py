@@ -1,4 +1,4 @@
-"""The CPU device, its heap settings and its number of threads."""
+"""The CPU device, with heap settings and the number of threads."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from whet.device.abstract import AbstractDevice, DeviceMemory, MemoryUsage
 
 @final
 class CpuDevice(AbstractDevice):
-    """The CPU of this machine; it has no queue, so every call is complete when it returns."""
+    """The CPU of this machine. It has no queue, so every call is complete when it returns."""
 
     kind = "cpu"
     attention_kernels = ("flash", "math")
@@ -38,7 +38,7 @@ class CpuDevice(AbstractDevice):
 
 @final
 class CpuMemory(DeviceMemory):
-    """Counters of this process, and the C library's heap."""
+    """Memory counters of this process, and the heap of the C library."""
 
     def usage(self) -> MemoryUsage:
         process = psutil.Process().memory_info()
@@ -51,15 +51,15 @@ class CpuMemory(DeviceMemory):
         trim_heap()
 
     def reset_peak(self) -> None:
-        # Otherwise memory that earlier work freed and the C library still holds would count.
+        # Trim first. Otherwise the peak would include memory that was freed but is still held by the C library.
         trim_heap()
-        # Linux restarts the process's peak after this; other systems have no such counter.
+        # Writing 5 resets the peak of the process (VmHWM) on Linux. Other systems have no such counter.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def _process_peak_bytes() -> int | None:
-    """Peak memory of this process since the last reset; None where the system does not count it."""
+    """Return the peak memory of this process since the last reset; None if the system does not count it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -72,8 +72,8 @@ def _process_peak_bytes() -> int | None:
 
 
 def set_num_threads(number: int) -> None:
-    """Set torch's number of CPU threads, unless it is set already."""
-    # Setting the same number again is not free: it made attention on a CPU a third slower (docs/lab.md).
+    """Set torch's number of CPU threads if it differs."""
+    # Setting the same number again is not free: it made attention on the CPU a third slower (docs/lab.md).
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
@@ -89,27 +89,31 @@ def preserve_num_threads() -> Iterator[None]:
 
 
 # --- heap ------------------------------------------------------------------------------------------------------------
-# A step frees its activations, and the next one allocates as much again. If the C library returns them to the system,
-# every page is faulted in and zeroed again: 3 % of a text step, a fifth of a small convolutional net's (docs/lab.md).
+# A step frees its activations, and the next step allocates the same amount. If the C library returns the memory to the
+# system, every page is faulted in and zeroed again. That costs 3 % of a text step, and a fifth of a step of a small
+# convolutional network (docs/lab.md).
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt: free bytes kept at the end of the heap, and the size from which blocks are mapped alone."""
+"""Parameters of mallopt: free bytes to keep at the end of the heap, and minimum size of separately mapped blocks."""
 _DISABLED = -1
 _MMAP_FROM_BYTES = 256 << 20
-"""Larger blocks of varying sizes fragment the heap: with tensors up to 200 MB a limit of 1 GB doubled the peak."""
+"""Larger blocks are mapped separately, because blocks of varying sizes fragment the heap.
+
+With tensors of up to 200 MB, a threshold of 1 GB doubled the peak.
+"""
 _GLIBC_MMAP_MAX_BYTES = 32 << 20
-"""glibc raises its own mmap threshold up to this, and trims at twice that."""
+"""Maximum to which glibc raises its mmap threshold by default. It trims the heap at twice that size."""
 _USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 _holders: list[object] = []
-"""The heap is shared by the process: it is kept until the last `keep_freed_memory` exits."""
+"""Active `keep_freed_memory` contexts. The process has one heap, so the last context to exit restores it."""
 
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Keep freed memory in this process while entered, and return it on exit. Works with glibc only.
+    """Keep freed memory in this process, and return it to the system on exit.
 
-    Does nothing if the user has configured malloc by environment variables.
+    Has an effect only with glibc, and only if the user has not configured malloc by environment variables.
     """
     set_limit = _mallopt()
     if set_limit is None or _has_user_settings():
@@ -117,14 +121,14 @@ def keep_freed_memory() -> Iterator[None]:
         return
     holder = object()
     _holders.append(holder)
-    # Some glibc versions reject a limit above their own maximum.
+    # Some glibc versions reject a threshold above their maximum.
     if not set_limit(_MMAP_THRESHOLD, _MMAP_FROM_BYTES):
         set_limit(_MMAP_THRESHOLD, _GLIBC_MMAP_MAX_BYTES)
     set_limit(_TRIM_THRESHOLD, _DISABLED)
     try:
         yield
     finally:
-        # Already removed in a process that was forked meanwhile.
+        # In a forked process, `_reset_in_child` has already removed the holder.
         with contextlib.suppress(ValueError):
             _holders.remove(holder)
         if not _holders:
@@ -153,7 +157,7 @@ def _restore_limits(set_limit: Callable[[int, int], int]) -> None:
 
 
 def _reset_in_child() -> None:
-    """Restore the defaults in forked data workers, which do not reuse what they free."""
+    """Restore the defaults in forked data workers, which do not reuse the memory they free."""
     set_limit = _mallopt()
     if _holders and set_limit is not None:
         _holders.clear()

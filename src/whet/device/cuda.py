@@ -1,4 +1,4 @@
-"""NVIDIA GPUs and CUDA graphs."""
+"""The CUDA device and CUDA graphs."""
 
 import threading
 import warnings
@@ -14,7 +14,7 @@ from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, M
 from whet.device.kernels.switches import use_own_kernels
 
 _SYNC_WARNING = "called a synchronizing"
-"""The start of torch's warning (c10/cuda/CUDAFunctions.cpp, torch 2.11 to 2.13)."""
+"""Start of torch's warning about a synchronization (c10/cuda/CUDAFunctions.cpp, torch 2.11 to 2.13)."""
 
 
 @final
@@ -22,7 +22,7 @@ class CudaDevice(AbstractDevice):
     """One NVIDIA GPU."""
 
     kind = "cuda"
-    # The fused optimizer kernels read the learning rate on the GPU, as float32.
+    # Fused optimizer kernels read the learning rate from GPU memory as float32.
     lr_dtype = torch.float32
     attention_kernels = ("cudnn", "flash", "efficient", "math", "own")
     has_own_norms = True
@@ -49,6 +49,7 @@ class CudaDevice(AbstractDevice):
         return tensor.to(self._torch_device)
 
     def put_async(self, tensor: Tensor) -> Tensor:
+        # A copy is asynchronous only from pinned memory.
         return tensor.pin_memory().to(self._torch_device, non_blocking=True)
 
     def sync(self) -> None:
@@ -109,7 +110,7 @@ class CudaMemory(DeviceMemory):
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Why CUDA cannot be used in this process; None when it can."""
+    """Return why CUDA cannot be used in this process; None if it can."""
     if torch.cuda.is_available():
         return None
     return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU or driver was found"
@@ -120,11 +121,11 @@ def cuda_unavailable_reason() -> str | None:
 
 @final
 class CudaGraphs(AbstractGraphs):
-    """Captures CUDA graphs, and repairs the process after a capture that failed."""
+    """Captures CUDA graphs, and repairs the state of torch after a failed capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Warm-ups and captures share one stream: autograd remembers the stream on which a parameter was first used.
+        # Warm-ups and captures use the same stream, because autograd remembers the stream of a parameter's first use.
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
@@ -135,18 +136,18 @@ class CudaGraphs(AbstractGraphs):
 
     def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
         torch.cuda.synchronize(self._device)
-        # The graph's pool cannot use memory that eager steps have cached.
+        # The pool of the graph cannot use memory that eager steps have cached.
         torch.cuda.empty_cache()
         rng_state = torch.cuda.get_rng_state(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
             with self._on_own_stream():
-                # thread_local: a checkpoint may be written by another thread at the same time.
+                # thread_local: another thread may write a checkpoint at the same time.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     made = work()
                 except BaseException:
-                    # capture_end raises too, with a less specific message.
+                    # capture_end also raises, with a less specific message.
                     with suppress(Exception):
                         graph.capture_end()
                     raise
@@ -162,7 +163,7 @@ class CudaGraphs(AbstractGraphs):
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """Run on our stream, ordered after all earlier and before all later work of the current one."""
+        """Run on the capture stream, after all earlier work and before all later work of the current stream."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
@@ -172,10 +173,14 @@ class CudaGraphs(AbstractGraphs):
             outside.wait_stream(self._stream)
 
     def _repair(self, rng_state: Tensor) -> None:
-        """Release allocator and generator, which a failed capture may leave in it (pytorch#180395, #190308)."""
+        """Restore the allocator and the generator after a failed capture.
+
+        torch may leave both in capture mode (pytorch#180395, #190308). Raises WhetError if the GPU stays unusable.
+        """
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
+        # Drawing a number fails if the generator is still in capture mode. Replace its state in that case.
         try:
             torch.rand(1, device=self._device)
         except RuntimeError:
@@ -196,7 +201,7 @@ class CudaGraphs(AbstractGraphs):
 
 @contextmanager
 def _record_syncs() -> Iterator[list[str]]:
-    """Collect the source lines of this thread that synchronize with the device."""
+    """Yield a list that receives the source lines of this thread that synchronize with the device."""
     syncs: list[str] = []
     thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
-"""Environment variables that torch reads. Imports no torch: MPS reads its fallback switch while torch is imported.
+"""Environment variables that torch reads.
 
-The MPS part was written from PyTorch's sources (MPSFallback.mm and MPSAllocator.mm of 2.13); never run on a real Mac.
+This module does not import torch, because MPS reads its fallback switch during that import. The MPS part is based on
+the sources of PyTorch 2.13 (MPSFallback.mm, MPSAllocator.mm) and has not been run on a real Mac.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
     """Set variables that must be set before torch is imported."""
     if deterministic:
-        # cuBLAS reads it at start; without it some products have no deterministic kernel.
+        # cuBLAS reads this at startup. Without it, some products have no deterministic kernel.
         env.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if mps_fallback:
         env.set_defaults({FALLBACK: "1"})
@@ -31,30 +32,31 @@ def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -
 
 
 def configure_mps_memory() -> None:
-    """Set MPS's watermarks before its first allocation or memory query, unless the user has set one.
+    """Set the memory watermarks of MPS, unless the user has set one.
 
-    Raises UsageError for a pair of values with which MPS would abort.
+    Call this before the first allocation or memory query of MPS. Raises UsageError for a pair of values with which MPS
+    would abort.
     """
     _set_watermarks()
     _check_watermarks()
 
 
 def configure_compile_cache() -> None:
-    """Keep compiled code in whet's home folder, so that the next start of a similar run is fast.
+    """Cache compiled code in whet's home folder, so that similar runs start faster.
 
-    torch's default is a temporary folder, which a reboot empties.
+    The default of torch is a temporary folder, which a reboot deletes.
     """
     folder = env.home() / "compiled"
-    # Without a user name (KeyError) or a writable home, torch's default is used.
+    # Without a user name (KeyError) or a writable home folder, keep the default of torch.
     with contextlib.suppress(OSError, KeyError):
-        # Importing torch's compiler writes its default into the variable; that does not count as the user's choice.
+        # Importing torch's compiler sets the variable to its default. That value is not a choice of the user.
         default = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
         folder.mkdir(parents=True, exist_ok=True)
         env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
 
 
 def watermark_note() -> str | None:
-    """A note about watermarks that differ from the plan's; None when they are equal."""
+    """Return a note if the watermarks differ from the plan's; None if they are equal."""
     current = {name: env.read(name) for name in _WHET_WATERMARKS}
     if current == _WHET_WATERMARKS:
         return None
@@ -65,7 +67,7 @@ def watermark_note() -> str | None:
 
 
 def has_fallback() -> bool:
-    """Whether this process was started with the MPS fallback: any value but 0 enables it."""
+    """Whether the MPS fallback is enabled. Any value except 0 enables it."""
     return env.read(FALLBACK) not in (None, "0")
 
 
@@ -76,6 +78,7 @@ def _set_watermarks() -> None:
 
 def _check_watermarks() -> None:
     high, low = _read_ratio(HIGH), _read_ratio(LOW)
+    # A high watermark of 0 means no limit.
     if low <= (high or _MAX_RATIO):
         return
     if env.read(LOW) is None:

@@ -1,4 +1,4 @@
-"""Recognize out-of-memory errors, explain MPS errors, and silence warnings that whet has already handled."""
+"""Recognize out-of-memory errors, explain MPS errors, and hide warnings that whet handles."""
 
 import re
 import traceback
@@ -22,12 +22,12 @@ OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Starts of messages. MPS raises a plain RuntimeError (MPSAllocator.mm, torch 2.13), so the type is not enough."""
+"""Starts of out-of-memory messages. The type is not enough, because MPS raises a plain RuntimeError (torch 2.13)."""
 
 FALLBACK_WARNING = r"The operator '[\w:.]+' is not currently supported on the MPS backend and will fall back"
-"""Names only the first operator; a run's report lists all of them with their cost."""
+"""Hidden, because it names only the first operator. The report of a run lists all operators and their cost."""
 PIN_MEMORY_WARNING = r"'pin_memory' argument is set as true but not supported on MPS"
-"""Rule L3 reports this, and nothing is pinned."""
+"""Hidden, because rule L3 already reports that nothing is pinned."""
 
 _MISSING_OPERATOR = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
 _NO_FLOAT64 = "MPS framework doesn't support float64"
@@ -47,14 +47,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    # The CPU allocator's text follows a source location: "[enforce fail at alloc_cpu.cpp:118] . ...".
+    # The message of the CPU allocator follows a source location: "[enforce fail at alloc_cpu.cpp:118] . ...".
     return text.startswith(OUT_OF_MEMORY_TEXTS) or (
         text.startswith("[enforce fail at") and "DefaultCPUAllocator:" in text
     )
 
 
 class WideDtypeError(UsageError):
-    """A tensor has a dtype that the device lacks."""
+    """A tensor has a dtype that the device does not support."""
 
     def __init__(self, tensor: Tensor, *, name: str = "a tensor", hint: str | None = None) -> None:
         narrow = _NARROWER[tensor.dtype]
@@ -66,19 +66,19 @@ class WideDtypeError(UsageError):
         )
 
     def named(self, name: str) -> "WideDtypeError":
-        """The same error with the name of the tensor."""
+        """Return the same error with the name of the tensor."""
         return WideDtypeError(self._tensor, name=name)
 
 
 def check_dtype(tensor: Tensor, *, name: str = "a tensor", hint: str | None = None) -> None:
-    """Raise for float64 and complex128, which Metal lacks."""
+    """Raise WideDtypeError for float64 and complex128, which Metal does not support."""
     if tensor.dtype in _NARROWER:
         raise WideDtypeError(tensor, name=name, hint=hint)
 
 
 @contextmanager
 def explain_mps_errors() -> Iterator[None]:
-    """Turn MPS errors of a model's code into three-line errors; other errors pass unchanged."""
+    """Convert MPS errors of the model's code into WhetErrors with a hint. Other errors are not changed."""
     try:
         yield
     except (NotImplementedError, TypeError) as error:
@@ -103,9 +103,9 @@ def _explain(error: Exception) -> WhetError | None:
 
 
 def _user_line(error: Exception) -> str:
-    """The innermost line of the user's code, or that there is none."""
+    """Return a description of the innermost line of user code in a traceback."""
     frames = [(frame, code_origin(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
-    # The error was caught in whet, so the frames after whet's last one are the user's or a library's.
+    # whet called the model, so user frames come after the last frame of whet.
     last_own = max((index for index, (_, origin) in enumerate(frames) if origin in ("whet", "recipe")), default=-1)
     user_frames = [frame for frame, origin in frames[last_own + 1 :] if origin == "you"]
     user_frames = user_frames or [frame for frame, origin in frames if origin == "recipe"]
@@ -117,7 +117,7 @@ def _user_line(error: Exception) -> str:
 
 @contextmanager
 def ignore_handled_warnings(*, has_fallback: bool) -> Iterator[None]:
-    """Hide torch's warnings about what whet reports itself, and no others."""
+    """Hide only those warnings of torch that whet reports in its own form."""
     with warnings.catch_warnings():
         for text in (PIN_MEMORY_WARNING, *((FALLBACK_WARNING,) if has_fallback else ())):
             warnings.filterwarnings("ignore", message=text, category=UserWarning)

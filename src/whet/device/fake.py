@@ -21,15 +21,15 @@ SYNC_OPERATORS = (
     "unique_consecutive",
     "_unique2",
 )
-"""Operators whose result the host needs before it can continue."""
+"""Operators whose result the host waits for."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]
-"""An operator, its arguments, and the tensors it created."""
+"""An operator, its positional and keyword arguments, and the tensors that it created."""
 
 
 @final
 class FakeDevice(AbstractDevice):
-    """Computes on the CPU, and raises the errors of an Apple GPU when its memory limit is reached."""
+    """Computes on the CPU, and raises the errors of an Apple GPU at its memory limit."""
 
     kind = "fake"
 
@@ -67,7 +67,7 @@ class FakeMemory(DeviceMemory):
         self._limit_bytes = limit_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Allocate memory, or raise MPS's own error above the limit."""
+        """Allocate memory. Above the limit, raise the same error as MPS."""
         if self._held_bytes + num_bytes > self._limit_bytes:
             raise RuntimeError(
                 f"MPS backend out of memory (MPS allocated: {self._held_bytes / GB:.2f} GiB, "
@@ -94,10 +94,10 @@ class FakeMemory(DeviceMemory):
 
 @final
 class SimulatedGraphs(AbstractGraphs):
-    """Graphs on the CPU: operators are recorded while they run, undone, and run again on the same memory.
+    """Simulates graphs on the CPU: records operators while they run, undoes them, and replays them on the same memory.
 
-    As with CUDA, a replay runs no Python: host values are fixed, and replaced memory goes unnoticed. Operators that
-    synchronize cannot be captured.
+    As with CUDA, a replay executes no Python code: host values are constants, and replaced tensors are ignored.
+    Operators that synchronize cannot be captured.
     """
 
     @contextmanager
@@ -117,10 +117,12 @@ class SimulatedGraphs(AbstractGraphs):
         return recording.replay, made
 
     def forget(self) -> None:
-        """Nothing to do: each recording holds its own memory."""
+        """Do nothing, because each recording keeps its memory separately."""
 
 
 class _SyncRecorder(TorchDispatchMode):
+    """Lists the operators that would synchronize with a real device."""
+
     def __init__(self) -> None:
         super().__init__()
         self.syncs: list[str] = []
@@ -132,20 +134,22 @@ class _SyncRecorder(TorchDispatchMode):
 
 
 class _GraphRecording(TorchDispatchMode):
+    """Records operators, and can undo and replay them."""
+
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Call] = []
         self._created: dict[int, Any] = {}
-        """Storages created during the capture; kept alive so that their addresses are not reused."""
+        """Storages created during the capture. They are kept alive so that their addresses are not reused."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """Storages that existed before and were written to, with their first values."""
+        """Storages that existed before the capture and were written to, with their original values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_sync(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing (simulated): {_name(func)}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # BatchNorm writes its running statistics although its schema does not declare it.
+        # BatchNorm updates its running statistics, although its schema does not declare that.
         for tensor in given if func._schema.is_mutable or "batch_norm" in _name(func) else ():
             self._save(tensor)
         result = func(*args, **kwargs)
@@ -176,7 +180,7 @@ class _GraphRecording(TorchDispatchMode):
 
 
 def _is_sync(func: Any, args: Any) -> bool:
-    """Whether the host needs the values; indexing by a mask does, since the result's size depends on them."""
+    """Whether the host waits for the values. Indexing with a mask waits, because the mask determines the result's size."""
     name = _name(func)
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
