@@ -12,6 +12,8 @@ from whet.recipes.text.config import TextConfig
 from whet.recipes.text.config import describe as describe_text
 from whet.training.checks import check_own_attention, check_own_norms
 
+pytestmark = pytest.mark.torch
+
 
 def planned(workload: Workload, **overrides: Scalar) -> Plan:
     workload = workload.model_copy(update={"num_samples": 10_000, "num_steps": 1_000})

@@ -18,12 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
 
 from whet.base.errors import LostRankError
-from whet.distributed.store import RankStore
+
+# Not imported at run time: stall detection needs no torch, the store does.
+if TYPE_CHECKING:
+    from whet.distributed.store import RankStore
 
 MIN_STALL_SECONDS = 20.0
 """A rank that made progress a moment ago is not stalled before this."""
@@ -172,7 +175,7 @@ class Heartbeat:
     """Sends the heartbeat of this rank and watches others: rank 0 watches all, all others watch rank 0."""
 
     def __init__(
-        self, store: RankStore, stall_detector: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
+        self, store: "RankStore", stall_detector: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
     ) -> None:
         self._store = store
         self._stall_detector = stall_detector

@@ -13,6 +13,8 @@ from whet.recipes.hex.game.players import Analysis, RandomPlayer, potentials
 from whet.recipes.hex.game.rules import Positions, as_positions, mover_has_won
 from whet.recipes.hex.search import SearchOptions, Trees, add_noise, search_moves
 
+pytestmark = pytest.mark.torch
+
 
 def knows_nothing(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
     share = RandomPlayer().analyze(as_positions(boards)).policy
