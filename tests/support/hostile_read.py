@@ -12,8 +12,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 WHET = str(Path(__file__).parent.parent.parent / "src")
 TESTS = str(Path(__file__).parent.parent)
+LIBRARIES = str(Path(pytest.__file__).parent.parent)
+"""The folder of the installed packages, which a .pth file can place outside sys.prefix."""
 CAUGHT = 99
 
 PROGRAMS = ("nvidia-smi", "sysctl", "sw_vers", "system_profiler", "ioreg", "pmset", "lscpu", "caffeinate", "uname")
@@ -27,7 +31,7 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile
 
 def watch(findings: Path, *, allowed_code: tuple[str, ...]) -> None:
     """From here on, whatever is executed that is not whet's, Python's or a library's own ends this process."""
-    homes = (WHET, TESTS, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "<", *allowed_code)
+    homes = (WHET, TESTS, LIBRARIES, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "<", *allowed_code)
 
     def caught(what: str) -> None:
         descriptor = os.open(findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
