@@ -86,21 +86,21 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gigabytes", type=float, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         file = folder / "chats.jsonl"
-        generate(file, asked.megabytes * 10**6)
+        generate(file, args.megabytes * 10**6)
         prepare(file, folder / "first")
         small = peak_bytes()
         engine = Tokenizer.from_file(str(folder / "first" / "tokenizer.json"))
         with file.open(encoding="utf-8") as lines:
             texts = [turn["value"] for line in lines for turn in json.loads(line)["conversations"]]
         size = sum(len(text.encode()) for text in texts)
-        print(f"{asked.megabytes} MB of JSON, {size / 1e6:.0f} MB of text; peak of whet {small / 1e6:.0f} MB")
+        print(f"{args.megabytes} MB of JSON, {size / 1e6:.0f} MB of text; peak of whet {small / 1e6:.0f} MB")
         given, learned = "vocabulary given", "vocabulary learned"
         ratios: dict[str, list[tuple[float, float]]] = {given: [], learned: []}
-        for number in range(asked.rounds):
+        for number in range(args.rounds):
             before = encode(engine, texts)
             for name, words in (
                 ("vocabulary given", ("--tokenizer", str(folder / "first"))),
@@ -119,12 +119,12 @@ def main() -> None:
             for kind, values in zip(("speed", "speed by processor time"), zip(*seen, strict=True), strict=True):
                 middle = statistics.median(values)
                 print(f"{name}: {kind} {middle:.2f} of encode_batch ({min(values):.2f} to {max(values):.2f})")
-        if asked.gigabytes:
-            generate(file, int(asked.gigabytes * 10**9))
+        if args.gigabytes:
+            generate(file, int(args.gigabytes * 10**9))
             seconds = prepare(file, folder / "large").seconds
             print(
-                f"{asked.gigabytes:g} GB: {seconds:.0f} s, {asked.gigabytes * 1e3 / seconds:.2f} MB/s of JSON; "
-                f"peak {peak_bytes() / 1e6:.0f} MB, {small / 1e6:.0f} MB for {asked.megabytes} MB"
+                f"{args.gigabytes:g} GB: {seconds:.0f} s, {args.gigabytes * 1e3 / seconds:.2f} MB/s of JSON; "
+                f"peak {peak_bytes() / 1e6:.0f} MB, {small / 1e6:.0f} MB for {args.megabytes} MB"
             )
 
 

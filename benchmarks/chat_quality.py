@@ -207,10 +207,10 @@ def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) ->
 
 def dialogue(speaker: Responder, part: ChatSplit, name: str) -> None:
     """Return the questions of one test conversation with the model's own answers."""
-    asked = next(talk for talk in conversations(part, speaker.tokenizer) if 10 <= len(talk) <= 14)
+    conversation = next(talk for talk in conversations(part, speaker.tokenizer) if 10 <= len(talk) <= 14)
     turns: list[Turn] = []
     print(f"\n--- {name}")
-    for number, turn in enumerate(turn for turn in asked if turn.role == "user"):
+    for number, turn in enumerate(turn for turn in conversation if turn.role == "user"):
         turns.append(turn)
         prompt = speaker.prompt(turns, max_new_tokens=80)
         how = Sampling(temperature=0.5, seed=number)

@@ -134,14 +134,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["text", "chat"], choices=["text", "chat"])
     parser.add_argument("--precision", default=None)
     parser.add_argument("--processor-time", action="store_true")
-    asked = parser.parse_args()
-    clock = time.process_time if asked.processor_time else time.perf_counter
-    backend = "cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo"
+    args = parser.parse_args()
+    clock = time.process_time if args.processor_time else time.perf_counter
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    precision = asked.precision or ("bf16" if asked.device == "cuda" else "fp32")
-    print(f"torch {torch.__version__}, {asked.device}, {precision}, a group of one process ({backend})")
-    for name in asked.tasks:
-        compare(name, device=asked.device, precision=precision, seconds=asked.seconds, clock=clock)
+    precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
+    print(f"torch {torch.__version__}, {args.device}, {precision}, a group of one process ({backend})")
+    for name in args.tasks:
+        compare(name, device=args.device, precision=precision, seconds=args.seconds, clock=clock)
     dist.destroy_process_group()
 
 

@@ -99,11 +99,11 @@ def main() -> None:
     parser.add_argument("--neighbors", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=50)
-    asked = parser.parse_args()
-    if asked.what == "record":
-        record(asked.path, neighbors=asked.neighbors, epochs=asked.epochs)
+    args = parser.parse_args()
+    if args.what == "record":
+        record(args.path, neighbors=args.neighbors, epochs=args.epochs)
     else:
-        judge(asked.path, seeds=asked.seeds)
+        judge(args.path, seeds=args.seeds)
 
 
 if __name__ == "__main__":

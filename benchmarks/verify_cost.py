@@ -97,23 +97,23 @@ def main() -> None:
     parser.add_argument("--virtual-mac", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    asked = parser.parse_args()
-    if asked.virtual_mac:
+    args = parser.parse_args()
+    if args.virtual_mac:
         virtual_mac.install("m2-air-8gb")
     devices = ["cpu", *(kind for kind, reason in UNAVAILABLE_REASONS.items() if reason() is None)]
-    print(f"torch {torch.__version__}, {asked.threads} threads, {asked.repeats} repeats")
+    print(f"torch {torch.__version__}, {args.threads} threads, {args.repeats} repeats")
     subjects = {
-        "text recipe": lambda device: verify_text(device=device, threads=asked.threads),
-        "GPT 0.9 M": lambda device: verify_gpt(128, 4, device=device, threads=asked.threads),
-        "GPT 10.8 M": lambda device: verify_gpt(384, 6, device=device, threads=asked.threads),
+        "text recipe": lambda device: verify_text(device=device, threads=args.threads),
+        "GPT 0.9 M": lambda device: verify_gpt(128, 4, device=device, threads=args.threads),
+        "GPT 10.8 M": lambda device: verify_gpt(384, 6, device=device, threads=args.threads),
     }
     for name, verify in subjects.items():
         for device in devices:
             start = time.perf_counter()
-            lines = [verify(device) for _ in range(asked.repeats)]
+            lines = [verify(device) for _ in range(args.repeats)]
             seconds = [float(match[1]) for line in lines if (match := re.search(r"\((\d+\.\d) s\)$", line))]
             cost = f"{statistics.median(seconds):.1f} s" if seconds else "-"
-            what = "mps, simulated" if device == "mps" and asked.virtual_mac else device
+            what = "mps, simulated" if device == "mps" and args.virtual_mac else device
             print(
                 f"{name:<12} {what:<15} {cost:>6}  (all {time.perf_counter() - start:.0f} s)  {lines[-1]}", flush=True
             )

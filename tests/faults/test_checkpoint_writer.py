@@ -131,7 +131,7 @@ def test_the_interval_grows_with_what_saving_costs_unless_it_is_yours() -> None:
 def test_a_place_you_asked_for_is_due_and_a_failure_is_tried_again() -> None:
     now = [0.0]
     pace = SaveInterval(plan(checkpoint_steps=4), clock=lambda: now[0])
-    assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "asked"]
+    assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "requested"]
     assert pace.retry_after(5) == "in 60 s or after step 8"
     now[0] = 60.0
     assert pace.is_due(7, epochs_done=None) == "time"

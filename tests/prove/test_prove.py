@@ -203,16 +203,16 @@ def test_reader_without_results_is_detected(prove_it: Prove, monkeypatch: pytest
 def test_every_gap_in_coverage_is_named() -> None:
     good = KillCounts(kills=10, processes=12, resumed=9, inside_save=3)
     compared = ComparedCounts(tensors=5, losses=24, runs=3)
-    asked = {"asked": 10, "steps": 24}
-    assert why_insufficient(good, good, compared, **asked) is None
-    assert "9 of 10 kills" in str(why_insufficient(good.model_copy(update={"kills": 9}), good, compared, **asked))
-    assert "only 7 of 12" in str(why_insufficient(good.model_copy(update={"resumed": 7}), good, compared, **asked))
-    assert "at a disk call" in str(why_insufficient(good, KillCounts(), compared, **asked))
+    limits = {"num_kills": 10, "steps": 24}
+    assert why_insufficient(good, good, compared, **limits) is None
+    assert "9 of 10 kills" in str(why_insufficient(good.model_copy(update={"kills": 9}), good, compared, **limits))
+    assert "only 7 of 12" in str(why_insufficient(good.model_copy(update={"resumed": 7}), good, compared, **limits))
+    assert "at a disk call" in str(why_insufficient(good, KillCounts(), compared, **limits))
     outside = good.model_copy(update={"inside_save": 0})
-    assert "inside a save" in str(why_insufficient(outside, outside, compared, **asked))
-    assert why_insufficient(outside, good, compared, **asked) is None
+    assert "inside a save" in str(why_insufficient(outside, outside, compared, **limits))
+    assert why_insufficient(outside, good, compared, **limits) is None
     for gap in ({"tensors": 0}, {"losses": 23}, {"runs": 0}):
-        assert "compared" in str(why_insufficient(good, good, compared.model_copy(update=gap), **asked))
+        assert "compared" in str(why_insufficient(good, good, compared.model_copy(update=gap), **limits))
 
 
 def test_every_disk_call_is_counted(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
     tell(f"pid {os.getpid()}")
     if "RANK" in os.environ:
-        current_group().heartbeat.say = lambda line: tell(f"lost {line}")
+        current_group().heartbeat.notify = lambda line: tell(f"lost {line}")
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-2),

@@ -93,7 +93,9 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
         sent.append((title, text))
         return "no desktop"
 
-    on_event = DesktopNotifier("text", on_event=lambda kind, fields: shown.append(kind), say=said.append, send=send)
+    on_event = DesktopNotifier(
+        "text", on_event=lambda kind, fields: shown.append(kind), print_line=said.append, send=send
+    )
     on_event("start", {"step": 0})
     on_event("step", {"step": 1, "loss": 0.25})
     on_event("eval", {"step": 1, "accuracy": 0.5, "confusion": {"labels": []}})
@@ -118,8 +120,8 @@ def test_a_training_that_was_killed_is_told_by_its_parent(stand_in: Path, capsys
     killed = KilledError("the training was killed", got="SIGKILL", try_="again", code=-9)
 
     def live(words: str, *, is_wanted: bool) -> None:
-        with restart_notifier("text", is_enabled=is_wanted) as say:
-            say(words)
+        with restart_notifier("text", is_enabled=is_wanted) as notify:
+            notify(words)
             raise killed
 
     for words, is_wanted in (("the training was killed by SIGKILL; it goes on", True), ("not told", False)):

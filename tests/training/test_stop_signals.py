@@ -60,7 +60,7 @@ def train(
 
 
 def words(told: Told) -> list[str]:
-    return [fields["words"] for kind, fields in told if kind == "stopping"]
+    return [fields["message"] for kind, fields in told if kind == "stopping"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

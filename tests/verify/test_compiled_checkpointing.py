@@ -149,7 +149,7 @@ def test_simulated_out_of_memory_of_a_compiled_run_continues_eagerly(
     cures = said(run, "oom", "action")
     assert cures[-1] == "activations are computed again in the backward pass, and the model is no longer compiled"
     learnt = open_run(run).plan["settings"]["compile"]
-    assert (learnt["value"], learnt["evidence"]["asked"]) == ("off", "on")
+    assert (learnt["value"], learnt["evidence"]["requested"]) == ("off", "on")
     assert model._compiled_call_impl is None
     graphs.clear()
     resumed = Net(nn.BatchNorm1d)

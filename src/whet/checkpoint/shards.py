@@ -132,13 +132,13 @@ def read_rows(
     rows: dict[str, RowRange] = {}
     parts: dict[str, list[tuple[str, TensorPiece, RowRange]]] = {name: [] for name in layouts}
     for name, tensor in manifest.sharded.items():
-        asked = wanted(name, tensor.shape)
-        part = RowRange(0, tensor.shape[0], tensor.shape[0]) if asked is None else asked
+        requested = wanted(name, tensor.shape)
+        part = RowRange(0, tensor.shape[0], tensor.shape[0]) if requested is None else requested
         if not 0 <= part.start <= part.stop <= part.total or part.total != tensor.shape[0]:
             raise ValueError(f"{name!r} has {tensor.shape[0]} rows; {part} are wanted")
         tensors[name] = torch.empty((part.count, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype])
-        if asked is not None:
-            rows[name] = asked
+        if requested is not None:
+            rows[name] = requested
         for piece in tensor.pieces:
             # Read every piece that overlaps the wanted rows. The number of ranks may have changed since the save.
             if piece.start < part.stop and part.start < piece.stop:

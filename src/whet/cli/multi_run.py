@@ -128,13 +128,13 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
         if not output.quiet and kind in shown_events:
             line(kind, fields)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if not output.quiet:
-            line.say(f"{recipe.name}: {text}")
+            line.print_line(f"{recipe.name}: {text}")
 
     try:
         code: int = recipe.train_by_self_play(
-            resolved, folder=path, device=device, command=command, message=say, on_event=on_event
+            resolved, folder=path, device=device, command=command, message=log, on_event=on_event
         )
     except KeyboardInterrupt:
         # Interrupted during play: unfinished games are played again.

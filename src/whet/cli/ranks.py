@@ -26,23 +26,23 @@ def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path |
     from whet.distributed.ranks import check_not_mps, read_rank_info
     from whet.recipes.recipe import load_recipe
 
-    world = read_rank_info()
-    output.rank = world.rank
-    if world.size > 1:
+    ranks = read_rank_info()
+    output.rank = ranks.rank
+    if ranks.size > 1:
         # Set before torch is imported, which a user's recipe may do: torch's C++ code warns about DDP options that are
         # intended, and Python's warning filters do not apply to it.
         env.set_defaults({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-    if world.size > 1 and nproc > 1:
+    if ranks.size > 1 and nproc > 1:
         raise UsageError(
             "torchrun has already started the processes", got=f"--nproc {nproc} under torchrun", try_="no --nproc"
         )
-    number = max(world.size, nproc)
+    number = max(ranks.size, nproc)
     check_not_mps(number, device=device, is_mac=_is_mac(), command=f"whet train {target}")
     if number == 1:
         return
-    if world.size > 1 and len(parse_seeds(settings, config)) > 1:
+    if ranks.size > 1 and len(parse_seeds(settings, config)) > 1:
         raise UsageError(
-            "torchrun trains a single run", got="several seeds", try_=f"whet train ... --nproc {world.size}"
+            "torchrun trains a single run", got="several seeds", try_=f"whet train ... --nproc {ranks.size}"
         )
     recipe = load_recipe(target)
     why = recipe.single_process_reason
@@ -96,8 +96,8 @@ def nproc_options() -> list[str]:
     """Return --nproc N for the command that resumes; nothing on several machines, where torchrun has the options."""
     from whet.distributed.ranks import read_rank_info
 
-    world = read_rank_info()
-    return ["--nproc", str(world.size)] if world.size > 1 and world.local_size == world.size else []
+    ranks = read_rank_info()
+    return ["--nproc", str(ranks.size)] if ranks.size > 1 and ranks.local_size == ranks.size else []
 
 
 def launch(
@@ -156,7 +156,7 @@ def report_lost_ranks() -> None:
     from whet.cli import output
     from whet.distributed.group import current_group
 
-    current_group().heartbeat.say = output.rank_lost
+    current_group().heartbeat.notify = output.rank_lost
 
 
 def broadcast_path(path: Path) -> Path:

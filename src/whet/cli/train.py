@@ -166,7 +166,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
             restart_notifier(options.target, is_enabled=options.notify) as notify,
         ):
             if options.nproc == 1:
-                return supervisor.supervise(child_command, max_restarts=options.max_restarts, say=notify)
+                return supervisor.supervise(child_command, max_restarts=options.max_restarts, notify=notify)
             # The folder is chosen here, so that restarted processes find it.
             folder = run or next_run_path(Path("runs"), recipe=load_recipe(options.target).name)
             return ranks.launch(
@@ -253,7 +253,9 @@ def _run_training(
             run=path,
             device=options.device,
             command=command,
-            on_event=DesktopNotifier(recipe.name, on_event=on_event, say=line.say) if options.notify else on_event,
+            on_event=DesktopNotifier(recipe.name, on_event=on_event, print_line=line.print_line)
+            if options.notify
+            else on_event,
             allow=tuple(word.strip() for word in options.allow.split(",") if word.strip()),
             open_bench=partial(recipe_bench, options.target, resolved, device=options.device) if measure else None,
         )

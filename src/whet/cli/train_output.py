@@ -27,10 +27,10 @@ def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
         if output.quiet or output.rank:
             return
         if kind == "data":
-            line.say("\n".join(f"data      {note}" for note in fields["notes"]))
+            line.print_line("\n".join(f"data      {note}" for note in fields["notes"]))
         if kind in ("start", "resume") and "rollback_reason" not in fields:
             plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
-            line.say("\n".join((f"run       {path}", *plan_lines(plan, width=output.width()), "")))
+            line.print_line("\n".join((f"run       {path}", *plan_lines(plan, width=output.width()), "")))
         line(kind, fields)
 
     return show

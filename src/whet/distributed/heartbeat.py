@@ -190,7 +190,7 @@ class Heartbeat:
         self._has_left = threading.Event()
         self.lost: str | None = None
         """Which rank is lost, as a message."""
-        self.say: Callable[[str], None] = lambda _line: None
+        self.notify: Callable[[str], None] = lambda _line: None
         """Called with that message on the rank that finds out."""
         store.check_lost = self.check_lost
         me = psutil.Process()
@@ -290,7 +290,7 @@ class Heartbeat:
 
     def _end_all(self, line: str, *, lost: str = "") -> None:
         """Tell the user and the other ranks, and end."""
-        self.say(line)
+        self.notify(line)
         self._store.post("lost", f"{lost}: {line}")
         self._end(f"{lost}: {line}")
 

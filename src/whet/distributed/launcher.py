@@ -26,13 +26,13 @@ class LaunchResult:
     """0 if all succeeded; else the exit code of the rank that failed first, negative for a signal."""
     rank: int = 0
     """The rank that failed first."""
-    asked: int | None = None
+    stop_signal: int | None = None
     """The signal that asked to stop, and was forwarded to all ranks."""
 
     @property
     def is_lost(self) -> bool:
         """Whether a rank was killed or lost and none failed by itself, so that a restart may help."""
-        return self.asked is None and (self.code < 0 or self.code == LostRankError.exit_code)
+        return self.stop_signal is None and (self.code < 0 or self.code == LostRankError.exit_code)
 
 
 def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
@@ -60,7 +60,7 @@ def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
         # -P: like the `whet` program itself, do not search the current folder for modules.
         elastic_launch(config, sys.executable)("-P", "-m", "whet", *arguments)
     except SignalException as stopped:
-        return LaunchResult(code=128 + int(stopped.sigval), asked=int(stopped.sigval))
+        return LaunchResult(code=128 + int(stopped.sigval), stop_signal=int(stopped.sigval))
     except ChildFailedError as failed:
         rank, code = first_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
         return LaunchResult(code=code, rank=rank)
@@ -77,11 +77,11 @@ def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
     >>> first_failure({0: 75, 1: -9, 2: 143}), first_failure({0: 75, 1: 1, 2: -9})
     ((1, -9), (1, 1))
     """
-    asked = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
+    stop_codes = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
 
     def rate(rank: int) -> int:
         code = codes[rank]
-        return 3 if code in asked else 2 if code == LostRankError.exit_code else 1 if code < 0 else 0
+        return 3 if code in stop_codes else 2 if code == LostRankError.exit_code else 1 if code < 0 else 0
 
     first = min(codes, key=lambda rank: (rate(rank), rank))
     return first, codes[first]

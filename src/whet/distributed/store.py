@@ -123,7 +123,7 @@ def _request_prefix(shared: Any, ranks: RankInfo, deadline: float) -> str:
     while not shared.check([f"whet/answer/{token}"]):
         _poll(ranks, deadline, missing="rank 0")
     prefix = str(shared.get(f"whet/answer/{token}").decode())
-    shared.set(f"{prefix}/here/{ranks.rank}", "yes")
+    shared.set(f"{prefix}/joined/{ranks.rank}", "yes")
     return prefix
 
 
@@ -133,7 +133,7 @@ def _assign_prefixes(shared: Any, ranks: RankInfo, deadline: float) -> str:
     answered: set[str] = set()
     while missing:
         for rank in sorted(missing):
-            if shared.check([f"{prefix}/here/{rank}"]):
+            if shared.check([f"{prefix}/joined/{rank}"]):
                 missing.discard(rank)
             elif shared.check([f"whet/asks/{rank}"]):
                 token = shared.get(f"whet/asks/{rank}").decode()

@@ -108,7 +108,7 @@ class _ProofRun:
         except ProofFailure as failure:
             return self._proof("broken", "an interrupted run is not the same", difference=failure.difference), whole
         missing = why_insufficient(
-            self._random.tally, self._disk.tally, self._compared(), asked=request.kills, steps=self._steps
+            self._random.tally, self._disk.tally, self._compared(), num_kills=request.kills, steps=self._steps
         )
         if missing is not None:
             return self._proof("cannot be proved", f"the kills covered too little: {missing}"), whole

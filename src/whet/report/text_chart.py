@@ -101,12 +101,12 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
         if point.low is None or point.high is None or point.mean is None:
             before = None
             continue
-        here = (x_of(point.step), y_of(point.mean))
+        position = (x_of(point.step), y_of(point.mean))
         if before is not None:
-            for x, y_from, y_to in _line(before, here):
+            for x, y_from, y_to in _line(before, position):
                 canvas.column(x, y_from, y_to)
-        canvas.column(here[0], y_of(point.low), y_of(point.high))
-        before = here if not point.nonfinite else None
+        canvas.column(position[0], y_of(point.low), y_of(point.high))
+        before = position if not point.nonfinite else None
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int, int]]:

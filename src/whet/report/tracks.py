@@ -173,13 +173,13 @@ def _by_step(curve: Curve) -> dict[int, CurvePoint]:
 def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], position: int) -> float | None:
     """Between the first steps of this point and the next one; the last point repeats the one before."""
     left = position if position + 1 < len(steps) else position - 1
-    here = samples.get(steps[max(0, left)])
+    start = samples.get(steps[max(0, left)])
     following = samples.get(steps[left + 1]) if left >= 0 else None
-    if here is None or here.low is None:
+    if start is None or start.low is None:
         return None
     if following is None or following.low is None:
-        return here.low / max(1, here.step)
-    return (following.low - here.low) / max(1, following.step - here.step)
+        return start.low / max(1, start.step)
+    return (following.low - start.low) / max(1, following.step - start.step)
 
 
 def _unit(name: str) -> Unit:

@@ -102,12 +102,12 @@ class Proof(StrictModel):
 
 
 def why_insufficient(
-    at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, asked: int, steps: int
+    at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, num_kills: int, steps: int
 ) -> str | None:
     """Why equal results are not enough evidence; None when they are."""
     total = at_random.plus(at_disk_calls)
-    if at_random.kills < asked:
-        return f"{at_random.kills} of {asked} kills at random instants happened"
+    if at_random.kills < num_kills:
+        return f"{at_random.kills} of {num_kills} kills at random instants happened"
     if at_disk_calls.kills == 0:
         return "no kill at a disk call happened"
     if at_random.resumed < MIN_RESUMED_FRACTION * at_random.processes:

@@ -347,10 +347,10 @@ class _UnreadableIds:
     def __len__(self) -> int:
         return self._number
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _reject(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("the loss reads micro.ids, which are on the host")
 
-    __getattr__ = __getitem__ = __iter__ = __array__ = __eq__ = __add__ = __radd__ = __mod__ = _refuse
+    __getattr__ = __getitem__ = __iter__ = __array__ = __eq__ = __add__ = __radd__ = __mod__ = _reject
     __hash__ = object.__hash__
 
 

@@ -71,7 +71,7 @@ def train(
     if not is_first:
         handler = None
     elif notify:
-        handler = DesktopNotifier("train", on_event=handler, say=line.say)
+        handler = DesktopNotifier("train", on_event=handler, print_line=line.print_line)
     resolved = resolve_auto_batch_size(
         model, data, loss=loss, optimizer=optimizer, options={**options}, may_measure=measure, on_event=handler
     )
@@ -88,7 +88,7 @@ def train(
         exit_code=session.exit_code,
     )
     if on_event == "line" and is_first and result.state == "done":
-        line.say(_summary(result))
+        line.print_line(_summary(result))
     return result
 
 

@@ -41,26 +41,26 @@ def run_exists(path: Path | None) -> bool:
     return path is not None and (path / RUN_FILE).exists()
 
 
-def find_starting_point(asked: "RunConfig") -> StartingPoint:
+def find_starting_point(requested: "RunConfig") -> StartingPoint:
     """The plan in the run folder if there is one and it fits this machine, else a new plan. Writes nothing.
 
-    `asked.plan` is used for a new run, if it was made for this machine.
+    `requested.plan` is used for a new run, if it was made for this machine.
     """
     machine, conditions = current_machine()
-    plan = make_plan(machine, asked.workload, overrides=asked.overrides, conditions=conditions)
-    path = asked.path
+    plan = make_plan(machine, requested.workload, overrides=requested.overrides, conditions=conditions)
+    path = requested.path
     if path is None or not run_exists(path):
-        if asked.plan is not None:
-            check_plan_fits(asked.plan, plan)
-        return StartingPoint(plan=asked.plan or plan, run=None)
+        if requested.plan is not None:
+            check_plan_fits(requested.plan, plan)
+        return StartingPoint(plan=requested.plan or plan, run=None)
     run = open_run(path)
     check_unchanged(
-        run.config, asked.config, where=path, free=[key for name in asked.allow for key in ALLOWED_KEYS[name]]
+        run.config, requested.config, where=path, free=[key for name in requested.allow for key in ALLOWED_KEYS[name]]
     )
     saved = read_plan(run.plan, where=f"{path}/plan.json")
-    check_unchanged(_without_device(saved.overrides), _without_device(asked.overrides), where=path)
+    check_unchanged(_without_device(saved.overrides), _without_device(requested.overrides), where=path)
     changed = _plan_changes(saved, plan)
-    before, now = saved.workload.global_batch_size, asked.workload.global_batch_size
+    before, now = saved.workload.global_batch_size, requested.workload.global_batch_size
     if before != now:
         changed = "; ".join(filter(None, (changed, f"global_batch_size {before} -> {now}")))
     if changed is not None:
@@ -70,7 +70,7 @@ def find_starting_point(asked: "RunConfig") -> StartingPoint:
     overrides |= {name: value for name, value in plan.overrides.items() if name in _FREE_SETTINGS}
     kept = saved.model_copy(
         update={
-            "workload": saved.workload.model_copy(update={"num_steps": asked.workload.num_steps}),
+            "workload": saved.workload.model_copy(update={"num_steps": requested.workload.num_steps}),
             "overrides": overrides,
             "settings": {**saved.settings, **{name: plan.settings[name] for name in _FREE_SETTINGS}},
         }
@@ -89,11 +89,11 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
 
 
 def check_unchanged(
-    saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
+    saved: Mapping[str, Any], requested: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
 ) -> None:
     """Refuse options that differ from those the run was started with, by name."""
-    for key in sorted({*saved, *asked}):
-        before, now = saved.get(key), asked.get(key)
+    for key in sorted({*saved, *requested}):
+        before, now = saved.get(key), requested.get(key)
         is_new_default = key not in saved and now in (None, "auto")
         if before == now or is_new_default or key in (*FREE_KEYS, *free):
             continue
@@ -125,16 +125,16 @@ def _without_device(overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 def _plan_changes(old: Plan, new: Plan) -> str | None:
     """What makes the saved plan unfit for this machine, in one line; None if it fits."""
-    saved, here = old.machine, new.machine
+    saved, current = old.machine, new.machine
     pairs = {
         "device": (old.overrides.get("device", "auto"), new.overrides.get("device", "auto")),
         "processes": (old.workload.world_size, new.workload.world_size),
-        "chip": (saved.chip, here.chip),
+        "chip": (saved.chip, current.chip),
         "accelerators": (
             [(a.kind, a.name) for a in saved.accelerators],
-            [(a.kind, a.name) for a in here.accelerators],
+            [(a.kind, a.name) for a in current.accelerators],
         ),
-        "torch": (saved.torch.version, here.torch.version),
+        "torch": (saved.torch.version, current.torch.version),
     }
     changes = [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
     return "; ".join(changes) or None

@@ -245,7 +245,7 @@ class Session:
         if has_failed:
             run.raise_callback_error()
         if action.stop not in (None, _ALL_DONE) and not action.signal:
-            run.log.notify("stopping", step=state.step, words=f"stopping: {action.stop}")
+            run.log.notify("stopping", step=state.step, message=f"stopping: {action.stop}")
         check_weights = is_non_finite or bool(action.save) or action.stop is not None
         if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
             # What is pending belongs to steps that will be repeated.

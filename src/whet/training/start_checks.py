@@ -261,7 +261,7 @@ class StartChecks:
 
 def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
     """The plan of a run whose model runs eagerly from `step` on."""
-    evidence = {"asked": plan.compile, "step": step}
+    evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
 
 

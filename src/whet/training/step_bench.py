@@ -101,8 +101,8 @@ class LocalStepBench:
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
         self.about = evidence_key(plan, model)
-        """The key of evidence: the training as it was asked for, without what is learned on the way."""
-        self._asked = plan
+        """The key of evidence: the training as it was requested, without what is learned on the way."""
+        self._requested_plan = plan
         self.plan = plan
         """The plan by rules alone; once entered, with the measured memory of a sample."""
         self.model = model
@@ -155,8 +155,8 @@ class LocalStepBench:
         num_steps = self._training.total_steps(self.plan.workload.num_samples)
         changed = {"global_batch_size": size, "num_steps": num_steps or None}
         self._use_workload(self.plan.workload.model_copy(update=changed))
-        asked = self._asked.workload.model_copy(update=changed)
-        self.about = evidence_key(self._asked.model_copy(update={"workload": asked}), self.model)
+        workload = self._requested_plan.workload.model_copy(update=changed)
+        self.about = evidence_key(self._requested_plan.model_copy(update={"workload": workload}), self.model)
 
     def predicted_bytes(self, settings: Mapping[str, Scalar]) -> int | None:
         return predicted_bytes(self.plan, settings)

@@ -57,7 +57,7 @@ class TrainingExit:
     """The run folder that it reported."""
     step: int = 0
     """The last step that it reported, at most half a second old."""
-    was_asked_to_stop: bool
+    was_stop_requested: bool
     was_measured: bool
     """Whether it was still measuring plans when it ended."""
 
@@ -104,7 +104,9 @@ def report_to_parent(run: Path | None, *, step: int = 0) -> None:
             os.pwrite(descriptor, message.ljust(_MESSAGE_BYTES), 0)
 
 
-def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, say: Callable[[str], None]) -> int:
+def supervise(
+    command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, notify: Callable[[str], None]
+) -> int:
     """Run a training until it ends by itself, and return its exit code.
 
     `command` returns the arguments of whet: for None to start, for a run folder to resume it.
@@ -114,11 +116,11 @@ def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: 
         ended = _run_child(arguments)
         if ended.code >= 0:
             return ended.code
-        if ended.was_asked_to_stop:
+        if ended.was_stop_requested:
             return 128 - ended.code
         if ended.was_measured:
             # The run has not begun, so nothing is lost; it starts without measuring.
-            say(f"the training was killed by {ended.killer} while plans were measured; it starts without measuring")
+            notify(f"the training was killed by {ended.killer} while plans were measured; it starts without measuring")
             arguments = [*command(None), "--no-measure"]
             continue
         if ended.run is None:
@@ -138,7 +140,7 @@ def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: 
             )
         num_restarts += 1
         action = prepare_restart(ended.run, killer=ended.killer, is_first=num_restarts == 1, reported_step=ended.step)
-        say(f"the training was killed by {ended.killer}; {action}")
+        notify(f"the training was killed by {ended.killer}; {action}")
 
 
 def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: int = 0) -> str:
@@ -205,7 +207,7 @@ def _run_child(arguments: Sequence[str]) -> TrainingExit:
         code=code,
         run=run,
         step=report["step"],
-        was_asked_to_stop=bool(received),
+        was_stop_requested=bool(received),
         was_measured=bool(message) and run is None,
     )
 

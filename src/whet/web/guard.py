@@ -90,16 +90,16 @@ class RequestGuard:
             self._check_key(request)
             await self._app(scope, _LimitedBody(receive, self._check_body(request)), response.send)
         except HttpError as error:
-            await self._refuse(scope, response, error)
+            await self._reject(scope, response, error)
         except WhetError as error:
             status = 400 if isinstance(error, UsageError) else 409
-            await self._refuse(scope, response, HttpError(status, error.what, got=error.got, try_=error.try_))
+            await self._reject(scope, response, HttpError(status, error.what, got=error.got, try_=error.try_))
         except Exception as error:
             if self._on_failure is not None:
                 self._on_failure(error)
             what = "internal error"
             try_ = "the terminal of the server shows the details"
-            await self._refuse(scope, response, HttpError(500, what, got=type(error).__name__, try_=try_))
+            await self._reject(scope, response, HttpError(500, what, got=type(error).__name__, try_=try_))
 
     def _check(self, request: RequestInfo) -> None:
         check_host(request, self._hosts)
@@ -164,7 +164,7 @@ class RequestGuard:
                 raise HttpError(415, "a change must be JSON", got=kind or "no type", try_="application/json")
         return most
 
-    async def _refuse(self, scope: Message, response: "_GuardedResponse", error: HttpError) -> None:
+    async def _reject(self, scope: Message, response: "_GuardedResponse", error: HttpError) -> None:
         if scope["type"] == "websocket":
             await response.send({"type": "websocket.close", "code": 1008})
         elif response.has_started:

@@ -24,23 +24,23 @@ _CPU = torch.device("cpu")
 
 
 def _hazard(
-    issue: int, what: str, *, tolerance: float = FP32_TOLERANCE, may_refuse: bool = False, is_quick: bool = False
+    issue: int, what: str, *, tolerance: float = FP32_TOLERANCE, may_raise: bool = False, is_quick: bool = False
 ) -> Callable[[Attempt], Attempt]:
-    """Add a function to CHECKS. Set `may_refuse` if an error of the device is an acceptable result."""
+    """Add a function to CHECKS. Set `may_raise` if an error of the device is an acceptable result."""
 
     def add(attempt: Attempt) -> Attempt:
-        run = partial(_compare_hazard, attempt, tolerance, may_refuse)
+        run = partial(_compare_hazard, attempt, tolerance, may_raise)
         CHECKS.append(Check(name=f"#{issue} {what}", run=run, issue=issue, is_quick=is_quick))
         return attempt
 
     return add
 
 
-def _compare_hazard(attempt: Attempt, tolerance: float, may_refuse: bool, target: DeviceUnderTest) -> CheckFinding:
+def _compare_hazard(attempt: Attempt, tolerance: float, may_raise: bool, target: DeviceUnderTest) -> CheckFinding:
     try:
         result, expected = attempt(target)
     except RuntimeError as error:
-        if not may_refuse:
+        if not may_raise:
             raise
         return not_applicable(f"refused here, not wrong: {first_line(error)}", outcome="refused")
     return compare_results(result, expected, tolerance=tolerance, right="right here", wrong="wrong here")
@@ -343,7 +343,7 @@ def _large_numbers(target: DeviceUnderTest) -> tuple[Any, Any]:
     return _both(target, compute, torch.tensor([-1e4, -90.0, -12.0, 0.0, 12.0, 90.0, 1e4]))
 
 
-@_hazard(189659, "adaptive_max_pool2d to a size that does not divide", may_refuse=True)
+@_hazard(189659, "adaptive_max_pool2d to a size that does not divide", may_raise=True)
 def _uneven_pool(target: DeviceUnderTest) -> tuple[Any, Any]:
     x = draw(1, 2, 10, 7)
     return f.adaptive_max_pool2d(target.put(x), (4, 3)), f.adaptive_max_pool2d(x, (4, 3))

@@ -54,8 +54,8 @@ def _losses(task: ModelTask, where: torch.device) -> Tensor:
 
 
 def _parity(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFinding:
-    task, cpu, here = make(), torch.device("cpu"), target.torch_device
-    (loss, gradients, weights), (our_loss, our_gradients, our_weights) = _one_step(task, cpu), _one_step(task, here)
+    task, cpu, device = make(), torch.device("cpu"), target.torch_device
+    (loss, gradients, weights), (our_loss, our_gradients, our_weights) = _one_step(task, cpu), _one_step(task, device)
     expected = _losses(task, cpu)
     if our_gradients.keys() != gradients.keys():
         return differs("not every parameter got a gradient", missing=len(gradients) - len(our_gradients))
@@ -66,7 +66,7 @@ def _parity(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFind
         "gradient_error": by_name[worst],
         "worst_gradient": worst,
         "update_error": relative_error(our_weights, weights),
-        "trajectory_error": relative_error(_losses(task, here), expected),
+        "trajectory_error": relative_error(_losses(task, device), expected),
         "num_gradients": len(gradients),
         "num_steps": PARITY_STEPS,
         "first_loss": float(expected[0]),
@@ -86,8 +86,8 @@ def _parity(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFind
 
 
 def _same_twice(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFinding:
-    task, here = make(), target.torch_device
-    one, other = _one_step(task, here), _one_step(task, here)
+    task, device = make(), target.torch_device
+    one, other = _one_step(task, device), _one_step(task, device)
     different = [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
     if not different and torch.equal(one[0], other[0]):
         return good("the same step twice gives the same bits")

@@ -143,8 +143,12 @@ def _command(node: ast.FunctionDef) -> Iterator[Fact]:
     )
     for number, part in enumerate(part for part in paragraphs if not part.startswith("\b")):
         if text := first_sentences(part):
-            asked = (f"Tell me more about {name}.", f"What else does {name} do?", f"What should I know about {name}?")
-            yield Fact(text, asked if number == 0 else (f"What more is there to know about {name}?",))
+            questions = (
+                f"Tell me more about {name}.",
+                f"What else does {name} do?",
+                f"What should I know about {name}?",
+            )
+            yield Fact(text, questions if number == 0 else (f"What more is there to know about {name}?",))
     for option, help_text in _options(node):
         yield Fact(
             help_text,
@@ -204,14 +208,18 @@ def _default(value: Any) -> str:
 def _rule_facts() -> Iterator[Fact]:
     for rule in ALL_RULES:
         name = rule.setting
-        asked = (f"What does the setting {name} of a plan decide?", f"What is {name} in a plan?", f"Rule {rule.id}?")
-        yield Fact(" ".join(rule.what.split()), asked)
-        for section, questions in _SECTIONS.items():
+        questions = (
+            f"What does the setting {name} of a plan decide?",
+            f"What is {name} in a plan?",
+            f"Rule {rule.id}?",
+        )
+        yield Fact(" ".join(rule.what.split()), questions)
+        for section, templates in _SECTIONS.items():
             text = first_sentences(rule.sections.get(section, ""))
             if text:
                 is_sentence = text[0].isalpha() and "=" not in text.split()[0]
                 answer = text[0].upper() + text[1:] if is_sentence else text
-                yield Fact(answer, tuple(question.format(name) for question in questions))
+                yield Fact(answer, tuple(template.format(name) for template in templates))
 
 
 _SECTIONS = {

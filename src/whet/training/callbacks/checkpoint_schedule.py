@@ -23,8 +23,8 @@ _BASELINE_STEPS = 64
 _MIN_BACKGROUND_SAVES = 2
 _SLOW_SHARE = 0.3
 
-SaveDue = Literal["no", "time", "asked"]
-"""time: by the clock, so it may be late. asked: at a step or epoch that the user asked for."""
+SaveDue = Literal["no", "time", "requested"]
+"""time: by the clock, so it may be late. requested: at a step or epoch that the user asked for."""
 
 
 class CheckpointSchedule(Callback):
@@ -38,7 +38,7 @@ class CheckpointSchedule(Callback):
         self._checkpointer.poll()
         is_epoch_end = state.batch is not None and state.batch.is_last_of_epoch
         due = self._checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
-        if due == "asked":
+        if due == "requested":
             return Action(save=SAVE_NOW, on_all_ranks=True)
         # The clock of rank 0 decides for all.
         return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_first else Action.NONE
@@ -74,9 +74,9 @@ class SaveInterval:
     def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
         """Whether a checkpoint is due after this step; `epochs_done` is given if the step ended an epoch."""
         if isinstance(self._steps, int) and step % self._steps == 0:
-            return "asked"
+            return "requested"
         if isinstance(self._epochs, int) and epochs_done is not None and epochs_done % self._epochs == 0:
-            return "asked"
+            return "requested"
         return "time" if self._clock() >= self._due_at else "no"
 
     def restart(self) -> None:

@@ -28,7 +28,7 @@ class ProgressScreen(Protocol):
     def draw(self, line: str, *, share: float | None) -> None:
         """Draw the progress line, which the next one replaces; `share` is the completed part of the run."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that stays."""
 
     def close(self) -> None:
@@ -53,9 +53,9 @@ class PlainScreen:
         self._stream = stream
 
     def draw(self, line: str, *, share: float | None) -> None:  # noqa: ARG002
-        self.say(line)
+        self.print_line(line)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._stream.write(printable(line) + "\n")
         self._stream.flush()
 
@@ -79,7 +79,7 @@ class TerminalScreen:
         self._stream.flush()
         self._is_open = True
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.close()
         self._stream.write(printable(line) + "\n")
         self._stream.flush()
@@ -112,7 +112,7 @@ class NotebookScreen:
         self._line, self._share, self._is_closed = printable(line), share, False
         self._update()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         for part in printable(line).split("\n"):
             self._num_dropped += len(self._lines) == self._max_lines
             self._lines.append(part)
@@ -197,23 +197,23 @@ class ProgressLine:
         elif kind == "end":
             self._on_end(fields)
         elif (message := _message(kind, fields)) is not None:
-            self.say(f"{self._name}: {message}")
+            self.print_line(f"{self._name}: {message}")
             if kind == "throttle" and fields.get("cause") == "heat":
                 self._heat = _heat_text(fields)
 
     def _on_resume(self, fields: dict[str, Any]) -> None:
         step = f"step {fields['step']:,}"
         if fields.get("rollback_reason"):
-            self.say(f"{self._name}: rolled back to {step}: {fields['rollback_reason']}")
+            self.print_line(f"{self._name}: rolled back to {step}: {fields['rollback_reason']}")
         elif self._total is not None and fields["step"] >= self._total:
-            self.say(f"{self._name}: all {self._total:,} steps are done")
+            self.print_line(f"{self._name}: all {self._total:,} steps are done")
         else:
             exactness = f", {fields['exactness']}" if fields.get("exactness") else ""
-            self.say(f"{self._name}: resumes from {step}{exactness}")
+            self.print_line(f"{self._name}: resumes from {step}{exactness}")
         for problem in fields.get("rejected") or ():
-            self.say(f"{self._name}: rejected a checkpoint: {problem}")
+            self.print_line(f"{self._name}: rejected a checkpoint: {problem}")
         if fields.get("lost_steps"):
-            self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and repeated")
+            self.print_line(f"{self._name}: {fields['lost_steps']:,} steps are lost and repeated")
 
     def _on_evaluation(self, fields: dict[str, Any]) -> None:
         metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
@@ -221,35 +221,35 @@ class ProgressLine:
         line = f"{self._name}  step {fields['step']:,}  {shown}"
         if answer := _sample_answer(fields):
             self._withheld["eval"] = line
-            self._say_routine("answer", f"{self._name}  for example  {answer}")
+            self._print_routine("answer", f"{self._name}  for example  {answer}")
         else:
-            self._say_routine("eval", line)
+            self._print_routine("eval", line)
 
     def _on_end(self, fields: dict[str, Any]) -> None:
-        self._say_withheld()
+        self._print_withheld()
         if fields["state"] == "stopped":
             # An event of a stop has a reason only if the run was left in the middle of a step.
             interrupted = ", and nothing more was saved; the same call resumes from the last checkpoint"
             how = interrupted if "reason" in fields else "; the same call resumes"
-            self.say(f"{self._name}: stopped after step {fields['step']:,}{how}")
+            self.print_line(f"{self._name}: stopped after step {fields['step']:,}{how}")
         self.close()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that stays."""
-        self._screen.say(line)
+        self._screen.print_line(line)
 
-    def _say_routine(self, kind: str, line: str) -> None:
+    def _print_routine(self, kind: str, line: str) -> None:
         """Print a line that stays, unless there were many like it: then only the newest, now and then."""
         now = time.monotonic()
         self._withheld[kind] = line
         self._num_routine += 1
         if self._num_routine <= _MAX_ROUTINE_LINES or now - self._routine_at > _ROUTINE_SECONDS:
             self._routine_at = now
-            self._say_withheld()
+            self._print_withheld()
 
-    def _say_withheld(self) -> None:
+    def _print_withheld(self) -> None:
         for line in self._withheld.values():
-            self.say(line)
+            self.print_line(line)
         self._withheld.clear()
 
     def _on_step(self, fields: dict[str, Any]) -> None:
@@ -296,7 +296,7 @@ class ProgressLine:
         self._note_memory(fields)
         of_all = f"/{self._epochs}" if self._epochs else ""
         took = format_seconds(fields["epoch_seconds"])
-        self._say_routine(
+        self._print_routine(
             "epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip()
         )
 
@@ -316,7 +316,7 @@ def _message(kind: str, fields: dict[str, Any]) -> str | None:
         samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
         return f"step {fields['step']:,}{skipped}: {fields['reason']}{samples}"
     if kind == "stopping":
-        return str(fields["words"])
+        return str(fields["message"])
     if kind in ("plan", "fallback"):
         return str(fields.get("message") or fields["reason"])
     return str(fields["reason"]) if kind in ("throttle", "pressure") else None
@@ -336,9 +336,9 @@ def _sample_answer(fields: dict[str, Any]) -> str:
     samples = fields.get("samples")
     if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
         return ""
-    asked, said = (" ".join(str(samples[0].get(name, "")).split()) for name in ("input", "predicted"))
-    asked = asked if len(asked) <= _MAX_QUESTION else f"... {asked[-_MAX_QUESTION:]}"
-    line = f"{asked}  ->  {said[:_MAX_ANSWER]}{' ...' if len(said) > _MAX_ANSWER else ''}"
+    question, answer = (" ".join(str(samples[0].get(name, "")).split()) for name in ("input", "predicted"))
+    question = question if len(question) <= _MAX_QUESTION else f"... {question[-_MAX_QUESTION:]}"
+    line = f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
@@ -350,12 +350,12 @@ class DesktopNotifier:
         name: str,
         *,
         on_event: Callable[[str, dict[str, Any]], None] | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         send: Callable[[str, str], str | None] | None = None,
     ) -> None:
         self._name = name
         self._on_event = on_event
-        self._say = say
+        self._print_line = print_line
         self._send = send or partial(notify, terminal=sys.stderr)
         self._sent: set[str] = set()
         self._metrics: dict[str, float] = {}
@@ -380,4 +380,4 @@ class DesktopNotifier:
         )
         if problem is not None and "failure" not in self._sent:
             self._sent.add("failure")
-            self._say(f"{self._name}: no notification: {problem}")
+            self._print_line(f"{self._name}: no notification: {problem}")

@@ -63,4 +63,4 @@ class StopSignals(Callback):
         """Report it immediately: a user who waits for a long step must know that the signal was received."""
         when = "after this step" if run.group.is_alone else "after the next step at which all ranks synchronize"
         when = "once all is evaluated and saved" if run.state.is_finished else when
-        run.log.interject("stopping", step=run.state.step, words=stop_message(number, when=when))
+        run.log.interject("stopping", step=run.state.step, message=stop_message(number, when=when))

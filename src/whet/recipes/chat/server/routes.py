@@ -106,32 +106,32 @@ class ChatRoutes:
         raise BadRequestError(f"there is nothing at {request.url.path[:100]}", code="not_found", status=404)
 
     async def _complete_chat(self, request: "Request") -> "Response":
-        asked: ChatCompletionRequest = parse_request(ChatCompletionRequest, await _body(request))
-        self._check_model(asked.model)
+        params: ChatCompletionRequest = parse_request(ChatCompletionRequest, await _body(request))
+        self._check_model(params.model)
         try:
-            prompt = self._responder.prompt(asked.turns, max_new_tokens=self._max_new_tokens(asked))
+            prompt = self._responder.prompt(params.turns, max_new_tokens=self._max_new_tokens(params))
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
         # OpenAI's server rejects long conversations, too, instead of dropping turns silently.
         if prompt.num_dropped_turns:
             raise self._exceeds_context()
-        return await self._answer(asked, prompt, request, is_chat=True)
+        return await self._answer(params, prompt, request, is_chat=True)
 
     async def _complete_text(self, request: "Request") -> "Response":
-        asked: TextCompletionRequest = parse_request(TextCompletionRequest, await _body(request))
-        self._check_model(asked.model)
-        prompt = self._responder.text_prompt(asked.text)
+        params: TextCompletionRequest = parse_request(TextCompletionRequest, await _body(request))
+        self._check_model(params.model)
+        prompt = self._responder.text_prompt(params.text)
         if len(prompt.ids) >= self._responder.context_length:
             raise self._exceeds_context()
-        return await self._answer(asked, prompt, request, is_chat=False)
+        return await self._answer(params, prompt, request, is_chat=False)
 
     async def _answer(
-        self, asked: CompletionRequest, prompt: Prompt, request: "Request", *, is_chat: bool
+        self, params: CompletionRequest, prompt: Prompt, request: "Request", *, is_chat: bool
     ) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
         # Read before the generator starts, so that an invalid parameter is reported with its status.
-        sampling, stops, max_new_tokens = asked.sampling, asked.stops, self._max_new_tokens(asked)
+        sampling, stops, max_new_tokens = params.sampling, params.stops, self._max_new_tokens(params)
 
         def generate() -> Iterator[TextChunk]:
             chunks = self._responder.respond(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -139,8 +139,8 @@ class ChatRoutes:
 
         response = responses.CompletionResponse(model=self._name, is_chat=is_chat)
         num_prompt = len(prompt.ids)
-        if asked.stream:
-            wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        if params.stream:
+            wants_usage = params.stream_options is not None and params.stream_options.include_usage
             return StreamingResponse(
                 _stream(self._queue.stream(generate), response, num_prompt=num_prompt, wants_usage=wants_usage),
                 media_type="text/event-stream",
@@ -153,13 +153,13 @@ class ChatRoutes:
         usage = responses.token_usage(num_prompt, last.num_tokens)
         return _json(response.body(text, last.finish_reason or "stop", usage))
 
-    def _max_new_tokens(self, asked: CompletionRequest) -> int:
-        if asked.token_limit is not None and asked.token_limit > self._responder.context_length:
+    def _max_new_tokens(self, params: CompletionRequest) -> int:
+        if params.token_limit is not None and params.token_limit > self._responder.context_length:
             raise BadRequestError(
-                f"max_tokens is {asked.token_limit}; the model's context has {self._responder.context_length} tokens",
+                f"max_tokens is {params.token_limit}; the model's context has {self._responder.context_length} tokens",
                 param="max_tokens",
             )
-        return min(self._max_tokens, asked.token_limit or self._max_tokens)
+        return min(self._max_tokens, params.token_limit or self._max_tokens)
 
     def _exceeds_context(self) -> BadRequestError:
         return _too_long(f"the model's context has {self._responder.context_length} tokens")

@@ -45,7 +45,7 @@ function go() {
   else shown = new List();
 }
 
-function say(words) {
+function showStatus(words) {
   fill(status, words);
 }
 
@@ -74,7 +74,7 @@ class LiveData {
       hello: () => this.begin(),
       run: () => this.fetch(),
       runs: (news) => this.hear(news),
-      lost: say,
+      lost: showStatus,
     });
   }
 
@@ -97,7 +97,7 @@ class LiveData {
         const newest = await ask(this.path, this.asking.signal);
         if (this.isClosed) break;
         this.show(newest);
-        say("live");
+        showStatus("live");
       } catch (failure) {
         if (!this.isClosed && failure.name !== "AbortError") this.explain(failure);
       }
@@ -115,7 +115,7 @@ class LiveData {
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
     const isGone = status === GONE && this.isDrawn;
-    say(isEarly ? "reading the run" : isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
+    showStatus(isEarly ? "reading the run" : isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.fetch(), isEarly ? SOON_MS : LATER_MS);
   }
@@ -146,7 +146,7 @@ class RunView extends LiveData {
   }
 
   hear({ removed }) {
-    if (this.ids.some((id) => removed.includes(id))) say(GONE_TEXT);
+    if (this.ids.some((id) => removed.includes(id))) showStatus(GONE_TEXT);
   }
 
   show(newest) {
