@@ -180,7 +180,7 @@ class _GraphRecording(TorchDispatchMode):
 
 
 def _is_sync(func: Any, args: Any) -> bool:
-    """Whether the host waits for the values. Indexing with a mask waits, because the mask determines the result's size."""
+    """Whether the host waits for the values. Indexing with a mask waits, because the mask determines the size."""
     name = _name(func)
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -1,4 +1,4 @@
-"""Apple GPUs through MPS. Written from PyTorch's sources and issues; never run on a real Mac."""
+"""Apple GPUs through MPS. Based on the sources and issues of PyTorch; not run on a real Mac yet."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
 
 METAL_FAILURE_TEXT = "command buffer exited with error status"
-"""Metal's only report of a GPU failure: torch 2.13 does not check the status itself (MPSStream.mm)."""
+"""The only report of a GPU failure. Metal prints it; torch 2.13 does not check the status (MPSStream.mm)."""
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -32,7 +32,7 @@ class MpsDevice(AbstractDevice):
     """The Apple GPU of this machine."""
 
     kind = "mps"
-    # Metal has no float64.
+    # Metal does not support float64.
     lr_dtype = torch.float32
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MpsDevice(AbstractDevice):
 
     def put(self, tensor: Tensor) -> Tensor:
         check_dtype(tensor)
-        # Never non_blocking: such copies have read memory that was freed (pytorch#139550, #189690).
+        # Do not use non_blocking: such copies have read freed memory (pytorch#139550, #189690).
         return tensor.to(self.torch_device)
 
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -61,7 +61,7 @@ class MpsDevice(AbstractDevice):
                 hint = "model.float() before the optimizer is made; or --device cpu"
                 check_dtype(tensor, name=f"{role} {name!r}", hint=hint)
         super().put_model(model)
-        # conv2d is wrong with other strides (pytorch#192212).
+        # conv2d gives wrong results for weights that are not contiguous (pytorch#192212).
         make_contiguous(model, optimizer)
 
     def sync(self) -> None:
@@ -119,12 +119,12 @@ class MpsMemory(DeviceMemory):
     is_shared_with_host = True
 
     def __init__(self) -> None:
-        # The allocator counts its own peak since torch 2.13 (pytorch#186748); before that, it is sampled at marks.
+        # The allocator counts the peak since torch 2.13 (pytorch#186748). For older versions, sample it at each mark.
         self._has_peak = torch_release() >= (2, 13)
         self._sampled_peak = 0
 
     def sample_peak(self) -> None:
-        """Update the sampled peak, where the allocator does not count it."""
+        """Update the sampled peak, if the allocator does not count it."""
         if not self._has_peak:
             self._sampled_peak = max(self._sampled_peak, torch.mps.current_allocated_memory())
 
@@ -163,13 +163,13 @@ class MpsMonitor(DeviceMonitor):
         with ExitStack() as stack:
             stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
             self._timer = FallbackTimer(sync=self._sync) if has_fallback else None
-            # Metal reports a failed command buffer on standard error only.
+            # Metal reports a failed command buffer only on standard error.
             self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
             yield
 
     @contextmanager
     def time_fallbacks(self) -> Iterator[None]:
-        """Time fallbacks during one optimizer step, if the run has the fallback enabled."""
+        """Time fallbacks during one optimizer step, if the fallback is enabled."""
         if self._timer is None:
             yield
             return
@@ -203,7 +203,10 @@ class _FallbackCost:
 
 
 class FallbackTimer:
-    """Times operators that fall back to the CPU in the first `num_steps` steps. Each call costs two extra syncs."""
+    """Times operators that fall back to the CPU, in the first `num_steps` steps.
+
+    Timing stops after a few steps because each timed call costs two extra synchronizations.
+    """
 
     def __init__(self, *, num_steps: int = 2, sync: Callable[[], None]) -> None:
         self._num_steps = num_steps
@@ -221,7 +224,7 @@ class FallbackTimer:
         self._steps_done += 1
 
     def result(self) -> dict[str, Any] | None:
-        """Calls and seconds per step by operator; None before the steps are done, or without fallbacks."""
+        """Return the calls and seconds per step by operator; None before all steps are timed, or without fallbacks."""
         if self._steps_done < self._num_steps or not self._mode.costs:
             return None
         steps = self._steps_done
@@ -250,6 +253,7 @@ class _FallbackTimingMode(TorchDispatchMode):
         name = func.name()
         if not (falls_back(name) and _is_on_mps((args, kwargs))):
             return func(*args, **(kwargs or {}))
+        # Wait for queued work first, so that the time does not include it.
         self._sync()
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
@@ -261,7 +265,7 @@ class _FallbackTimingMode(TorchDispatchMode):
 
 
 def falls_back(name: str) -> bool:
-    """Whether an operator ("aten::x.out") cannot run on MPS itself, in the dispatcher's order of lookup."""
+    """Whether an operator such as "aten::x.out" has no MPS implementation, in the lookup order of the dispatcher."""
     namespace, _, name = name.partition("::")
     if namespace != "aten":
         return False
@@ -284,7 +288,7 @@ def _is_on_mps(arguments: Any) -> bool:
 def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Make every parameter contiguous in place, with its gradient and optimizer state.
 
-    Parameters that share memory are left alone: they would no longer share it.
+    Parameters that share memory are skipped, because they would no longer share it.
     """
     owners = Counter(_storage_address(tensor) for tensor in {id(p): p for p in model.parameters()}.values())
     for parameter in model.parameters():
@@ -294,7 +298,7 @@ def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> Non
         if parameter.grad is not None:
             parameter.grad = parameter.grad.contiguous()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        # Fused kernels need state of the same layout.
+        # Fused kernels need the state in the same layout.
         state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0})
 
 
@@ -303,13 +307,13 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 def torch_release() -> tuple[int, int]:
-    """The installed torch, as (major, minor)."""
+    """Return the version of the installed torch as (major, minor)."""
     major, minor = str(torch.__version__).split(".")[:2]
     return int(major), int(minor)
 
 
 def mps_unavailable_reason() -> str | None:
-    """Why MPS cannot be used in this process; None when it can."""
+    """Return why MPS cannot be used in this process; None if it can."""
     if torch.backends.mps.is_available():
         return None
     return "macOS 14 or newer is needed" if torch.backends.mps.is_built() else "this torch is built without MPS"

@@ -1,4 +1,4 @@
-"""Open a device by name, and describe the machine this process runs on."""
+"""Open a device by name, and describe the machine of this process."""
 
 from dataclasses import dataclass
 
@@ -17,22 +17,22 @@ from whet.machine.facts import Conditions, Machine
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
-# In the order in which "auto" tries them.
+# "auto" tries the devices in this order.
 UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_reason}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedDevice:
-    """A device, and why it is not the requested one (None when it is)."""
+    """A device, and why it is not the requested one; None if it is."""
 
     device: AbstractDevice
     fell_back: str | None = None
 
 
 def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> OpenedDevice:
-    """Open the named device: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
+    """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
 
-    A device that cannot be used raises WhetError, or with on_failure="cpu" is replaced by the CPU, with the reason.
+    Raises WhetError if the device cannot be used. With on_failure="cpu", the CPU is opened instead, with the reason.
     """
     kind, _, index = name.partition(":")
     if kind == "auto":
@@ -48,7 +48,7 @@ def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies
 
 
 def rank_device(name: str, local_rank: int) -> str:
-    """The device of one of several processes on a machine: one GPU each, shared where there are fewer."""
+    """Return the device of a rank. Each rank on a machine gets one GPU; ranks share GPUs if there are fewer."""
     if name != "cuda" or local_rank == 0:
         return name
     return f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
@@ -71,7 +71,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
                 try_="--device cuda",
             )
         return CudaDevice(index, overlaps_copies=overlaps_copies)
-    # Checked above: only known kinds get here.
+    # `open_device` has checked the name, so the kind is known.
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
 
 
@@ -79,10 +79,10 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
 
 
 def current_machine() -> tuple[Machine, Conditions]:
-    """What `whet probe` reports about this machine, in milliseconds, since torch is already loaded.
+    """Return the machine and its current conditions, as `whet probe` reports them.
 
-    With a virtual Mac installed, the machine is the simulated one; its conditions are this computer's, except those
-    that are simulated.
+    This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, the machine is the
+    simulated one, and the conditions are those of this computer except for simulated readings.
     """
     system = read_system()
     machine = installed_virtual_mac() or assemble_machine(system, torch=_torch_facts())
@@ -90,7 +90,7 @@ def current_machine() -> tuple[Machine, Conditions]:
 
 
 def with_simulated_conditions(conditions: Conditions) -> Conditions:
-    """Replace sensor readings by those that a virtual Mac simulates."""
+    """Return the conditions with the readings that a virtual Mac simulates."""
     simulated = simulated_conditions()
     if simulated is None:
         return conditions
@@ -100,7 +100,7 @@ def with_simulated_conditions(conditions: Conditions) -> Conditions:
 def _torch_facts() -> TorchInfo:
     has_mps = mps_unavailable_reason() is None
     if has_mps:
-        # MPS reads the watermarks at the first question about memory, which comes below.
+        # MPS reads the watermarks at the first memory query, which follows below.
         configure_mps_memory()
     return TorchInfo(
         version=str(torch.__version__),

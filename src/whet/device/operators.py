@@ -1,7 +1,7 @@
 """Operators and limits of MPS in the installed torch, read without importing torch.
 
-The operator list (torchgen/packaged/ATen/native/native_functions.yaml) ships with every wheel, so it matches the
-installed version. Its few keys are parsed line by line: a YAML parser would take seconds instead of 50 ms.
+Every wheel of torch contains its operator list (torchgen/packaged/ATen/native/native_functions.yaml), so the list
+matches the installed version. It is parsed line by line in 50 ms. A YAML parser would take seconds.
 """
 
 import importlib.util
@@ -14,16 +14,16 @@ from typing import Literal
 from whet.base.errors import WhetError
 
 MAX_BUFFER_SHARE = 0.75
-"""Metal's maxBufferLength as a share of the recommended memory: an assumption, not measured on a Mac."""
+"""Assumed share of the recommended memory that one Metal buffer may use (maxBufferLength). Not measured on a Mac."""
 
 MAX_DIMENSIONS = 16
 MAX_DIMENSION_SIZE = 2**31 - 1
 MAX_ELEMENTS = 2**32
 MAX_CONV_CHANNELS = 65_536
-"""Output channels of a convolution."""
+"""Maximum output channels of a convolution."""
 
 ALWAYS_ON_CPU = frozenset({"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
-"""Computed on the CPU with or without the fallback (MPSFallback.mm of torch 2.13)."""
+"""Operators that run on the CPU with or without the fallback (MPSFallback.mm of torch 2.13)."""
 
 StatusKind = Literal["kernel", "parts", "on the CPU", "missing", "unknown"]
 
@@ -36,7 +36,7 @@ _IMPLICIT = "CompositeImplicitAutograd"
 
 @dataclass
 class OperatorEntry:
-    """One overload in the list."""
+    """One operator overload in the list."""
 
     name: str
     returns: str
@@ -44,13 +44,13 @@ class OperatorEntry:
     delegates_to: str | None = None
     is_structured: bool = False
     is_dispatched: bool = False
-    """Whether the list has a dispatch table for it, even an empty one."""
+    """Whether the list has a dispatch table for the operator, even an empty one."""
     is_generated: bool = False
-    """Listed under `autogen`: torch generates it from another overload."""
+    """Whether the operator is listed under `autogen`: torch generates it from another overload."""
 
     @property
     def is_view(self) -> bool:
-        """Whether it returns an alias of an argument and writes nothing."""
+        """Whether the operator returns an alias of an argument and writes nothing."""
         return "(a)" in self.returns
 
 
@@ -59,15 +59,19 @@ class OperatorStatus:
     """How a backend runs an operator."""
 
     kind: StatusKind
-    """Has a kernel; is decomposed into parts, which need kernels; always runs on the CPU; is missing; is not listed."""
+    """How the operator runs.
+
+    "kernel": the backend has a kernel. "parts": it is decomposed into operators, which need kernels. "on the CPU": it
+    always runs on the CPU. "missing": it cannot run. "unknown": it is not in the list.
+    """
     named: str
-    """The overload that appears in torch's error or warning."""
+    """Overload that appears in torch's error or warning."""
     way: str = ""
-    """The dispatch key of its decomposition."""
+    """Dispatch key of the decomposition."""
 
 
 def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
-    """Parse torch's list: every overload by name, generated ones included."""
+    """Return all overloads of torch's operator list by name, including generated ones."""
     operators: dict[str, OperatorEntry] = {}
     generated: list[str] = []
     current, in_dispatch = None, False
@@ -84,7 +88,7 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
             elif key[1] == "structured":
                 current.is_structured = key[2] == "True"
             elif key[1] == "ufunc_inner_loop":
-                # torch generates the kernels of both backends from one loop.
+                # torch generates the kernels of both backends from the same loop.
                 current.backends.update(("CPU", "CUDA"))
             elif key[1] == "autogen":
                 generated += [name.strip() for name in key[2].split(",")]
@@ -96,7 +100,7 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
 
 
 def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: str = "MPS") -> OperatorStatus:
-    """How a backend runs the overload `name` ("add.Tensor"), in the dispatcher's order of lookup."""
+    """Return how a backend runs the overload `name`, such as "add.Tensor", in the lookup order of the dispatcher."""
     if backend == "MPS" and name in ALWAYS_ON_CPU:
         return OperatorStatus("on the CPU", name)
     operator = operators.get(name)
@@ -111,7 +115,7 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
         if way in operator.backends:
             return OperatorStatus("parts", name, way)
     if out is not None:
-        # torch generates a form that calls the out= overload, which has no kernel and appears in the error.
+        # The generated form calls the out= overload. That overload has no kernel and appears in the error.
         return OperatorStatus("missing", out.name)
     if _IMPLICIT in operator.backends or not (operator.is_dispatched or operator.is_structured):
         return OperatorStatus("parts", name, _IMPLICIT)
@@ -120,12 +124,12 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
 
 @cache
 def torch_operators() -> dict[str, OperatorEntry]:
-    """The list of the installed torch, parsed once."""
+    """Return the operator list of the installed torch. The list is parsed once."""
     return read_operators()
 
 
 def mps_kernels(operators: dict[str, OperatorEntry]) -> list[OperatorEntry]:
-    """Overloads with an MPS kernel, their own or that of the `out=` form."""
+    """Return the overloads that have an MPS kernel, directly or through their `out=` form."""
     return [operator for operator in operators.values() if operator_status(operator.name, operators).kind == "kernel"]
 
 

@@ -1,4 +1,4 @@
-"""State of every random number generator that training draws from: torch (CPU and device), Python, NumPy."""
+"""State of the random number generators of torch (CPU and device), Python and NumPy."""
 
 import random
 from collections.abc import Iterator
@@ -15,13 +15,14 @@ from whet.device.abstract import AbstractDevice
 def seed_everything(seed: int) -> None:
     """Seed all generators."""
     random.seed(seed)
+    # NumPy accepts 32-bit seeds only.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 @contextmanager
 def preserve_rng(device: AbstractDevice) -> Iterator[None]:
-    """Restore every generator on exit, the device's own included."""
+    """Restore every generator on exit, including that of the device."""
     torch_states, host_states = get_torch_rng(device), get_host_rng()
     try:
         yield
@@ -52,7 +53,7 @@ def capture_rng(device: AbstractDevice) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def restore_rng(tensors: dict[str, Tensor], facts: dict[str, Any], device: AbstractDevice) -> None:
-    """Restore all generators; a device's own only on the same kind of device."""
+    """Restore all generators. The generator of a device is restored only on the same kind of device."""
     python, numpy = facts["python"], facts["numpy"]
     random.setstate((python["version"], tuple(tensors["rng/python"].tolist()), python["gauss"]))
     keys = tensors["rng/numpy"].numpy().astype(np.uint32)
@@ -60,15 +61,16 @@ def restore_rng(tensors: dict[str, Tensor], facts: dict[str, Any], device: Abstr
     own = tensors.get(f"rng/{device.kind}")
     if own is not None and device.generator is not None:
         device.generator.set_state(own)
-    # Last, since the calls above may draw.
+    # Restore torch's CPU generator last, because the calls above may draw from it.
     torch.set_rng_state(tensors["rng/torch"])
 
 
-# --- in memory; restoring allocates nothing, so it works after an out-of-memory error --------------------------------
+# --- in memory -------------------------------------------------------------------------------------------------------
+# Restoring allocates nothing, so it works after an out-of-memory error.
 
 
 def get_torch_rng(device: AbstractDevice) -> tuple[Tensor, Tensor | None]:
-    """State of torch's generators: the CPU's, and the device's own if it has one."""
+    """Return the state of torch's generators: that of the CPU, and that of the device if it has one."""
     return torch.get_rng_state(), None if device.generator is None else device.generator.get_state()
 
 
@@ -80,12 +82,12 @@ def set_torch_rng(states: tuple[Tensor, Tensor | None], device: AbstractDevice) 
 
 
 def get_host_rng() -> tuple[Any, Any]:
-    """State of Python's and NumPy's generators."""
+    """Return the state of the generators of Python and NumPy."""
     return random.getstate(), np.random.get_state(legacy=False)
 
 
 def set_host_rng(states: tuple[Any, Any]) -> None:
-    """Restore Python's and NumPy's generators."""
+    """Restore the generators of Python and NumPy."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 

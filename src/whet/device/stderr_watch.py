@@ -1,7 +1,7 @@
 """Watch standard error for a text. Native libraries report some errors only there.
 
-While a watch is entered, file descriptor 2 leads through a small process (this file, run as a program) that passes
-everything on unchanged and in order, including output of child processes and the last output of a dying process.
+During a watch, file descriptor 2 is a pipe to a relay process, which runs this file as a program. The relay copies all
+output unchanged and in order. This includes the output of child processes and the last output of a crashing process.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
+# Protocol of the relay: MARK requests a PASSED once everything before it was examined. SEEN reports the text.
 MARK = b"\0whet\0"
 SEEN = b"!"
 PASSED = b"."
@@ -25,7 +26,7 @@ _CHUNK = 65_536
 
 @final
 class StderrWatch:
-    """Notices a text on standard error. Does nothing where the relay cannot be started."""
+    """Detects a text on standard error. Does nothing if the relay cannot be started."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -46,8 +47,8 @@ class StderrWatch:
             (source, target), (answers, answer_to) = os.pipe(), os.pipe()
             undo.callback(os.close, answers)
             try:
-                # Isolated and without site-packages: it starts in milliseconds. In its own session, so that Ctrl-C
-                # does not reach it.
+                # Isolated and without site-packages, the relay starts in milliseconds. A new session protects it
+                # from Ctrl-C.
                 command = [sys.executable, "-I", "-S", str(Path(__file__)), self._text]
                 relay = subprocess.Popen(command, stdin=source, stdout=answer_to, start_new_session=True)
                 os.dup2(target, _STDERR)
@@ -65,7 +66,7 @@ class StderrWatch:
         self._stop()
 
     def has_seen(self, *, wait: bool = False) -> bool:
-        """Whether the text has appeared; with `wait`, after everything written so far was examined."""
+        """Whether the text has appeared. With `wait`, first wait until all output so far was examined."""
         if self._relay is None or self._has_seen:
             return self._has_seen
         if wait:
@@ -79,7 +80,7 @@ class StderrWatch:
             self._has_seen |= SEEN in answer
             is_passed |= PASSED in answer
             if not answer:
-                # The relay has exited; reconnect standard error.
+                # The relay has exited. Reconnect standard error.
                 self._stop()
                 break
             if is_passed and wait:
@@ -92,7 +93,7 @@ class StderrWatch:
         os.dup2(self._original, _STDERR)
         for end in (self._original, self._answers):
             os.close(end)
-        # The relay keeps serving processes that still hold its pipe.
+        # If the relay does not exit in time, let it run: child processes may still write to its pipe.
         with contextlib.suppress(subprocess.TimeoutExpired):
             relay.wait(_MAX_WAIT_SECONDS)
 
@@ -102,11 +103,15 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-# --- the relay process: copies stdin to stderr, and reports on stdout ------------------------------------------------
+# --- relay process ---------------------------------------------------------------------------------------------------
+# The relay copies stdin to stderr and reports on stdout.
 
 
 def relay(text: bytes) -> None:
-    """Copy until every writer has closed. Answers SEEN for the text, and PASSED for each MARK, which it removes."""
+    """Copy until every writer has closed the pipe. Report SEEN for the text, and PASSED for each MARK.
+
+    Marks are removed from the output.
+    """
     held, window = b"", b""
     while arrived := os.read(0, _CHUNK):
         data = held + arrived
@@ -118,14 +123,14 @@ def relay(text: bytes) -> None:
         window += data
         if text in window:
             _answer(SEEN)
-        # Keep what may be the start of the text.
+        # Keep the end of the window, which may be the start of the text.
         window = window[len(window) - len(text) + 1 :] if len(window) >= len(text) else window
         _answer(PASSED * num_marks)
     _write_through(held)
 
 
 def _partial_mark(data: bytes) -> bytes:
-    """The end of `data` that may be the first part of a mark."""
+    """Return the end of `data` that may be the start of a mark; empty if there is none."""
     return next((MARK[:size] for size in range(len(MARK) - 1, 0, -1) if data.endswith(MARK[:size])), b"")
 
 
@@ -136,7 +141,7 @@ def _write_through(data: bytes) -> None:
         except BlockingIOError:
             select.select([], [2], [])
         except OSError:
-            # Standard error has no reader any more; that must not block the training.
+            # Standard error has no reader anymore. That must not block training.
             return
 
 

@@ -1,7 +1,8 @@
-"""Attention kernels for packed queries, keys and values, (..., 3 H D): rotary, over spans, and torch's varlen kernel.
+"""Attention for packed queries, keys and values (..., 3 H D): rotary attention, span attention, and torch's varlen.
 
-torch's compiler needs a kernel for the rotation, one for attention, and five more in the backward pass, each of which
-writes and reads what a single kernel can keep. Shapes: B rows, S positions, T tokens, H heads of size D.
+torch's compiler generates one kernel for the rotation, one for attention, and five more for the backward pass. They
+exchange data through memory that a single kernel keeps on chip. Shapes: B rows, S positions, T tokens, H heads of size
+D.
 """
 
 import math
@@ -19,16 +20,16 @@ from whet.plan.kernel_support import supports_span_attention
 # --- rotary attention over whole rows --------------------------------------------------------------------------------
 
 _MIN_PROGRAMS = 512
-"""Programs that keep a large GPU busy; with fewer rows each program computes fewer heads."""
+"""Number of programs that keeps a large GPU busy. With fewer rows, each program computes fewer heads."""
 _MAX_PREFETCH_HEAD, _PREFETCH_BYTES = 64, 160 * 1024
-"""The largest head size for which the next head is prefetched, and the shared memory that the backward pass needs."""
+"""Maximum head size for prefetching the next head, and the shared memory that the backward pass then needs."""
 
 
 @torch.library.custom_op("whet::rotary_attention", mutates_args=())
 def rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
-    """softmax(q k / sqrt(D)) v, (B, S, H D), from qkv (B, S, 3 H D).
+    """Return softmax(q k / sqrt(D)) v (B, S, H D) from qkv (B, S, 3 H D).
 
-    Queries and keys are rotated by the float32 tables (S, D) in float32, and rounded to the dtype of qkv.
+    Queries and keys are rotated in float32 by the tables cos and sin (S, D), then rounded to the dtype of qkv.
     """
     from whet.device.kernels import attention_triton
 
@@ -36,7 +37,7 @@ def rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> T
     rows, positions, width = qkv.shape
     out = qkv.new_empty(rows, positions, width // 3)
     grid, sizes = _rotary_sizes(qkv, num_heads)
-    # Half of a processor's registers, so that two programs fit on it.
+    # Limit the registers to half of a multiprocessor's, so that two programs fit on it.
     max_registers = 128 if width // 3 // num_heads <= _MAX_PREFETCH_HEAD else None
     attention_triton.rotary_forward[grid](
         qkv, cos, sin, out, positions, *sizes, num_warps=attention_triton.WARPS, maxnreg=max_registers
@@ -60,7 +61,7 @@ def rotary_attention_backward(qkv: Tensor, cos: Tensor, sin: Tensor, grad_out: T
 
 
 def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[float, int, int, int, int]]:
-    """The grid; then score scale, number of heads, head size, positions of a block, heads per program."""
+    """Return the grid, and the score scale, number of heads, head size, positions per block and heads per program."""
     rows, positions, width = qkv.shape
     head_size = width // 3 // num_heads
     heads_per_program = _heads_per_program(rows, num_heads) if _can_prefetch(qkv.device, head_size) else 1
@@ -70,7 +71,7 @@ def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[f
 
 
 def _heads_per_program(rows: int, num_heads: int) -> int:
-    """The most that leave enough programs.
+    """Return the largest number of heads per program that leaves enough programs.
 
     >>> _heads_per_program(768, 8), _heads_per_program(100, 8), _heads_per_program(4, 8)
     (8, 1, 1)
@@ -84,7 +85,7 @@ def _heads_per_program(rows: int, num_heads: int) -> int:
 
 
 def _can_prefetch(device: torch.device, head_size: int) -> bool:
-    """Whether a processor's shared memory holds a second head."""
+    """Whether the shared memory of a multiprocessor can hold a second head."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -117,25 +118,24 @@ rotary_attention.register_autograd(_rotary_gradient, setup_context=_save_rotary)
 # --- attention over spans --------------------------------------------------------------------------------------------
 
 _TILE, _PIECE, _WARPS = 64, 64, 4
-"""Tokens of a program, tokens that it loads at a time, and its warps: the best overall on an H200 (docs/lab.md)."""
+"""Tokens per program, tokens per load, and warps. These were the best overall on an H200 (docs/lab.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """Which tokens belong together: a text of a packed batch, or a document of a row that holds several.
+    """Spans of tokens that attend to each other: the samples of a packed batch, or the documents in a row.
 
     Built once per forward pass, without waiting for the device.
     """
 
     starts: Tensor
-    """The first token of each token's span, int32 (T)."""
+    """Index of the first token of each token's span, int32 (T)."""
     tiles: Tensor
-    """The tile of each program, int32 (P, 4): its first token and end, the start of its first token's span, and the end
-    of its last token's span."""
+    """Tile of each program, int32 (P, 4): first token, end, start of the first token's span, end of the last one's."""
 
     @classmethod
     def of(cls, starts: Tensor, ends: Tensor) -> "Spans":
-        """Build from the first token of each token's span and the end of that span, integers (T)."""
+        """Return the spans, given the start and the end of the span of each token, integers (T)."""
         tokens = starts.shape[0]
         begin = torch.arange(0, tokens, _TILE, device=starts.device)
         end = (begin + _TILE).clamp(max=tokens)
@@ -144,17 +144,18 @@ class Spans:
 
 
 def has_span_kernel(x: Tensor, head_size: int) -> bool:
-    """Whether attention=own is selected and has kernels for such tensors."""
+    """Whether attention=own is selected and the kernels support these tensors."""
     return is_own_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
 
 
 def span_attention(
     qkv: Tensor, spans: Spans, *, num_heads: int, is_causal: bool = False, rotary: Sequence[Tensor] = ()
 ) -> Tensor:
-    """(T, H D) from (T, 3 H D): each token attends to its own span, or to itself and earlier tokens of it.
+    """Return attention within spans (T, H D) from qkv (T, 3 H D).
 
-    `rotary`: float32 tables of cosines and sines, (positions, D), by which queries and keys are rotated; a token's
-    position is counted from the start of its span. Empty for none.
+    Each token attends to all tokens of its span; with `is_causal`, only to itself and earlier tokens. `rotary` are
+    float32 tables of cosines and sines (positions, D) that rotate queries and keys. The position of a token is its
+    distance from the start of its span. Without tables, nothing is rotated.
     """
     out: Tensor = span_attention_op(qkv, spans.starts, spans.tiles, list(rotary), num_heads, is_causal)[0]
     return out
@@ -164,7 +165,7 @@ def span_attention(
 def span_attention_op(
     qkv: Tensor, starts: Tensor, tiles: Tensor, rotary: list[Tensor], num_heads: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k / sqrt(D)) v, (T, H D); and for the backward pass the base-2 log-sum-exp of each row, (H, T)."""
+    """Return softmax(q k / sqrt(D)) v (T, H D), and the base-2 log-sum-exp of each row (H, T) for backward."""
     from whet.device.kernels.span_attention_triton import span_forward
 
     qkv, grid = qkv.contiguous(), (len(tiles) * num_heads,)
@@ -204,13 +205,13 @@ def _empty_span_outputs(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _tables(rotary: list[Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables; without rotation two tensors that the kernel does not read."""
+    """Return the tables; without rotation, two placeholders that the kernel does not read."""
     cos, sin = rotary or (qkv, qkv)
     return cos, sin
 
 
 def _span_sizes(qkv: Tensor, num_heads: int, *, is_causal: bool, is_rotary: bool) -> tuple[float, ...]:
-    """The arguments that every span kernel takes after its tensors."""
+    """Return the arguments that every span kernel takes after its tensors."""
     tokens, width = qkv.shape
     head_size = width // 3 // num_heads
     return tokens, 1 / math.sqrt(head_size), num_heads, head_size, is_causal, is_rotary, _TILE, _PIECE
@@ -246,7 +247,7 @@ def _(
 def _save_spans(ctx, inputs, output):  # type: ignore[no-untyped-def]
     qkv, starts, tiles, rotary, ctx.num_heads, ctx.is_causal = inputs
     ctx.save_for_backward(qkv, starts, tiles, *rotary, *output)
-    # The log-sum-exps have no gradient; do not create zeros for it.
+    # The log-sum-exps have no gradient, so do not allocate zeros for it.
     ctx.set_materialize_grads(False)
 
 
@@ -266,11 +267,11 @@ span_attention_op.register_autograd(_span_gradient, setup_context=_save_spans)
 
 _MAX_HEAD_SIZE = 256
 _MIN_COMPUTE_CAPABILITY = 8
-"""The major version of CUDA's compute capability."""
+"""Minimum major version of the CUDA compute capability."""
 
 
 def has_varlen_kernel(qkv: Tensor, *, num_heads: int) -> bool:
-    """Whether torch has a kernel for packed samples with such a qkv (T, 3 H D). Does not wait for the device."""
+    """Whether torch has a kernel for packed samples that supports this qkv (T, 3 H D). Does not wait for the device."""
     head_size = qkv.shape[-1] // (3 * num_heads)
     return (
         qkv.is_cuda
@@ -282,10 +283,10 @@ def has_varlen_kernel(qkv: Tensor, *, num_heads: int) -> bool:
 
 
 def varlen_attention(qkv: Tensor, starts: Tensor, *, num_heads: int, max_length: int, dropout: float = 0.0) -> Tensor:
-    """(T, H D) from (T, 3 H D): each token attends to its own sample, from one of `starts` to the next."""
+    """Return attention within samples (T, H D) from qkv (T, 3 H D). Each sample extends from one start to the next."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(1)
     if dropout:
-        # The public function has no dropout; the operator behind it has.
+        # The public function does not support dropout, but the underlying operator does.
         out: Any = torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, max_length, max_length, dropout, False, False
         )[0]

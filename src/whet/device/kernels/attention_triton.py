@@ -1,17 +1,17 @@
 """Triton kernels of rotary attention. Imported only where triton is installed.
 
-A program holds all positions of one head of one row at a time. They are one block, so no sum runs over blocks, no
-statistics are kept for the backward pass, and q, k and v are loaded once and rotated on the way. The program loops over
-heads and prefetches the next one while it computes.
+A program processes all positions of one head of one row as a single block. So there are no sums over blocks and no
+statistics for the backward pass, and q, k and v are loaded and rotated once. The program loops over heads and
+prefetches the next one while it computes.
 
-Parameters have no type annotations but triton's: it reads all others as its own.
+Parameters have only Triton annotations, because Triton interprets every annotation as one of its types.
 """
 
 import triton
 import triton.language as tl
 
 WARPS = 8
-"""4 and 16 were slower on an H200 with 97 positions and heads of 64."""
+"""Warps per program. 4 and 16 were slower on an H200 with 97 positions and heads of size 64."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def rotate(x1, x2, cos, sin):
 
 @triton.jit
 def rotate_back(x1, x2, cos, sin):
-    """Gradients of the halves from those of the rotated halves, float32."""
+    """Return the gradients of the halves from those of the rotated halves, in float32."""
     return x1 * cos + x2 * sin, x2 * cos - x1 * sin
 
 
@@ -46,7 +46,7 @@ def _store_grad_halves(grad_qkv, x1, x2, cos, sin, half_cols, is_valid, half: tl
 
 @triton.jit
 def _softmax_terms(q1, q2, k1, k2, is_key, scale):
-    """The unnormalized softmax over all positions, float32, and the inverse of its sum, row by row."""
+    """Return the unnormalized softmax over all positions in float32, and the inverse of its sum for each row."""
     scores = tl.dot(q1, tl.trans(k1))
     scores = tl.dot(q2, tl.trans(k2), acc=scores)
     scores = tl.where(is_key, scores, float("-inf"))
@@ -68,7 +68,7 @@ def rotary_forward(
     block: tl.constexpr,
     heads_per_program: tl.constexpr,
 ):
-    """Compute out (B, S, H D) from qkv (B, S, 3 H D). Tables are (S, D), of which the first half is read."""
+    """Compute out (B, S, H D) from qkv (B, S, 3 H D). Only the first half of the tables (S, D) is read."""
     half: tl.constexpr = head_size // 2
     width: tl.constexpr = heads * head_size
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * heads_per_program

@@ -1,8 +1,8 @@
-"""GroupNorm and its activation in one kernel forward and one backward, for channels_last.
+"""GroupNorm with its activation for channels_last, as one kernel forward and one kernel backward.
 
-torch's GroupNorm copies to contiguous and back, loads everything once more for its statistics, and under autocast
-computes and stores float32. Here every element is loaded and stored once, in its dtype; sums and intermediate values
-are float32. Shapes: B samples of (C, H, W), whose C channels are adjacent for each of H W cells.
+torch's GroupNorm copies to contiguous and back, reads the input twice, and stores float32 under autocast. These kernels
+load and store every element once, in its dtype. Sums and intermediate values are float32. Shapes: B samples of
+(C, H, W), in which the C channels of each of the H W cells are adjacent.
 """
 
 import torch
@@ -14,7 +14,7 @@ from whet.plan.kernel_support import cell_tiles, groups_per_program, supports_gr
 
 
 def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
-    """activation(norm(x)), with whet's kernel if norms=own is selected and the modules are supported."""
+    """Return activation(norm(x)), computed by whet's kernel if norms=own is selected and the inputs are supported."""
     if (
         is_own_kernel_on("norms")
         and isinstance(norm, nn.GroupNorm)
@@ -36,7 +36,7 @@ def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> 
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool) -> Tensor:
-    """The same with torch's operators, for tests."""
+    """Compute the same result with torch's operators, for tests."""
     activate = functional.silu if is_silu else functional.relu
     return activate(functional.group_norm(x, num_groups, weight, bias, eps))
 
@@ -45,7 +45,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: flo
 def group_norm_act(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """silu or relu of the GroupNorm of x; and for the backward pass (B, 2, C), means and inverse deviations."""
+    """Return silu or relu of the GroupNorm of x, and means and inverse standard deviations (B, 2, C) for backward."""
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
@@ -62,7 +62,7 @@ def group_norm_act(
 def group_norm_act_backward(
     x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, grad_out: Tensor, num_groups: int, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x; and (B, 2, C), each sample's contribution to those of weight and bias."""
+    """Return the gradient of x, and the contribution of each sample to the gradients of weight and bias (B, 2, C)."""
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
@@ -90,7 +90,7 @@ def _num_cells(x: Tensor) -> int:
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[tuple[int], tuple[int, int, int, int, int]]:
-    """The grid; then channels, channels of a group, groups of a program, and the cells of its two tiles."""
+    """Return the grid, and the sizes: channels, channels per group, groups per program, and cells of its two tiles."""
     width = x.shape[1]
     group_size = width // num_groups
     groups = groups_per_program(_num_cells(x), num_groups, group_size)
@@ -98,7 +98,7 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[tuple[int], tuple[int, int, int,
 
 
 def _warps(group_size: int, groups: int, first: int, second: int) -> int:
-    """Enough warps that the registers of their threads hold a program's elements."""
+    """Return the number of warps whose registers can hold all elements of a program."""
     from whet.device.kernels.group_norm_triton import ELEMENTS_PER_WARP
 
     elements = group_size * groups * (first + second)
@@ -134,7 +134,7 @@ def _(
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, weight, bias, ctx.num_groups, _, ctx.is_silu = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
-    # The statistics have no gradient; do not create zeros for it.
+    # The statistics have no gradient, so do not allocate zeros for it.
     ctx.set_materialize_grads(False)
 
 

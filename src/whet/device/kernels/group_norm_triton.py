@@ -9,19 +9,19 @@ import triton
 import triton.language as tl
 
 ELEMENTS_PER_WARP = 2048
-"""At most 64 per thread: its registers hold them with their gradients without spilling."""
+"""At most 64 elements per thread, so that its registers hold them and their gradients without spilling."""
 
 
 @triton.jit
 def _group_sum(per_channel, groups: tl.constexpr, group_size: tl.constexpr):
-    """Replace each channel's value by the sum over its group."""
+    """Return, for each channel, the sum over its group."""
     sums = tl.sum(tl.reshape(per_channel, (groups, group_size)), axis=1)
     return tl.reshape(tl.broadcast_to(sums[:, None], (groups, group_size)), (groups * group_size,))
 
 
 @triton.jit
 def _tile_offsets(sample, part, num_cells, width: tl.constexpr, channels: tl.constexpr, first: tl.constexpr):
-    """Offsets of the first tile's elements, and the channels of this program."""
+    """Return the offsets of the elements of the first tile, and the channels of this program."""
     channel = part * channels + tl.arange(0, channels)
     return sample * num_cells * width + tl.arange(0, first)[:, None] * width + channel[None, :], channel
 
@@ -30,13 +30,13 @@ def _tile_offsets(sample, part, num_cells, width: tl.constexpr, channels: tl.con
 def _activate(z, is_silu: tl.constexpr):
     if is_silu:
         return z / (1 + tl.exp(-z))
-    # Not tl.maximum, which would drop a NaN.
+    # Do not use tl.maximum, which would replace a NaN.
     return tl.where(z < 0, 0.0, z)
 
 
 @triton.jit
 def _activation_grad(grad, z, is_silu: tl.constexpr):
-    """The gradient of the activation's input z from that of its output."""
+    """Return the gradient of the input z of the activation from that of its output."""
     if is_silu:
         sigmoid = 1 / (1 + tl.exp(-z))
         return grad * sigmoid * (1 + z * (1 - sigmoid))
@@ -128,7 +128,7 @@ def group_norm_backward(
         is_valid = cells < num_cells
         offsets2 = sample * num_cells * width + cells * width + channel[None, :]
         x2 = tl.load(x + offsets2, mask=is_valid, other=0.0).to(tl.float32)
-        # 0 outside of the sample, so that sums are not affected.
+        # Elements outside of the sample are 0, so that they do not change the sums.
         grad = tl.load(grad_out + offsets2, mask=is_valid, other=0.0).to(tl.float32)
         grad2 = _activation_grad(grad, x2 * scale[None, :] + shift[None, :], is_silu)
         grad_bias += tl.sum(grad2, axis=0)
@@ -139,8 +139,8 @@ def group_norm_backward(
     count = num_cells * group_size
     grad_mean = _group_sum(gamma * grad_bias, groups, group_size) / count
     grad_std = _group_sum(gamma * grad_weight, groups, group_size) / count
-    # scale * grad - inv_std * (grad_mean + normalized * grad_std), with the terms that a channel's cells share
-    # combined.
+    # scale * grad - inv_std * (grad_mean + normalized * grad_std), rearranged so that the terms shared by all cells of
+    # a channel are computed once.
     slope_x = -inv_std * inv_std * grad_std
     offset_x = -inv_std * grad_mean - slope_x * mean
     tl.store(grad_x + offsets, (grad1 * scale[None, :] + (x1 * slope_x[None, :] + offset_x[None, :])).to(dtype))

@@ -1,6 +1,7 @@
 """Row-wise kernels: SwiGLU, RMSNorm over a sum, and LayerNorm over a residual sum with dropout.
 
-Each is one kernel forward and one backward. Shapes: T tokens in any number of dimensions, I inner features, W width.
+Each operation has one forward kernel and one backward kernel. Shapes: T tokens in any number of dimensions, I inner
+features, W width.
 """
 
 import torch
@@ -11,12 +12,12 @@ from whet.device.kernels.switches import has_hooks, is_own_kernel_on, is_support
 from whet.plan.kernel_support import supports_add_norm
 
 # --- SwiGLU ----------------------------------------------------------------------------------------------------------
-# torch's compiler writes the gradients of gate and up as one joined tensor and loads its inputs for each half of it:
-# 0.50 ms a layer where 0.27 ms are needed (74,496 rows of 2 x 1,536 on an H200).
+# torch's compiler writes the gradients of gate and up as one tensor and loads the inputs separately for each half. That
+# takes 0.50 ms per layer, and this kernel takes 0.27 ms (74,496 rows of 2 x 1,536 on an H200).
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, (..., I), from gate and up side by side, (..., 2 I)."""
+    """Return silu(gate) * up (..., I) from the concatenation of gate and up (..., 2 I)."""
     if is_own_kernel_on("gates") and is_supported(gate_up):
         out: Tensor = swiglu_op(gate_up)
         return out
@@ -26,7 +27,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("whet::swiglu", mutates_args=())
 def swiglu_op(gate_up: Tensor) -> Tensor:
-    """The forward kernel."""
+    """Run the forward kernel."""
     from whet.device.kernels.rowwise_triton import SWIGLU_BLOCK, swiglu_forward
 
     gate_up = gate_up.contiguous()
@@ -39,7 +40,7 @@ def swiglu_op(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("whet::swiglu_backward", mutates_args=())
 def swiglu_backward_op(gate_up: Tensor, grad_out: Tensor) -> Tensor:
-    """The gradient of gate_up."""
+    """Return the gradient of gate_up."""
     from whet.device.kernels.rowwise_triton import SWIGLU_BLOCK, swiglu_backward
 
     gate_up, grad_out = gate_up.contiguous(), grad_out.contiguous()
@@ -73,12 +74,12 @@ swiglu_op.register_autograd(_swiglu_gradient, setup_context=_save_swiglu)
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------------------
-# Eager torch runs eight kernels, most of them in float32. Its compiler fuses them and the additions around them, so a
-# compiled model keeps torch's operators.
+# Eager torch runs eight kernels, most of them in float32. torch's compiler fuses them with the surrounding additions,
+# so a compiled model uses torch's operators.
 
 
 def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether norms=own is selected and has kernels for such tensors."""
+    """Whether norms=own is selected and the kernels support these tensors."""
     return (
         is_own_kernel_on("norms")
         and is_supported(x)
@@ -91,7 +92,7 @@ def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
 
 @torch.library.custom_op("whet::rms_norm_sum", mutates_args=())
 def rms_norm_sum(x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual over its root mean square; and for the backward pass the inverse root mean squares, (T)."""
+    """Return (x + residual) divided by its root mean square, and the inverse root mean squares (T) for backward."""
     from whet.device.kernels.rowwise_triton import RMS_WARPS, rms_forward
 
     x, residual = x.contiguous(), residual if residual is None else residual.contiguous()
@@ -102,7 +103,10 @@ def rms_norm_sum(x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor
 
 @torch.library.custom_op("whet::rms_norm_sum_backward", mutates_args=())
 def rms_norm_sum_backward(out: Tensor, inv_rms: Tensor, grad_out: Tensor) -> Tensor:
-    """The gradient of the sum. Reads the output instead of the inputs: the next product keeps it anyway."""
+    """Return the gradient of the sum.
+
+    The kernel reads the output instead of the inputs, because the next product keeps the output in memory anyway.
+    """
     from whet.device.kernels.rowwise_triton import RMS_WARPS, rms_backward
 
     grad_out, grad_in = grad_out.contiguous(), torch.empty_like(out)
@@ -116,7 +120,7 @@ def _empty_rms_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_sizes(x: Tensor) -> tuple[int, int]:
-    """The width, and the next power of two."""
+    """Return the width and the next power of two, which Triton needs as the block size."""
     width = x.shape[-1]
     return width, 1 << (width - 1).bit_length()
 
@@ -134,7 +138,7 @@ def _(out: Tensor, inv_rms: Tensor, grad_out: Tensor) -> Tensor:  # noqa: ARG001
 def _save_rms(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.has_residual = inputs[1] is not None
     ctx.save_for_backward(*output)
-    # The inverse roots have no gradient; do not create zeros for it.
+    # The inverse root mean squares have no gradient, so do not allocate zeros for it.
     ctx.set_materialize_grads(False)
 
 
@@ -149,21 +153,21 @@ rms_norm_sum.register_autograd(_rms_gradient, setup_context=_save_rms)
 
 
 # --- LayerNorm over a residual sum -----------------------------------------------------------------------------------
-# Under autocast, torch's dropout, sum, norm and the cast for the next product are four kernels, and six in the backward
-# pass with the gradient of the linear layer's bias; each loads what the one before it stored.
+# Under autocast, torch runs four kernels for dropout, sum, norm and the cast for the next product. The backward pass
+# takes six, including the gradient of the bias of the linear layer. Each kernel loads what the previous one stored.
 
 _ROWS, _WARPS = 1, 2
-"""Rows and warps of a program: the fastest on an H200 (docs/lab.md)."""
+"""Rows and warps per program. These were the fastest on an H200 (docs/lab.md)."""
 _MAX_PROGRAMS = 1584
-"""In the backward pass: twelve for each processor of an H200, of which it runs six at a time."""
+"""Maximum number of programs in the backward pass: twelve per multiprocessor of an H200, which runs six at a time."""
 
 
 def residual_layer_norm(
     dense: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm, x: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """norm(dropout(dense(x)) + residual), as the next sum needs it and as the next product does.
+    """Return norm(dropout(dense(x)) + residual) twice: for the next residual sum, and for the next product.
 
-    With norms=own these are a float32 and a half-precision tensor, otherwise the same tensor.
+    With norms=own, the first is float32 and the second is half precision. Otherwise both are the same tensor.
     """
     if (
         is_own_kernel_on("norms")
@@ -179,7 +183,7 @@ def residual_layer_norm(
     ):
         product = functional.linear(x, dense.weight)
         p = dropout.p if dropout.training else 0.0
-        # The seed is drawn by torch, as its compiler does, so that a captured step draws a new one in each replay.
+        # torch draws the seed on the device, so that each replay of a captured step gets a new one.
         seed = torch.randint(2**62, (1,), device=x.device) if p else None
         out32, out, _, _ = residual_norm_op(product, dense.bias, residual, norm.weight, norm.bias, seed, p, norm.eps)
         return out32, out
@@ -198,9 +202,9 @@ def residual_norm_op(
     p: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """LayerNorm of dropout(x + x_bias) + residual, in float32 and in the dtype of x.
+    """Return the LayerNorm of dropout(x + x_bias) + residual, in float32 and in the dtype of x.
 
-    Also returned for the backward pass: the sums, and (T, 2) their means and inverse standard deviations.
+    Also return the sums, and their means and inverse standard deviations (T, 2), for the backward pass.
     """
     from whet.device.kernels.rowwise_triton import residual_norm_forward
 
@@ -228,7 +232,7 @@ def residual_norm_backward_op(
     p: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and residual; and (P, 3, W), each program's part of those of weight, bias and x_bias."""
+    """Return the gradients of x and residual, and (P, 3, W), the part of each program in those of the parameters."""
     from whet.device.kernels.rowwise_triton import residual_norm_backward
 
     grad_out32, grad_out = (grad if grad is None else grad.contiguous() for grad in (grad_out32, grad_out))
@@ -244,7 +248,7 @@ def residual_norm_backward_op(
 
 
 def _dropout_args(p: float) -> tuple[int, float]:
-    """The 31-bit number below which a drawn one drops an element, and the scale of the kept elements."""
+    """Return the dropout threshold for 31-bit random numbers, and the scale of kept elements."""
     return round(p * 2**31), 1 / (1 - p)
 
 
@@ -293,7 +297,7 @@ def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, _, sums, statistics = output
     ctx.dtype = x.dtype
     ctx.save_for_backward(sums, statistics, weight, *(() if seed is None else (seed,)))
-    # Sums and statistics have no gradient; do not create zeros for it.
+    # Sums and statistics have no gradient, so do not allocate zeros for it.
     ctx.set_materialize_grads(False)
 
 

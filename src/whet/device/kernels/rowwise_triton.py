@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 SWIGLU_BLOCK = 2048
-"""Columns of a SwiGLU program."""
+"""Columns per SwiGLU program."""
 RMS_WARPS = 4
 
 
@@ -44,12 +44,12 @@ def swiglu_backward(gate_up, grad_out, grad_in, inner, block: tl.constexpr):
 
 @triton.jit
 def rms_forward(x, residual, out, inv_rms, eps, width: tl.constexpr, block: tl.constexpr):
-    """Compute out (T, W), x + residual over its root mean square, and inv_rms (T)."""
+    """Compute out (T, W) = (x + residual) * inv_rms, and inv_rms (T)."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     offsets, is_valid = row * width + columns, columns < width
     sums = tl.load(x + offsets, mask=is_valid, other=0.0)
     if residual is not None:
-        # Rounded, as a separate addition would be.
+        # Round the sum, as a separate addition would.
         extra = tl.load(residual + offsets, mask=is_valid, other=0.0)
         sums = (sums.to(tl.float32) + extra.to(tl.float32)).to(sums.dtype)
     sums32 = sums.to(tl.float32)
@@ -60,7 +60,7 @@ def rms_forward(x, residual, out, inv_rms, eps, width: tl.constexpr, block: tl.c
 
 @triton.jit
 def rms_backward(out, inv_rms, grad_out, grad_in, width: tl.constexpr, block: tl.constexpr):
-    """Compute the gradient of the sum (T, W) from grad_out, reading out instead of the inputs."""
+    """Compute the gradient of the sum (T, W) from grad_out and out. The inputs are not read."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     offsets, is_valid = row * width + columns, columns < width
     normalized = tl.load(out + offsets, mask=is_valid, other=0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def rms_backward(out, inv_rms, grad_out, grad_in, width: tl.constexpr, block: tl
 
 @triton.jit
 def _row_offsets(tile, tokens, width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr):
-    """The rows of a tile, the offsets of their elements, and which of those exist."""
+    """Return the rows of a tile, the offsets of their elements, and a mask of the elements that exist."""
     row, columns = tile * rows + tl.arange(0, rows), tl.arange(0, block)
     is_valid = (row < tokens)[:, None] & (columns < width)[None, :]
     return row, row.to(tl.int64)[:, None] * width + columns[None, :], is_valid

@@ -14,14 +14,14 @@ import triton.language as tl
 from whet.device.kernels.attention_triton import rotate, rotate_back
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-"""Powers of e as powers of 2, for which the GPU has an instruction."""
+"""Factor that converts powers of e to powers of 2, for which the GPU has an instruction."""
 _MIN_SCORE = tl.constexpr(-1e30)
-"""Below every score, and finite: the difference of two infinities is NaN."""
+"""A value below every score. It is finite, because the difference of two infinities is NaN."""
 
 
 @triton.jit
 def _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size: tl.constexpr):
-    """The tables' rows of these tokens: a token's position is its distance from the start of its span."""
+    """Return the table rows of these tokens. The position of a token is its distance from the start of its span."""
     at = (tokens - span)[:, None] * head_size + half_cols
     cos = tl.load(cos_table + at, mask=is_valid[:, None], other=0.0)
     return cos, tl.load(sin_table + at, mask=is_valid[:, None], other=0.0)
@@ -80,7 +80,7 @@ def _scores(a1, a2, b1, b2):
 
 @triton.jit
 def _tile(tiles, heads: tl.constexpr):
-    """This program's head, and the four numbers of its tile (`Spans.tiles`)."""
+    """Return the head of this program and the four numbers of its tile (`Spans.tiles`)."""
     tiles += tl.program_id(0) // heads * 4
     head = tl.program_id(0) % heads
     return head, tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
@@ -146,7 +146,7 @@ def span_forward(
         if is_causal:
             is_visible &= tokens[:, None] >= keys[None, :]
         scores = tl.where(is_visible, _scores(q1, q2, k1, k2) * (scale * _LOG2_E), float("-inf"))
-        # Online softmax: rescale what was accumulated under the old maximum.
+        # Online softmax: rescale the values that were accumulated with the previous maximum.
         new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         probs = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
@@ -156,7 +156,7 @@ def span_forward(
     acc = acc / total[:, None]
     at = (begin.to(tl.int64) * width + head * head_size) + rows[:, None] * width + cols
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_valid[:, None])
-    # The backward pass recomputes probabilities from this alone.
+    # The backward pass recomputes the probabilities from this value.
     tl.store(lses + head * num_tokens + tokens, max_score + tl.log2(total), mask=is_valid)
 
 
@@ -181,7 +181,7 @@ def span_backward_queries(
     block: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Compute the gradients of queries, recomputing the softmax; and deltas (H, T), sums of grad_out * out."""
+    """Compute the gradients of queries, and the deltas (H, T), which are sums of grad_out * out."""
     width: tl.constexpr = heads * head_size
     head, begin, end, low, high = _tile(tiles, heads)
     rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
@@ -270,7 +270,7 @@ def span_backward_keys_values(
     block: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Compute the gradients of keys and values; deltas come from `span_backward_queries`."""
+    """Compute the gradients of keys and values. `span_backward_queries` must have computed the deltas."""
     width: tl.constexpr = heads * head_size
     head, begin, end, low, high = _tile(tiles, heads)
     rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)

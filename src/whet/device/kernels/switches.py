@@ -1,7 +1,7 @@
-"""Switches for whet's own kernels and for the backends of torch's attention.
+"""Switches for whet's kernels and for the backends of torch's attention.
 
-A model that has a place for one of our kernels asks the switch in its forward pass. Switches are off unless a plan is
-in force, so a model used outside of whet runs torch's kernels.
+A model that supports one of the kernels checks its switch in the forward pass. Switches are off unless a plan turns
+them on, so a model outside of whet uses torch's kernels.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 _SWITCHES = {"attention": False, "norms": False, "gates": False}
 
-# In the order in which torch's own heuristics prefer them.
+# In the order of preference of torch's heuristics.
 _SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -27,12 +27,12 @@ _SDPA_BACKENDS = {
 
 
 def use_own_kernels(*names: str) -> AbstractContextManager[None]:
-    """Use whet's kernels for "attention", "norms" or "gates" while entered, in models that call them."""
+    """Use whet's kernels for "attention", "norms" or "gates" in this context, in models that call them."""
     return _switch(*names, is_on=True)
 
 
 def use_torch_kernels(*names: str) -> AbstractContextManager[None]:
-    """Use torch's kernels for these while entered."""
+    """Use torch's kernels for "attention", "norms" or "gates" in this context."""
     return _switch(*names, is_on=False)
 
 
@@ -47,27 +47,27 @@ def _switch(*names: str, is_on: bool) -> Iterator[None]:
 
 
 def is_own_kernel_on(name: str) -> bool:
-    """Whether whet's own kernel for "attention", "norms" or "gates" is selected."""
+    """Whether whet's kernel for "attention", "norms" or "gates" is selected."""
     return _SWITCHES[name]
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether whet's kernels are written for this tensor: CUDA, half precision, triton installed."""
+    """Whether whet's kernels support this tensor: CUDA, half precision, triton installed."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks observe this module, so that it has to be called."""
+    """Whether the module has hooks. Hooks run only if the module itself is called, so a kernel must not replace it."""
     return bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     )
 
 
 def prefer_sdpa_kernel(kernel: str) -> AbstractContextManager[object]:
-    """Prefer one backend of torch's attention while entered.
+    """Prefer one backend of torch's attention in this context.
 
-    Masks, dtypes or shapes that it does not support fall through to the backends after it in the list; those before
-    it are not used.
+    Inputs that the backend does not support fall through to the backends after it in the list. Backends before it are
+    not used.
     """
     names = list(_SDPA_BACKENDS)
     allowed = names[names.index(kernel) :]

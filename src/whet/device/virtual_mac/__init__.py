@@ -3,8 +3,8 @@
     from whet.device import virtual_mac
     virtual_mac.install("m2-air-8gb")
 
-Results and speed are the CPU's; limits, errors, autocast, loss scaling and generators take the paths that PyTorch takes
-on a Mac. docs/apple.md lists what is simulated and what is not.
+Results and speed are those of the CPU. Limits, errors, autocast, loss scaling and generators follow the code paths of
+PyTorch on a Mac. docs/apple.md lists what is simulated and what is not.
 """
 
 from importlib import import_module
@@ -43,7 +43,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: pytest imports this package for its plugin, even in projects that never use it.
+    # Import on first use, because pytest imports this package for its plugin, even in projects that never use it.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,6 +1,6 @@
 """Faults of the virtual Mac: `with simulate(Heat(slowdown=3)): ...`.
 
-Each fault is a value; `simulate` starts it and ends it on exit. docs/apple.md shows them all.
+Each fault is an object. `simulate` starts faults and ends them on exit. docs/apple.md lists all faults.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class SimulatedFault(Protocol):
     """A fault that can be started."""
 
     def start(self) -> Undo:
-        """Start the fault; return how to end it."""
+        """Start the fault and return a function that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """GPU memory that is allocated outside of torch's allocator."""
+    """GPU memory is allocated outside of torch's allocator."""
 
     num_bytes: int
 
@@ -50,10 +50,10 @@ class GraphCache:
 
 @dataclass(frozen=True, slots=True)
 class GpuFailure:
-    """A kernel fails like Metal out of memory: a line on stderr, garbage in the result, no error."""
+    """A kernel fails as Metal does without memory: a line on stderr, garbage in the result, no error."""
 
     operator: str | None = None
-    """Only kernels of this operator fail, e.g. "mm"; any by default."""
+    """Operator whose kernels fail, such as "mm"; None for all operators."""
     after_kernels: int = 0
     times: int = 1
 
@@ -69,7 +69,7 @@ class Miscompute:
     operator: str
     relative_error: float = 1e-2
     when: When | None = None
-    """Applied to the kernel's tensor arguments; without it every result is wrong."""
+    """Condition on the tensor arguments of the kernel; None if every result is wrong."""
 
     def start(self) -> Undo:
         fault = native().start_miscompute(_kernel(self.operator), self.relative_error, self.when)
@@ -78,7 +78,10 @@ class Miscompute:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Every kernel is slowed down in proportion to its time: from `after` on, fully at `after` + `over`."""
+    """Every kernel is slowed down in proportion to its time.
+
+    The slowdown starts at `after` and reaches its full value at `after` + `over`.
+    """
 
     slowdown: float = 2.0
     after: float = 0
@@ -98,7 +101,7 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class KilledByPressure:
-    """SIGKILL when tensors and held memory exceed this share of the machine's memory."""
+    """The process gets SIGKILL if tensors and held memory exceed this share of the machine's memory."""
 
     share: float = 1.0
 
@@ -109,13 +112,13 @@ class KilledByPressure:
 
 
 class Simulation:
-    """Running faults; ended by `with` or `end()`."""
+    """Running faults. Exiting the context or calling `end()` ends them."""
 
     def __init__(self, undo: list[Undo]) -> None:
         self._undo = undo
 
     def end(self) -> None:
-        """End the faults. May be called again."""
+        """End the faults. Further calls do nothing."""
         while self._undo:
             self._undo.pop()()
         if self in _running:
@@ -130,7 +133,7 @@ class Simulation:
 
 _running: list[Simulation] = []
 _heats: list[Heat] = []
-# Values that can be set several times at once, oldest first; the newest applies.
+# Values of nested simulations, oldest first. The newest value applies.
 _graph_bytes: dict[object, int] = {}
 _deadly_bytes: dict[object, int] = {}
 _conditions: dict[object, Conditions] = {}
@@ -138,9 +141,10 @@ _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 
 
 def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
-    """Start faults immediately, like `open`: use it with `with`, call `end()`, or leave it until the process ends.
+    """Start faults immediately and return the simulation.
 
-    `Conditions` are sensor readings: heat, memory pressure, power.
+    Use the result in a `with` statement, call `end()`, or let the faults run until the process exits. `Conditions`
+    simulate sensor readings: heat, memory pressure, power.
     """
     native()
     simulation = Simulation([])
@@ -155,20 +159,20 @@ def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
 
 
 def end_all() -> None:
-    """End every simulation, and release what `hold_memory` holds."""
+    """End every simulation, and release the memory that `hold_memory` holds."""
     for simulation in reversed(_running.copy()):
         simulation.end()
     hold_memory(0)
 
 
 def hold_memory(num_bytes: int) -> None:
-    """Hold GPU memory, replacing what this function held before."""
+    """Hold GPU memory. Each call replaces the amount of the previous call."""
     native().hold_more(num_bytes - _held_by_hand[0].num_bytes)
     _held_by_hand[0] = HeldMemory(num_bytes)
 
 
 def conditions() -> Conditions | None:
-    """Simulated sensor readings; only simulated fields are set. None without any."""
+    """Return the simulated sensor readings, with only simulated fields set; None if nothing is simulated."""
     if state.machine is None or not (_conditions or _heats):
         return None
     readings: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
@@ -178,17 +182,17 @@ def conditions() -> Conditions | None:
 
 
 def reduces_over(size: int) -> When:
-    """Match products that sum over more than `size` terms, as in pytorch#177116 on M1 and M2 (32,768)."""
+    """Return a condition for products that sum over more than `size` terms (pytorch#177116: 32,768 on M1 and M2)."""
     return lambda left, right, *_: max(left.shape[-1], right.shape[-1 if right.dim() == 1 else -2]) > size
 
 
 def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
-    """Match weights that are not contiguous, as in pytorch#192212 for convolutions."""
+    """Whether the weight is not contiguous (pytorch#192212 for convolutions)."""
     return not weight.is_contiguous()
 
 
 def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
-    """Apply a value until it is removed; then the newest remaining one, or 0."""
+    """Apply a value and return a function that removes it and applies the newest remaining value, or 0."""
     key = object()
     into[key] = value
     apply(value)
@@ -201,13 +205,13 @@ def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lamb
 
 
 def _thermal() -> str:
-    """The thermal state; macOS reports "heavy" when it throttles fully."""
+    """Return the thermal state. macOS reports "heavy" at full throttling."""
     now, full = native().slowdown_now(), max(heat.slowdown for heat in _heats)
     return "nominal" if now <= 1 else "moderate" if now < full else "heavy"
 
 
 def _kernel(operator: str | None) -> str:
-    """The kernel name of an operator; empty, for all kernels, without one."""
+    """Return the kernel name of an operator; an empty string, which means all kernels, for None."""
     if operator is None:
         return ""
     name = operator.removeprefix("aten::").partition(".")[0]

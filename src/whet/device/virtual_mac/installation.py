@@ -1,4 +1,4 @@
-"""Install a virtual Apple GPU in this process and report what it was asked to do."""
+"""Install a virtual Apple GPU in this process, and read its counters."""
 
 import atexit
 import sys
@@ -18,7 +18,7 @@ from whet.machine.known import load_machine
 
 _OWN_KERNELS = frozenset(
     {
-        # Written out in kernels.cpp and computing.cpp, or left to torch's device-independent composition.
+        # Implemented in kernels.cpp and computing.cpp, or composed by torch independently of the device.
         "empty.memory_format", "empty_strided", "resize_", "set_", "set_.source_Tensor", "set_.source_Storage",
         "set_.source_Storage_storage_offset", "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense",
         "zero_", "as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
@@ -42,7 +42,7 @@ class FallbackStats:
 
     calls: int
     seconds: float
-    """Time on this computer, copies included; a Mac differs."""
+    """Seconds on this computer, including copies. A Mac takes a different time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +59,17 @@ class Stats:
     reserved: int
     """Bytes of the heaps that Metal would allocate."""
     graph_cache_entries: int
-    """Graphs that MPSGraph would cache until `empty_cache()`: one for each operator, shapes and dtypes."""
+    """Graphs that MPSGraph would cache until `empty_cache()`: one per combination of operator, shapes and dtypes."""
     graph_cache_bytes: int
-    """Host memory of these graphs, 55 KB each by default; no counter of torch shows it."""
+    """Host memory of these graphs, 55 KB each by default. torch has no counter for it."""
     fallbacks: Mapping[str, FallbackStats]
     """Operators that ran on the CPU because MPS has no kernel for them."""
 
 
 def install(machine: str | Machine) -> Machine:
-    """Install a virtual Mac in this process, or replace it by another one; return the simulated machine.
+    """Install a virtual Mac in this process, replacing an installed one, and return the simulated machine.
 
-    Call it before anything asks torch for MPS: torch caches the first answer.
+    Call this before any code queries torch for MPS, because torch caches the first result.
     """
     requested = machine if isinstance(machine, Machine) else load_machine(machine)
     gpu = _gpu_of(requested)
@@ -87,7 +87,7 @@ def install(machine: str | Machine) -> Machine:
 
 
 def uninstall() -> None:
-    """Remove the virtual Mac and its faults: torch reports no MPS again. Tensors that are still on it stay valid."""
+    """Remove the virtual Mac and its faults, so that torch reports no MPS. Tensors on the virtual GPU stay valid."""
     if state.native is None or state.undo is None:
         return
     faults.end_all()
@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def installed() -> Machine | None:
-    """The simulated machine, marked as virtual; None without a virtual Mac."""
+    """Return the simulated machine, marked as virtual; None if no virtual Mac is installed."""
     if state.machine is None:
         return None
     import torch
@@ -122,7 +122,7 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Reset the counters to zero, and the peak to what is allocated now."""
+    """Reset the counters to zero, and the peak to the currently allocated bytes."""
     native().reset_stats()
 
 
@@ -156,11 +156,11 @@ def _check_torch_build() -> None:
 
 
 _EXIT_SECONDS = 0.3
-"""Torch's device thread may still release a backward pass at exit, and aborts if it is interrupted."""
+"""Delay at exit. torch's device thread may still be releasing a backward pass, and aborts if it is interrupted."""
 
 
 def _load() -> None:
-    """Load the extension, and register a kernel for every operator that has one in this torch's MPS."""
+    """Load the extension, and register a kernel for every operator that has an MPS kernel in this version of torch."""
     import torch
 
     atexit.register(time.sleep, _EXIT_SECONDS)
@@ -173,7 +173,7 @@ def _load() -> None:
         operator.name
         for operator in with_kernel
         if operator.name not in _OWN_KERNELS
-        # Views need no kernel: torch's own implementation works on every device.
+        # Views need no kernel, because torch's implementation works on every device.
         and not operator.is_view
         and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
     ]
@@ -215,7 +215,7 @@ def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
 
 
 def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
-    """Patch what a Linux build of torch fixes at compile time; return how to undo it."""
+    """Patch attributes that a Linux build of torch fixes at compile time, and return functions that undo it."""
     import torch
 
     name, cores = f"{gpu.name or 'Apple GPU'} (virtual)", gpu.num_cores or 0
@@ -242,7 +242,7 @@ def _restore_attribute(owner: Any, attribute: str) -> Callable[[], None]:
 
 
 def _storage_to_mps(storage: Any) -> Any:
-    """`storage.mps()` of a Mac; used by torch.load with `map_location="mps"`."""
+    """Replace `storage.mps()`, which torch.load uses for `map_location="mps"`."""
     import torch
 
     if storage.device.type == "mps":

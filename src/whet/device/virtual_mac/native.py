@@ -27,10 +27,11 @@ _INSTALL_HINT = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt
 
 
 def load_extension(torch_version: str) -> ModuleType:
-    """Load the extension; the first call for a torch version builds it, which takes half a minute."""
+    """Load the extension. The first call for a torch version builds it, which takes half a minute."""
     library = _folder(torch_version) / f"{NAME}.so"
     if not library.exists():
         with _build_lock(library.parent):
+            # Another process may have built the library while this one waited for the lock.
             if not library.exists():
                 _build(library)
     spec = importlib.util.spec_from_file_location(
@@ -44,7 +45,7 @@ def load_extension(torch_version: str) -> ModuleType:
 
 
 def _folder(torch_version: str) -> Path:
-    """The cache folder of this version of torch, Python and the sources."""
+    """Return the cache folder for this version of torch, Python and the sources."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile_native.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -54,7 +55,7 @@ def _folder(torch_version: str) -> Path:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time build; the system releases the lock of a process that dies."""
+    """Hold the build lock. The system releases the lock if the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,10 +66,10 @@ def _build(library: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), env.read("PATH") or os.defpath])
     _check_build_tools(path)
     work = library.parent / "build"
-    # Left by a process that died while building: we hold its lock now.
+    # A process that died during a build may have left this folder.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    # -P: do not import modules from the folder of the program.
+    # -P: do not import modules from the folder of the script.
     command = [sys.executable, "-P", str(Path(__file__).with_name("compile_native.py")), NAME, str(SOURCES), str(work)]
     try:
         done = subprocess.run(
@@ -87,7 +88,7 @@ def _build(library: Path) -> None:
         raise WhetError(
             "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_INSTALL_HINT
         )
-    # Renamed when complete, so that no process loads a partial library.
+    # Rename the complete file, so that no process loads a partial library.
     built.replace(library)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -108,18 +109,18 @@ def _check_build_tools(path: str) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # The compiler's first error, else the last line of Python's traceback.
+    # Return the first error of the compiler, or else the last line of Python's traceback.
     errors = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
     return (errors or ["no output"])[0][:300]
 
 
 @dataclass
 class VirtualMacState:
-    """The extension and the simulated machine; one per process."""
+    """The extension and the simulated machine of this process."""
 
     native: ModuleType | None = None
     kernels: frozenset[str] = frozenset()
-    """Names of operators that a kernel of the virtual GPU computes, without overloads."""
+    """Names of operators with a kernel on the virtual GPU, without overloads."""
     machine: Machine | None = None
     undo: list[Callable[[], None]] | None = None
 
@@ -128,7 +129,7 @@ state = VirtualMacState()
 
 
 def native() -> Any:
-    """The loaded extension."""
+    """Return the loaded extension. Raises UsageError if no virtual Mac is installed."""
     if state.native is None:
         raise UsageError("no virtual Mac is installed in this process", try_='virtual_mac.install("m2-air-8gb")')
     return state.native

@@ -1,6 +1,6 @@
-"""Pytest plugin: `pytest --virtual-mac m2-air-8gb` runs any project's tests on a simulated Mac.
+"""Pytest plugin: `pytest --virtual-mac m2-air-8gb` runs the tests of any project on a simulated Mac.
 
-Without the option nothing is loaded.
+Without the option, the plugin loads nothing.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    # Before any conftest.py: torch caches the first answer to whether MPS is available.
+    # Install before any conftest.py runs, because torch caches whether MPS is available.
     machine = getattr(early_config.known_args_namespace, _OPTION, None)
     if machine is None:
         return
