@@ -1,1 +1,1 @@
-"""Complete workloads that ship with whet. A recipe has a torch-free half, so that a plan needs no torch."""
+"""Complete workloads that ship with whet. Configs and plans of a recipe do not need torch."""

@@ -1,4 +1,4 @@
-"""Transformer layers without biases and learned norms, and the recursion of TRM; shared by puzzle and chat models.
+"""Transformer layers without biases and learned norms, and the recursion of TRM. Shared by puzzle and chat models.
 
 Shapes: B rows, S positions, W width, H heads.
 """
@@ -22,16 +22,16 @@ _INNER_MULTIPLE = 256
 _ROTARY_BASE = 10_000.0
 
 _TRUNCATE_AT = 2.0
-"""Standard deviations at which the normal distribution is truncated, before it is rescaled."""
+"""The number of standard deviations at which the normal distribution is truncated, before it is rescaled."""
 _INSIDE = math.erf(_TRUNCATE_AT / math.sqrt(2))
 _DENSITY = math.exp(-(_TRUNCATE_AT**2) / 2) / math.sqrt(2 * math.pi)
 _RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
-"""Truncation reduces the standard deviation to 0.8796; this restores it to 1."""
+"""Truncation reduces the standard deviation to 0.8796. This factor restores it to 1."""
 
 RotaryAngles = tuple[Tensor, Tensor]
-"""Cosines and sines, float32 (S, W / H) or (B, 1, S, W / H)."""
+"""Cosines and sines, float32 of shape (S, W / H) or (B, 1, S, W / H)."""
 StateUpdate = Callable[[Tensor, Tensor], Tensor]
-"""Maps a state and what is added to it to the next state."""
+"""Maps a state and a tensor to add to it to the next state."""
 
 
 # --- initialization ---------------------------------------------------------------------------------------------------
@@ -48,20 +48,20 @@ def truncated_normal_(weights: Tensor, *, deviation: float) -> Tensor:
     (0.5, True)
     """
     limit = _TRUNCATE_AT * _RESCALE * deviation
-    # Inverse transform sampling: uniform within the truncated range of the error function.
+    # Inverse transform sampling: draw uniformly within the truncated range of the error function, then invert it.
     weights.uniform_(-_INSIDE, _INSIDE).erfinv_()
     return weights.mul_(math.sqrt(2) * _RESCALE * deviation).clamp_(-limit, limit)
 
 
 def init_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Make a linear layer without bias; the standard deviation of its weights is 1 / sqrt(inputs)."""
+    """Return a linear layer without bias. The standard deviation of its weights is 1 / sqrt(inputs)."""
     layer = nn.Linear(inputs, outputs, bias=False)
     truncated_normal_(layer.weight, deviation=1 / math.sqrt(inputs))
     return layer
 
 
 def init_embedding(num_tokens: int, width: int) -> nn.Embedding:
-    """Make an embedding whose standard deviation is 1 / sqrt(width)."""
+    """Return an embedding whose weights have a standard deviation of 1 / sqrt(width)."""
     table = nn.Embedding(num_tokens, width)
     truncated_normal_(table.weight, deviation=1 / math.sqrt(width))
     return table
@@ -82,7 +82,7 @@ def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILO
 
 def rotary_angles(positions: Tensor, size: int, *, base: float = _ROTARY_BASE) -> RotaryAngles:
     """Return rotary angles for heads of `size` at positions (S) or (B, S), position * base^(-2 i / size) for pair i."""
-    # Computed in float32: in bf16, positions beyond 256 would collide.
+    # Compute in float32: in bfloat16, positions above 256 would collide.
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions.to(torch.float32)[..., None] * base**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -103,30 +103,32 @@ def apply_rotary(x: Tensor, by: RotaryAngles) -> Tensor:
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of earlier positions; called once per attention layer, in the same order in every pass."""
+    """Keys and values of earlier positions. Called once per attention layer, in the same order in every pass."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new positions, each (B, H, S, W / H), and return those of all positions."""
+        """Add the keys and values of new positions, each (B, H, S, W / H), and return those of all positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionArgs:
-    """Arguments shared by all attention layers of a forward pass; the default is full attention."""
+    """Arguments shared by all attention layers of a forward pass. The default is full attention."""
 
     rotation: RotaryAngles | None = None
-    """Rotary embedding of queries and keys; None for no positions."""
+    """Rotary embedding of queries and keys; None for attention without positions."""
     mask: Tensor | None = None
-    """Added to the scores, or bool and true where attention is allowed; (S, S) or (B, 1, S, S)."""
+    """Added to the scores, or bool and true where attention is allowed. Shape (S, S) or (B, 1, S, S)."""
     is_causal: bool = False
-    """Each position attends to itself and earlier ones only; not together with a mask."""
+    """Whether each position attends only to itself and earlier positions. Cannot be combined with a mask."""
     spans: Spans | None = None
-    """The documents of all rows, concatenated, each attending to itself only. `rotation` is then that of positions
-    within a document, and there is no mask."""
+    """The documents of all rows, concatenated. Each document attends only to itself.
+
+    `rotation` then contains the angles of positions within a document, and there is no mask.
+    """
     memory: KeyValueCache | None = None
 
 
 class SelfAttention(nn.Module):
-    """softmax(q k / sqrt(W / H)) v; one matrix gives all queries, then all keys, then all values."""
+    """softmax(q k / sqrt(W / H)) v. One matrix computes all queries, then all keys, then all values."""
 
     def __init__(self, width: int, *, num_heads: int) -> None:
         super().__init__()
@@ -151,7 +153,7 @@ class SelfAttention(nn.Module):
         if args.rotation is not None:
             queries, keys = apply_rotary(queries, args.rotation), apply_rotary(keys, args.rotation)
         if args.memory is not None:
-            # After rotation: cached keys already carry their positions.
+            # Extend the cache after the rotation, because cached keys are already rotated.
             keys, values = args.memory.extend(keys, values)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=args.mask, is_causal=args.is_causal
@@ -159,7 +161,10 @@ class SelfAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _has_kernel(self, qkv: Tensor, args: AttentionArgs) -> bool:
-        """Whether one kernel can rotate and attend (attention=own): full attention over few positions."""
+        """Return whether whet's fused kernel can rotate and attend (attention=own).
+
+        The kernel supports full attention over a small number of positions.
+        """
         is_full = args.mask is None and not args.is_causal and args.memory is None
         return (
             is_own_kernel_on("attention")
@@ -175,11 +180,12 @@ def inner_width(width: int, expansion: float) -> int:
     >>> inner_width(512, 4), inner_width(97, 4), inner_width(916, 4)
     (1536, 512, 2560)
     """
+    # round() before ceil(): without it, a rounding error just above a multiple would add another 256.
     return _INNER_MULTIPLE * math.ceil(round(expansion * width * 2 / 3) / _INNER_MULTIPLE)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) * up), with gate and up from one matrix."""
+    """Compute down(silu(gate) * up). One matrix computes gate and up."""
 
     def __init__(self, width: int, *, expansion: float) -> None:
         super().__init__()
@@ -206,13 +212,14 @@ class PostNormBlock(nn.Module):
 
 
 def refine(net: StateUpdate, y: Tensor, z: Tensor, x: Tensor, *, outer: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Refine the answer y and the latent z with one network; only the last outer cycle has gradients.
+    """Refine the answer y and the latent z with one network. Only the last outer cycle has gradients.
 
     Each of the `outer` cycles updates z `inner` times, then y once. Updates of z receive the input x and updates of y
     do not, which is how the network distinguishes the two.
     """
     has_gradients = torch.is_grad_enabled()
     for cycle in range(outer):
+        # Never enable gradients that the caller has disabled.
         with torch.set_grad_enabled(has_gradients and cycle == outer - 1):
             for _ in range(inner):
                 z = net(z, y + x)

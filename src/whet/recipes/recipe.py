@@ -1,6 +1,6 @@
-"""The base class of recipes, and how a recipe is loaded: by name or from a Python file.
+"""The base class of recipes, and loading recipes by name or from a Python file.
 
-Needs no torch, so that `whet plan` works on any machine; methods that need it import it themselves.
+This module does not import torch, so that `whet plan` works on any machine. Methods that need torch import it.
 """
 
 import importlib
@@ -29,7 +29,7 @@ BUILT_IN = {
 
 
 class Splits(Protocol):
-    """The data of a recipe: three splits, each made of tensors, a map-style dataset, or an iterable."""
+    """The data of a recipe: three splits, each a dict of tensors, a map-style dataset or an iterable."""
 
     @property
     def train(self) -> Any: ...
@@ -69,15 +69,15 @@ class Recipe:
     goal: str | None = None
     """The metric that selects the best checkpoint. A key `goal` in the Config lets the user choose another one."""
     lower_is_better: tuple[str, ...] = ()
-    """Metrics of which a lower value is better; all others are maximized."""
+    """Metrics for which lower values are better. All other metrics are maximized."""
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Model sizes by name for `whet bench --sweep arch`: {"small": {"arch.layers": 2}}."""
     resource: str | None = None
-    """What a search hands out to its trials, "epochs" or "steps"; None: steps where max_steps is set."""
+    """The budget of a search trial, "epochs" or "steps"; None to use steps if max_steps is set."""
     single_process_reason: str | None = None
-    """Why several processes cannot train this recipe together; None where they can."""
+    """The reason why several processes cannot train this recipe together; None if they can."""
 
-    # What is trained.
+    # Required methods and training.
 
     def data(self, config: Any) -> Splits:
         """Read the data."""
@@ -102,41 +102,41 @@ class Recipe:
         raise NotImplementedError
 
     def tally(self, model: Any, micro_batches: Any) -> Any:
-        """Return what one process counted over its share of a split, as JSON; `conclude` combines the tallies.
+        """Return the counts of one process over its share of a split, as JSON. `conclude` combines the tallies.
 
-        Without these two methods the first process evaluates everything while the others wait.
+        Without these two methods, the first process evaluates the whole split while all other processes wait.
         """
         raise NotImplementedError
 
     def conclude(self, model: Any, tallies: list[Any]) -> dict[str, Any]:
-        """Return the metrics of all tallies."""
+        """Return the metrics computed from all tallies."""
         raise NotImplementedError
 
     def outputs(self, model: Any, micro: Any) -> Any:
         """Return the outputs of a causal model, (batch, length, ...).
 
-        If overridden, a check before the first step verifies that each position depends on earlier positions only.
+        If overridden, a check before the first step verifies that each position depends only on earlier positions.
         """
         raise NotImplementedError
 
     def metadata(self, config: Any, data: Any) -> dict[str, Any]:  # noqa: ARG002
-        """Return what using the model later needs besides its weights (class names, a vocabulary), as plain JSON."""
+        """Return the plain JSON needed to use the model later, such as class names or a vocabulary."""
         return {}
 
-    # What a plan and a resumed run need to know.
+    # Facts for plans and resumed runs.
 
     def describe(self, config: Any, data: Any = None) -> Workload:
-        """Describe the workload for a plan; more is known once the data was read.
+        """Describe the workload for a plan. With `data`, the description is complete.
 
-        The default reads the data and builds the model to count its parameters. A recipe that overrides it can be
-        planned without torch and without data.
+        The default reads the data and builds the model to count its parameters. A recipe that overrides this method can
+        be planned without torch and without data.
         """
         from whet.recipes.runner import describe_recipe
 
         return describe_recipe(self, config, data)
 
     def assumptions(self, config: Any) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what `describe` assumes without data, one line each."""
+        """Return the assumptions that `describe` makes without data, one line each."""
         return ()
 
     def explain_changed_data(
@@ -147,18 +147,18 @@ class Recipe:
     ) -> WhetError:
         """Return the error for a run whose data has changed, with the reason if the recipe knows it.
 
-        `versions` are those that the run was started with.
+        `versions` contains the package versions at the start of the run.
         """
         return error
 
-    # Commands beyond training.
+    # Optional commands.
 
     def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
-        """Return (model, answer function) for `whet predict`; the weights are loaded afterwards."""
+        """Return (model, predict function) for `whet predict`. The weights are loaded afterwards."""
         raise self._unsupported("predict")
 
     def example_input(self, metadata: dict[str, Any]) -> str | None:  # noqa: ARG002
-        """Return an input to suggest for `whet predict` after training; None for no suggestion."""
+        """Return an input to suggest for `whet predict` after training, or None for no suggestion."""
         return None
 
     def load_generator(self, metadata: dict[str, Any]) -> Any:  # noqa: ARG002
@@ -166,11 +166,11 @@ class Recipe:
         raise self._unsupported("generate text")
 
     def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:  # noqa: ARG002
-        """Report what `path` holds and what is wrong; write a cleaned copy to `fix`, except for kinds in `leave`."""
+        """Report the contents and defects of `path`. Write a cleaned copy to `fix`, except for kinds in `leave`."""
         raise self._unsupported("inspect data")
 
     def write_model_files(self, model: Any, metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:  # noqa: ARG002
-        """Write the model in the format `to` for `whet export`, and return what the export manifest should say."""
+        """Write the model in the format `to` for `whet export`, and return the facts for the export manifest."""
         raise self._unsupported("export its model")
 
     def play_match(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
@@ -178,21 +178,21 @@ class Recipe:
         raise self._unsupported("be played")
 
     def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
-        """Train by self-play, and return the exit code."""
+        """Train by self-play and return the exit code."""
         raise self._unsupported("train by self-play")
 
     def selected_goal(self, config: Any) -> str | None:
-        """Return the metric that selects the best checkpoint: the config's `goal` if it has one, else the recipe's."""
+        """Return the metric that selects the best checkpoint: `goal` of the config if set, else of the recipe."""
         chosen: str | None = getattr(config, "goal", self.goal)
         return chosen
 
     def supports(self, method: str) -> bool:
-        """Whether this recipe overrides an optional method.
+        """Return whether this recipe overrides an optional method.
 
         >>> Recipe().supports("predict")
         False
         """
-        # Like Lightning's is_overridden: a default that raises is not support.
+        # Compare the attributes, like Lightning's is_overridden: a default that raises is not support.
         return getattr(type(self), method) is not getattr(Recipe, method)
 
     def _unsupported(self, action: str) -> UsageError:
@@ -210,7 +210,7 @@ def load_recipe(word: str) -> Recipe:
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
-    """Return the factory that `word` names; without a name, the first of `default` that the file defines."""
+    """Return the factory that `word` names. Without a name, return the first of `default` that the file defines."""
     if word in BUILT_IN:
         return cast("Callable[[], Any]", importlib.import_module(BUILT_IN[word]).recipe)
     place, _, factory = word.partition(":")
@@ -261,9 +261,9 @@ def _import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Registered, because pickle and dataclasses look up a class by its module.
+    # Register the module, because pickle and dataclasses look up a class by its module.
     sys.modules.setdefault(path.stem, module)
-    # Modules beside the file can be imported, as for any script; last, so that they shadow nothing.
+    # Allow imports of modules next to the file, as for any script. Append to the path, so that they shadow nothing.
     if str(path.parent.absolute()) not in sys.path:
         sys.path.append(str(path.parent.absolute()))
     loader = spec.loader
@@ -272,7 +272,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _import_module(name: str) -> Any:
-    # `module:factory` is looked up in the current folder first, as `python -m` does.
+    # Look up `module:factory` in the current folder first, like `python -m`.
     sys.path.insert(0, str(Path.cwd()))
     try:
         return _import_checked(lambda: importlib.import_module(name), name)
@@ -286,7 +286,7 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
     except WhetError:
         raise
     except SystemExit as error:
-        # Otherwise silence and exit code 0 would look like a finished training.
+        # Raise an error: exit code 0 without output would look like a finished training.
         raise WhetError(
             f"{where} ends the program", got=f"sys.exit({error.code!r})", try_="a file without it"
         ) from error
@@ -297,20 +297,20 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
 
 
 class EmbeddedData(NamedTuple):
-    """What a recipe's embedded data is generated from, for the message when it has changed."""
+    """How the embedded data of a recipe is generated, for the error message when it has changed."""
 
     is_made: str
-    """ "the embedded texts are docstrings of six installed libraries" """
+    """A sentence such as "the embedded texts are docstrings of six installed libraries"."""
     sources: Mapping[str, str]
-    """Packages whose versions a run records, with their display names."""
+    """Packages whose versions a run records, by key, with their display names."""
     otherwise: str
-    """What must have changed if all of those versions are the same."""
+    """The cause to report if all of these versions are unchanged."""
     instead: str
-    """Data that does not change by itself."""
+    """The kind of data that does not change with versions, suggested in the error message."""
 
 
 def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str, str | None]) -> UsageError:
-    """Return the error for changed embedded data with its cause; `then` are the versions the run was started with."""
+    """Return the error for changed embedded data with its cause. `then` has the versions at the start of the run."""
     now = installed_versions()
     changes = [
         f"{name} has changed since ({then.get(key)} -> {now[key]})"

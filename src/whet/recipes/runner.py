@@ -1,4 +1,4 @@
-"""Train a recipe in a run folder with the public `train`."""
+"""Train a recipe in a run folder with `train`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
 from whet.training.workload import count_parameters, describe_workload, layer_kinds
 
-# Of all steps, for warmup_steps=auto.
+# The fraction of all steps used for warm-up with warmup_steps=auto.
 _WARMUP_SHARE = 0.06
-# Parts of a recipe's metadata that say what the model's inputs and outputs stand for.
+# Metadata keys of a recipe that define the meaning of the model's inputs and outputs.
 _VOCABULARY_KEYS = ("tokenizer", "classes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRecipe:
-    """A recipe with its data read and its model built: everything that `train` and `tune` need."""
+    """A recipe with its data and model: everything that `train` and `tune` need."""
 
     data: Splits
     model: Any
@@ -39,13 +39,13 @@ class PreparedRecipe:
     optimizer: OptimizerChoice
     workload: Workload
     training: dict[str, Any]
-    """The training keywords of `whet.Session`."""
+    """The training keyword arguments of `whet.Session`."""
 
 
 def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -> PreparedRecipe:
     """Read the data, unless it is given, and build the model."""
     data = recipe.data(config) if data is None else data
-    # After the data is read, so that initial weights do not depend on how it was read.
+    # Seed after the data is read, so that the initial weights do not depend on how it was read.
     seed_everything(config.seed)
     model = recipe.model(config, data)
     workload = _workload(recipe, config, data, model)
@@ -60,7 +60,7 @@ def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -
 
 
 def describe_recipe(recipe: Recipe, config: Any, data: Splits | None = None) -> Workload:
-    """Describe a recipe that has no `describe` of its own: read its data and build its model."""
+    """Describe a recipe without a `describe` method: read its data and build its model."""
     return prepare_recipe(recipe, config, data=data).workload
 
 
@@ -76,7 +76,7 @@ def train_recipe(
     open_bench: OpenStepBench | None = None,
     data: Splits | None = None,
 ) -> TrainResult:
-    """Train a recipe in a run folder, or resume it; with `open_bench`, a new run is measured first."""
+    """Train a recipe in a run folder, or resume it. With `open_bench`, a new run is autotuned first."""
     config = resolved.config
     made = prepare_recipe(recipe, config, data=data)
     is_resumed = (run / RECIPE_FILE).exists()
@@ -115,7 +115,7 @@ def train_recipe(
 
 
 class SharedEvaluation:
-    """The evaluation of a recipe that several processes can share (training/evaluator.py)."""
+    """The evaluation of a recipe, which several processes can share (training/evaluator.py)."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -131,7 +131,7 @@ class SharedEvaluation:
 
 
 def recipe_evaluation(recipe: Recipe) -> Any:
-    """Return the recipe's evaluation function, shared between processes if it has `tally`; None if it has none."""
+    """Return the recipe's evaluation, shared between processes if it has `tally`; None without `evaluate`."""
     if not recipe.supports("evaluate"):
         return None
     return SharedEvaluation(recipe) if recipe.supports("tally") else recipe.evaluate
@@ -141,10 +141,10 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
     if recipe.supports("describe"):
         workload = recipe.describe(config, data)
     else:
-        # Only batch size and epochs matter for the description, so the warm-up may still be unknown.
+        # The description depends only on batch size and epochs, so the number of warm-up steps may be unknown.
         training = parse_training_config(_training_keywords(config, None))
         workload = describe_workload(model, data.train, training, recipe=recipe.name)
-    # The model is here, so its parameters and layers are counted, whatever the description says.
+    # The model exists now, so count its parameters and layers instead of using the description.
     counted, frozen = count_parameters(model)
     layers = tuple(sorted({*workload.layers, *layer_kinds(model)}))
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
@@ -158,7 +158,7 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
 
 
 def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
-    # Only the text recipe lets the user choose the share.
+    # Only the text recipe has an option for this fraction.
     share = getattr(config, "warmup_share", _WARMUP_SHARE)
     warmup = int(share * (num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return {
@@ -178,7 +178,7 @@ def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
 
 @contextmanager
 def _explain_changed_data(recipe: Recipe, config: Any, run: Path) -> Iterator[None]:
-    """Let the recipe explain why its data differs from what the run was started with."""
+    """Let the recipe explain why its data differs from the data at the start of the run."""
     try:
         yield
     except DataChangedError as error:
@@ -186,9 +186,12 @@ def _explain_changed_data(recipe: Recipe, config: Any, run: Path) -> Iterator[No
 
 
 def _check_vocabulary(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Reject data with another tokenizer or other classes: the trained weights refer to the original ones."""
+    """Reject data with a different tokenizer or different classes: the trained weights depend on them."""
     changed = [
-        name for name in _VOCABULARY_KEYS if name in before and before[name] != json.loads(json.dumps(now.get(name)))
+        # Convert through JSON, because the stored metadata has lists instead of tuples.
+        name
+        for name in _VOCABULARY_KEYS
+        if name in before and before[name] != json.loads(json.dumps(now.get(name)))
     ]
     if changed:
         raise UsageError(

@@ -1,1 +1,1 @@
-"""Chat: conversations, a model that answers, and talking to it."""
+"""The chat recipe: conversations, causal language models, and programs to talk to them."""

@@ -14,7 +14,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "medium": {"hidden_size": 1024, "L_layers": 6, "num_heads": 16},
     "large": {"hidden_size": 1280, "L_layers": 7, "num_heads": 20},
 }
-"""Blocks of 0.5, 6.8, 28, 77 and 142 million parameters, not counting the embedding tables."""
+"""The blocks have 0.5, 6.8, 28, 77 and 142 million parameters, without the embedding tables."""
 
 _Size = Annotated[int, Field(gt=0, le=65_536)]
 _Cycles = Annotated[int, Field(gt=0, le=1_000)]
@@ -77,48 +77,48 @@ class ChatArch(BaseModel):
 
     @property
     def applications(self) -> int:
-        """Blocks that a token passes through: N T (n + 1) L for a trm, the depth for a gpt."""
+        """The number of blocks that a token passes through: N T (n + 1) L for a trm, the depth for a gpt."""
         if self.kind == "gpt":
             return self.depth
         return self.supervision * self.H_cycles * (self.L_cycles + 1) * self.L_layers
 
     @property
     def applications_with_gradient(self) -> int:
-        """Block applications kept for the backward pass: for a trm, only the last outer cycle of each pass."""
+        """Block applications kept for the backward pass. For a trm, only the last outer cycle of each pass."""
         return self.depth if self.kind == "gpt" else self.supervision * (self.L_cycles + 1) * self.L_layers
 
     @property
     def depth(self) -> int:
-        """Blocks with their own weights."""
+        """The number of blocks with separate weights."""
         if self.kind == "gpt" and self.match == "compute":
             return self.supervision * self.H_cycles * (self.L_cycles + 1) * self.L_layers
         return self.L_layers
 
     @property
     def inner_size(self) -> int:
-        """Width inside a feed-forward layer (`whet.recipes.layers.inner_width`)."""
+        """The width inside a feed-forward layer (`whet.recipes.layers.inner_width`)."""
         return 256 * -(-round(self.expansion * self.hidden_size * 2 / 3) // 256)
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four square matrices of attention and three of the feed-forward layer."""
+        """The parameters of one block: four square matrices for attention and three for the feed-forward layer."""
         return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.inner_size
 
     def table_parameters(self, vocab_size: int) -> int:
-        """Parameters of the input embedding and the output layer."""
+        """Return the number of parameters of the input embedding and the output layer."""
         return (1 if self.tied else 2) * vocab_size * self.hidden_size
 
     def num_parameters(self, vocab_size: int) -> int:
-        """All trained parameters."""
+        """Return the number of all trained parameters."""
         return self.depth * self.block_parameters + self.table_parameters(vocab_size)
 
     def token_flops(self, vocab_size: int) -> int:
-        """Operations of the forward pass per token in a full row, without the embedding lookup."""
+        """Return the operations of the forward pass per token in a full row, without the embedding lookup."""
         head = 2 * vocab_size * self.hidden_size
         return self.applications * self._block_flops + head
 
     def training_flops(self, vocab_size: int) -> int:
-        """Operations of a training step per token: the backward pass costs twice the forward pass it covers."""
+        """Return the operations of a training step per token. A backward pass costs two forward passes."""
         passes = self.supervision if self.kind == "trm" else 1
         head = 2 * vocab_size * self.hidden_size * passes
         return (self.applications + 2 * self.applications_with_gradient) * self._block_flops + 3 * head
@@ -130,7 +130,7 @@ class ChatArch(BaseModel):
         return 2 * self.block_parameters + 2 * length * self.hidden_size
 
     def summary(self, vocab_size: int) -> str:
-        """The model in one line: parameters, and operations per token."""
+        """Return a one-line summary: parameters, and operations per token."""
         tables = self.table_parameters(vocab_size)
         blocks = self.num_parameters(vocab_size) - tables
         return (

@@ -1,4 +1,4 @@
-"""The options of the chat recipe, and the workload that they describe. No torch."""
+"""The options of the chat recipe and the workload that they describe. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from whet.recipes.chat.manifest import ChatManifest
 
 EMBEDDED_SIZES = 4096, 180, 232_000
-"""Vocabulary size, longest conversation and total tokens of the embedded data. Approximate: the texts come from
-whet's and Python's own help, which differ between versions."""
+"""Vocabulary size, longest conversation and total tokens of the embedded data.
+
+The numbers are approximate: the texts are generated from the help of whet and Python, which differs between versions.
+"""
 _SEQ_LEN_MULTIPLE = 64
 _MIN_SEQ_LEN = 128
 
 
 class ChatConfig(CommonConfig):
-    """The common options and those of the model."""
+    """The common options and the options of the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 8,
@@ -70,7 +72,7 @@ def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
 
 
 def data_facts(config: ChatConfig) -> dict[str, int]:
-    """Return what a plan needs to know about the data (vocab_size, longest, num_rows) without reading it."""
+    """Return the facts about the data that a plan needs (vocab_size, longest, num_rows), without reading the data."""
     folders = data_folders(config)
     if not folders:
         vocab_size, longest, num_tokens = EMBEDDED_SIZES
@@ -85,7 +87,7 @@ def data_facts(config: ChatConfig) -> dict[str, int]:
 
 
 def resolve_seq_len(arch: ChatArch, *, longest: int) -> ChatArch:
-    """Replace seq_len=auto by the length of the longest conversation, rounded up."""
+    """Replace seq_len=auto with the length of the longest conversation, rounded up."""
     if arch.seq_len != "auto":
         return arch
     length = _SEQ_LEN_MULTIPLE * math.ceil(longest / _SEQ_LEN_MULTIPLE)
@@ -125,10 +127,10 @@ def _layers(arch: ChatArch) -> tuple[str, ...]:
 
 
 def activation_bytes(arch: ChatArch, length: int, vocab_size: int) -> int:
-    """Estimate the float32 activations that one row keeps for the backward pass.
+    """Estimate the bytes of float32 activations that one row keeps for the backward pass.
 
-    A block keeps 16 times its width (residual sums, norms, rotated queries and keys) and 5 times its inner width;
-    the logits are kept three times.
+    A block keeps 16 times its width (residual sums, norms, rotated queries and keys) and 5 times its inner width. The
+    logits are kept three times.
     """
     block = 16 * arch.hidden_size + 5 * arch.inner_size
     passes = arch.supervision if arch.kind == "trm" else 1

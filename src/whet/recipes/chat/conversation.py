@@ -1,4 +1,4 @@
-"""Conversations: turns with a role and a text, and the check that one can be trained on."""
+"""Conversations: turns with a role and a text, and their validation."""
 
 from typing import Literal, NamedTuple
 
@@ -16,18 +16,18 @@ class Turn(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Turns in order, and where they were read (file and record)."""
+    """Turns in order, and their source (file and record)."""
 
     turns: tuple[Turn, ...]
     where: str = ""
 
 
 class MalformedError(ValueError):
-    """A record is not a usable conversation; the message is the reason."""
+    """A record is not a usable conversation. The message is the reason."""
 
 
 def validate_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns up to the last answer; raise MalformedError if they cannot be trained on.
+    """Return the turns up to the last answer. Raises MalformedError if they cannot be trained on.
 
     >>> validate_turns((Turn("user", "Hi"), Turn("assistant", "Hello."), Turn("user", "Bye")))
     (Turn(role='user', text='Hi'), Turn(role='assistant', text='Hello.'))
@@ -36,7 +36,7 @@ def validate_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     for number, (role, text) in enumerate(turns, 1):
         if not text or text.isspace():
             raise MalformedError(f"turn {number} ({role}) is empty")
-        # Several tools may answer one call.
+        # Allow consecutive tool turns: several tools may answer one call.
         if role == before and role != "tool":
             raise MalformedError(f"turns {number - 1} and {number} both have the role {role}")
         if not text.isascii():

@@ -19,15 +19,15 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 
 _NUM_QUESTIONS = 4
 _MAX_MEMORY_BYTES = 1 << 30
-"""Larger splits stay on disk, and rows are read when they are needed."""
+"""Larger splits stay on disk, and their rows are read on demand."""
 
 
 class PackedRows:
-    """A map-style dataset of the rows of one split, over several folders; padded at the end."""
+    """A map-style dataset of the rows of one split, from several folders. Rows are padded at the end."""
 
     def __init__(self, splits: Sequence[ChatSplit], *, row_length: int, pad_id: int) -> None:
         self._splits = [split.repack(row_length) for split in splits]
-        # The last token is only a target, so one more gives the model a round number of positions.
+        # The last token is only a target. One more token per row gives the model a round number of positions.
         self._length = row_length + 1
         self._pad_id = pad_id
 
@@ -35,7 +35,7 @@ class PackedRows:
         return sum(split.num_rows for split in self._splits)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return tokens (int32), is_start (a document begins) and is_loss, each (S), and loss_bytes of the row."""
+        """Return tokens (int32), is_start (document begins here) and is_loss, each (S), and loss_bytes of the row."""
         for split in self._splits:
             if index < split.num_rows:
                 return self._pad(split.row(index))
@@ -48,7 +48,7 @@ class PackedRows:
         tokens[:size] = torch.from_numpy(row.tokens)
         is_start = torch.zeros(self._length, dtype=torch.bool)
         is_start[:size] = torch.from_numpy(row.positions == 0)
-        is_start[size:][:1] = True  # Padding is a document of its own, which no other token attends to.
+        is_start[size:][:1] = True  # Padding is a separate document, so that no other token attends to it.
         is_loss = torch.zeros(self._length, dtype=torch.bool)
         is_loss[:size] = torch.from_numpy(row.is_loss != 0)
         is_loss &= ~is_start  # The first token of a document has no context to be predicted from.
@@ -60,7 +60,7 @@ class PackedRows:
         }
 
     def in_memory(self) -> "PackedRows | dict[str, Tensor]":
-        """Return the rows as columns if they are small enough for that."""
+        """Return the rows as columns in memory if they are small enough, otherwise this dataset."""
         if not len(self) or 6 * self._length * len(self) > _MAX_MEMORY_BYTES:
             return self
         rows = [self[index] for index in range(len(self))]
@@ -69,7 +69,7 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A conversation up to an answer, and that answer."""
+    """A conversation up to an answer, and the reference answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -77,22 +77,22 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatData:
-    """The three splits, and what is needed to use the model."""
+    """The three splits, and the objects needed to use the model."""
 
     train: Any
     val: Any
     test: Any
     arch: ChatArch
-    """With a number for seq_len."""
+    """The architecture with a resolved seq_len."""
     context_length: int
-    """That number: tokens in a row."""
+    """The resolved seq_len: tokens per row."""
     tokenizer: ChatTokenizer
     num_rows: int
     longest: int
     """Tokens of the longest document."""
     fingerprint: str
     questions: tuple[Question, ...]
-    """From the val split; evaluations show the model's answers to them."""
+    """Questions from the val split. Evaluations show the model's answers to them."""
     notes: tuple[str, ...] = ()
 
 
@@ -145,7 +145,7 @@ def _open_datasets(config: ChatConfig) -> list[ChatDataset]:
 
 
 def _overlap_note(datasets: Sequence[ChatDataset]) -> tuple[str, ...]:
-    """Warn if conversations held out in one folder are trained on in another: scores are then too good."""
+    """Warn if conversations held out in one folder are used for training in another: scores are then too good."""
     if len(datasets) < 2:
         return ()
     held_out = Counter(

@@ -27,7 +27,7 @@ from whet.run.disk import read_regular_file
 Item = TypeVar("Item")
 Array = np.ndarray[Any, np.dtype[Any]]
 ARRAYS = {"tokens": None, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "rows": "<i8"}
-"""The files of a split and their types; that of tokens depends on the vocabulary and is in the manifest."""
+"""The files of a split and their dtypes. The dtype of tokens depends on the vocabulary and is in the manifest."""
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
 
@@ -35,18 +35,19 @@ MAX_OPEN_ROWS = 64
 
 
 class Packer(Generic[Item]):
-    """Packs documents into rows, best fit among a bounded number of open rows."""
+    """Packs documents into rows by best fit, among a bounded number of open rows."""
 
     def __init__(self, row_length: int, *, max_open_rows: int = MAX_OPEN_ROWS) -> None:
         self._row_length = row_length
         self._max_open_rows = max_open_rows
         self._rows: dict[int, list[Item]] = {}
-        # (free tokens, row number), the fullest row first.
+        # (free tokens, row number), sorted with the fullest row first.
         self._free: list[tuple[int, int]] = []
         self._next = 0
 
     def add(self, item: Item, length: int) -> list[Item] | None:
-        """Add a document; return a row if one was completed."""
+        """Add a document. Return a row if one was completed, else None."""
+        # Find the fullest row that still has room. The row number -1 sorts before every row with the same free space.
         index = bisect_left(self._free, (length, -1))
         if index < len(self._free):
             free, row = self._free.pop(index)
@@ -56,6 +57,7 @@ class Packer(Generic[Item]):
             self._next += 1
         self._rows[row].append(item)
         insort(self._free, (free - length, row))
+        # A full row is complete. With too many open rows, close the fullest one: it wastes the least space.
         if self._free[0][0] == 0 or len(self._free) > self._max_open_rows:
             return self._rows.pop(self._free.pop(0)[1])
         return None
@@ -75,6 +77,7 @@ def pack_in_order(lengths: Array, *, row_length: int) -> Array:
     ends = np.cumsum(lengths)
     rows, taken = [0], 0
     while rows[-1] < len(ends):
+        # At least one document per row, even if it is longer than the row.
         following = max(int(np.searchsorted(ends, taken + row_length, side="right")), rows[-1] + 1)
         rows.append(following)
         taken = int(ends[following - 1])
@@ -85,17 +88,17 @@ def pack_in_order(lengths: Array, *, row_length: int) -> Array:
 
 
 class Document(NamedTuple):
-    """A conversation or a segment of one, ready to be written."""
+    """A conversation, or a segment of one, ready to be written."""
 
     tokens: bytes
-    """Ids of the type `token_type`."""
+    """Token ids of the dtype `token_type`."""
     mask: bytes
-    """The loss mask, a byte per token."""
+    """The loss mask, one byte per token."""
     loss_bytes: int
 
 
 def token_type(vocab_size: int) -> str:
-    """Return the smallest unsigned type that holds every id.
+    """Return the smallest unsigned dtype that holds every token id.
 
     >>> token_type(65_536), token_type(65_537)
     ('<u2', '<u4')
@@ -104,7 +107,7 @@ def token_type(vocab_size: int) -> str:
 
 
 class SplitWriter:
-    """Writes the files of one split into a draft folder."""
+    """Writes the files of one split into a temporary folder."""
 
     def __init__(self, draft: Path, split: Split, *, max_length: int) -> None:
         self._split = split
@@ -112,11 +115,12 @@ class SplitWriter:
         durable.make_directory(draft / split)
         self._files = {name: durable.StreamedFile(draft / split / f"{name}.bin") for name in ARRAYS}
         self._documents = self._rows = self._tokens = self._loss_tokens = self._loss_bytes = self._longest = 0
+        # The arrays of offsets have one more entry than items, so that item i spans [i] to [i + 1].
         self._append("starts", 0)
         self._append("rows", 0)
 
     def add(self, document: Document) -> None:
-        """Add a document that is not longer than a row."""
+        """Add a document, which must not be longer than a row."""
         row = self._packer.add(document, len(document.mask))
         if row is not None:
             self._write(row)
@@ -165,20 +169,20 @@ class SplitWriter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRow:
-    """A document, or a row of several: three arrays of the same length."""
+    """A document, or a row of several documents: three arrays of the same length."""
 
     tokens: Array
-    """int32."""
+    """int32 token ids."""
     is_loss: Array
-    """uint8: 1 where the token is predicted from the ones before it."""
+    """uint8: 1 where the loss includes the prediction of this token."""
     positions: Array
-    """int32: positions within the document; each 0 starts a document."""
+    """int32 positions within the document. Each 0 starts a document."""
     loss_bytes: int
-    """Bytes of the text of the loss tokens."""
+    """The size in bytes of the text of the loss tokens."""
 
 
 class ChatSplit:
-    """One split: documents, and rows of them with up to `row_length` tokens."""
+    """One split: its documents, and rows of documents with up to `row_length` tokens."""
 
     def __init__(self, arrays: dict[str, Array], facts: SplitFacts, *, row_length: int) -> None:
         self.facts = facts
@@ -189,7 +193,7 @@ class ChatSplit:
         self.starts = arrays["starts"]
         """(documents + 1), int64: the first token of each document."""
         self.loss_bytes = arrays["loss_bytes"]
-        """(documents), int64."""
+        """(documents), int64: the bytes of the text of the loss tokens of each document."""
         self.rows = arrays["rows"]
         """(rows + 1), int64: the first document of each row."""
         self.row_length = row_length
@@ -253,15 +257,15 @@ class ChatDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data: a hash over the hashes of all files."""
+        """A hash over the hashes of all files, which identifies the data."""
         hashes = [f"{name} {file.sha256}" for name, file in sorted(self.manifest.files.items())]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
-    """Open a folder of prepared conversations. File sizes are checked; with `verify`, also their hashes."""
+    """Open a folder of prepared conversations and check the file sizes; with `verify`, also check the hashes."""
     manifest = read_manifest(folder)
-    # Names are fixed, so that a manipulated manifest cannot point outside of the folder.
+    # Build paths from fixed names, so that a manipulated manifest cannot point outside of the folder.
     if set(manifest.files) != {TOKENIZER, *(f"{split}/{name}.bin" for split in SPLITS for name in ARRAYS)}:
         got = ", ".join(sorted(manifest.files))[:200]
         raise WhetError(f"{folder} is damaged", got=f"its manifest lists {got}", try_="prepare the data again")
@@ -303,7 +307,7 @@ def _open_split(folder: Path, split: Split, manifest: ChatManifest) -> ChatSplit
 
 def _map_array(path: Path, dtype: str) -> Array:
     if path.stat().st_size == 0:
-        return np.empty(0, dtype=dtype)  # An empty file cannot be mapped.
+        return np.empty(0, dtype=dtype)  # An empty file cannot be memory-mapped.
     return np.memmap(path, dtype=dtype, mode="r")
 
 

@@ -1,4 +1,4 @@
-"""The conversations that are trained on when no data is given."""
+"""The embedded conversations, used if no data is given."""
 
 import hashlib
 import json
@@ -18,17 +18,17 @@ from whet.run import durable
 
 PYTHON_FACTS = 1_200
 _MAX_CHARACTERS = 600
-"""Limit for conversations of several questions: the longest conversation determines the length of all rows."""
+"""The limit for conversations with several questions: the longest conversation determines the length of all rows."""
 _SYSTEM = "You answer questions about whet and Python, briefly."
 _BRIDGES = ("{}", "Thanks. {}", "And another question: {}", "I see. {}", "{}", "Good. {}")
 
 
 def embedded_conversations() -> list[tuple[Turn, ...]]:
-    """Generate all conversations, deterministically for a version of whet and Python."""
+    """Generate all conversations. The result depends only on the versions of whet and Python."""
     whet = list(whet_facts())
     python = sorted(python_facts(), key=lambda fact: _hash_number(fact.questions[0]))[:PYTHON_FACTS]
     conversations: list[tuple[Turn, ...]] = []
-    # Facts about whet are few but asked about most, so they occur twice: alone and in longer conversations.
+    # Facts about whet are few but the most frequent topic, so they occur twice: alone and in longer conversations.
     for round_number, (facts, longest) in enumerate(((whet, 1), (whet, 3), (python, 3))):
         pairs = [(question, fact.answer) for fact in facts for question in fact.questions]
         pairs.sort(key=lambda pair: _hash_number(f"{round_number} {pair[0]}"))
@@ -52,7 +52,7 @@ def _conversation(pairs: Sequence[tuple[str, str]]) -> tuple[Turn, ...]:
 
 
 def _hash_number(text: str) -> int:
-    """A pseudorandom number that is the same on every machine."""
+    """Return a pseudorandom number that is the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -61,11 +61,11 @@ OPTIONS = PrepareOptions(format="openai", vocab_size=4096, max_length=512, train
 
 _PACKAGE = Path(__file__).parents[2]
 _SOURCES = ("cli", "config", "plan/rules", "recipes/chat")
-"""The folders of whet that the conversations are generated from or with."""
+"""The folders of whet that determine the conversations."""
 
 
 def open_embedded() -> ChatDataset:
-    """Open the cached conversations; generate them if they are missing, damaged or of another version."""
+    """Open the cached conversations. Generate them if they are missing, damaged or of another version."""
     folder = env.home() / "chat" / f"embedded-{_key()}"
     try:
         return open_dataset(folder, verify=True)
@@ -74,7 +74,7 @@ def open_embedded() -> ChatDataset:
 
 
 def _key() -> str:
-    """A hash of everything that the conversations depend on."""
+    """Return a hash of everything that the conversations depend on."""
     digest = hashlib.sha256(platform.python_version().encode())
     for name in _SOURCES:
         for path in sorted((_PACKAGE / name).rglob("*.py")):
@@ -93,10 +93,11 @@ def _generate(folder: Path) -> ChatDataset:
         try:
             if folder.exists():
                 durable.remove(folder)
-            # No threads: training may fork later, and threads do not survive that.
+            # Use no threads: training may fork later, and threads do not survive a fork.
             prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)
         except WhetError:
-            # Another process may have written it meanwhile. If the home folder is read-only, use a temporary one.
+            # Another process may have written the cache meanwhile. If the home folder is read-only, use a temporary
+            # folder.
             if not folder.exists():
                 folder = Path(tempfile.mkdtemp(prefix="whet-chat-")) / folder.name
                 prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)

@@ -1,4 +1,4 @@
-"""Questions and answers about whet and Python's library, extracted from help texts and docstrings."""
+"""Questions and answers about whet and the standard library, extracted from help texts and docstrings."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ class Fact(NamedTuple):
 
 
 def first_sentences(text: str, *, limit: int = MAX_CHARACTERS) -> str:
-    """Return the first sentences, on one line, that fit into `limit` characters; empty if not even one does.
+    """Return as many leading sentences as fit into `limit` characters, on one line; empty if the first does not fit.
 
     >>> first_sentences("Return it.  Then\\nstop. And a third.", limit=24)
     'Return it. Then stop.'
@@ -63,7 +63,7 @@ def python_facts() -> Iterator[Fact]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
-        # Some public names are implemented in another module.
+        # Use the public name of a module: os.path is implemented in posixpath, for example.
         public = "os.path" if module == "posixpath" else module
         for prefix in ("concurrent.futures.", "json.", "asyncio."):
             public = prefix.removesuffix(".") if public.startswith(prefix) else public
@@ -95,7 +95,7 @@ def _summary(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Cla
     paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
     text = first_sentences(paragraph).removesuffix("For example:").rstrip()
     if text.endswith(":"):
-        return ""  # It announces an example that is not included.
+        return ""  # The sentence announces an example that is not included.
     return text if len(text) >= _MIN_CHARACTERS and text.isascii() else ""
 
 
@@ -118,10 +118,10 @@ def _basic_facts() -> Iterator[Fact]:
 
 
 def _command_facts() -> Iterator[Fact]:
-    """Yield facts from the help of commands. They are parsed, not imported: cli is a higher layer."""
+    """Yield facts from the help of commands. The source is parsed, not imported, because cli is a higher layer."""
     for path in sorted(_COMMANDS.glob("*.py")):
         for node in ast.parse(path.read_bytes()).body:
-            # Only the help of a command has examples, after a \\b that keeps their line breaks.
+            # Only the help of a command has examples, after a \b that keeps their line breaks.
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and "\b" in _doc(node):
                 yield from _command(node)
 
@@ -129,7 +129,8 @@ def _command_facts() -> Iterator[Fact]:
 def _command(node: ast.FunctionDef) -> Iterator[Fact]:
     first, *paragraphs = _doc(node).split("\n\n")
     examples = next(part for part in paragraphs if part.startswith("\b")).split("\n")[1:]
-    # data_chat is `whet data chat`, import_weights is `whet import`: the example shows which words belong to it.
+    # data_chat is `whet data chat`, and import_weights is `whet import`: the example shows which words form the
+    # command.
     words = zip(node.name.split("_"), examples[0].split()[1:], strict=False)
     verb = " ".join(part for part, word in words if part == word)
     name = f"whet {verb}"
@@ -165,7 +166,7 @@ def _doc(node: ast.FunctionDef) -> str:
 
 
 def _options(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command with their help; cli/options.py defines those that commands share."""
+    """Yield the options of a command with their help. cli/options.py defines options shared by several commands."""
     shared = _shared_options()
     for argument in node.args.args:
         annotation = argument.annotation

@@ -16,11 +16,11 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 _MAX_ANSWER_TOKENS = 48
 _MAX_SECONDS = 5.0
 _MAX_NATS = 50.0
-"""Limits the exponent of perplexity, which would overflow."""
+"""The limit of the exponent of perplexity, which would overflow."""
 
 
 def tally(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float]:
-    """Sum nats, tokens, correct tokens and bytes over micro-batches; each process sums its own share."""
+    """Sum nats, tokens, correct tokens and bytes over micro-batches. Each process sums its share."""
     totals = [0.0] * 4
     for micro in micro_batches:
         targets = next_tokens(micro)
@@ -28,7 +28,7 @@ def tally(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float
         is_counted = targets >= 0
         is_correct = (logits.argmax(-1) == targets) & is_counted
         counts = (is_counted.sum(), is_correct.sum(), micro.loss_bytes.sum())
-        # One transfer from the device per micro-batch.
+        # Transfer all sums at once: one synchronization with the device per micro-batch.
         sums = torch.stack([summed_cross_entropy(logits, targets), *(count.float() for count in counts)]).tolist()
         totals = [total + value for total, value in zip(totals, sums, strict=True)]
     return totals
@@ -52,7 +52,7 @@ def conclude(model: CausalModel, tallies: list[list[float]], data: ChatData | No
 def sample_answers(
     model: CausalModel, tokenizer: ChatTokenizer, questions: Sequence[Question], *, context_length: int
 ) -> list[dict[str, Any]]:
-    """Return the model's greedy answers; after a few seconds they are cut short."""
+    """Return greedy answers of the model. Answers are cut short after a few seconds."""
     rules = DecodingRules(
         stops=frozenset([tokenizer.end_id]),
         forbidden=(tokenizer.pad_id, *tokenizer.role_ids.values()),

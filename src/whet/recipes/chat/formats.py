@@ -20,7 +20,7 @@ ROLE_NAMES: dict[str, Role] = {
 
 
 def read_turns(listed: Any, *, role_keys: tuple[str, ...], text_keys: tuple[str, ...]) -> tuple[Turn, ...]:
-    """Convert a list of messages; role and text are under the first of the keys that a message has."""
+    """Convert a list of messages. Role and text are under the first of the given keys that a message has."""
     if not isinstance(listed, list):
         raise MalformedError("its turns are not a list")
     turns = []
@@ -33,7 +33,7 @@ def read_turns(listed: Any, *, role_keys: tuple[str, ...], text_keys: tuple[str,
 
 
 def parse_text(value: Any, where: str) -> str:
-    """Return the text of a message: a string, or a list of text parts."""
+    """Return the text of a message, which is a string or a list of text parts."""
     if type(value) is str:
         return value
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
@@ -106,12 +106,12 @@ def fits_openassistant(record: Mapping[str, Any]) -> bool:
 
 
 def is_message(record: Any) -> bool:
-    """Whether a record is a row of the flat dump, one message."""
+    """Return whether a record is a row of the flat dump, which is one message."""
     return isinstance(record, dict) and "message_id" in record and "parent_id" in record and "text" in record
 
 
 def is_tree(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a tree of messages."""
+    """Return whether a record is a tree of messages."""
     prompt = record.get("prompt")
     return isinstance(prompt, dict) and "replies" in prompt
 
@@ -123,7 +123,7 @@ def read_openassistant(record: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def merge_openassistant(records: Iterable[Record]) -> Iterator[Record]:
-    """Merge the rows of a tree, which are adjacent in the dump, into one record; pass on other records."""
+    """Merge the rows of a tree, which are adjacent in the dump, into one record. Pass other records through."""
     rows: list[Record] = []
     for record in records:
         is_row = is_message(record.value)
@@ -149,7 +149,7 @@ def _tree_id(row: Mapping[str, Any]) -> Any:
 
 
 def _build_tree(rows: list[Record]) -> Record:
-    """Build a tree from its rows; a row whose parent is missing makes it invalid."""
+    """Build a tree from its rows. A missing parent makes the tree invalid."""
     replies: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     nodes = [{**row.value, "replies": []} for row in rows]
     for node in nodes:
@@ -165,7 +165,7 @@ def _build_tree(rows: list[Record]) -> Record:
 
 
 def _best_path(node: Any) -> Iterator[Any]:
-    """Yield messages from the root down, following the best-ranked reply that was not deleted."""
+    """Yield messages from the root down, following the best-ranked reply that is not deleted."""
     while True:
         if not isinstance(node, dict):
             raise MalformedError("a message is not an object")
@@ -210,14 +210,14 @@ _TRM_HINT = "the JSON file that it was prepared from"
 
 
 def is_trm_folder(path: Path) -> bool:
-    """Whether a folder has the files of that fork."""
+    """Return whether a folder has the files of that fork."""
     return all(
         (path / name).is_file() for name in ("train/dataset.json", f"train/{TRM_ROWS}", "tokenizer/tokenizer.json")
     )
 
 
 def read_trm_rows(path: Path) -> Iterator[Record]:
-    """Read the conversations of a file of rows as OpenAI messages."""
+    """Read the conversations in a file of rows as OpenAI messages."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -228,7 +228,7 @@ def read_trm_rows(path: Path) -> Iterator[Record]:
         )
     except WhetError:
         raise
-    except Exception as error:  # The library raises bare Exception.
+    except Exception as error:  # The tokenizers library raises bare Exception.
         got = f"tokenizer/tokenizer.json: {str(error)[:160]}"
         raise UsageError(f"{folder} is not a folder of conversations", got=got, try_=_TRM_HINT) from None
     starts = {engine.token_to_id(f"<|{role}|>"): role for role in _TRM_ROLES}
@@ -262,11 +262,11 @@ _NUM_DETECTED = 64
 
 
 class Format(NamedTuple):
-    """How the records of a file become conversations."""
+    """How the records of a file are converted to conversations."""
 
     name: str
     fits: Callable[[Mapping[str, Any]], bool]
-    """Whether a record has this format."""
+    """Returns whether a record has this format."""
     read: Callable[[Mapping[str, Any]], tuple[Turn, ...]]
     merge: Callable[[Iterable[Record]], Iterator[Record]] = iter
     """Merges records that belong to one conversation."""
@@ -274,7 +274,7 @@ class Format(NamedTuple):
     """Reads the records of a file."""
 
 
-# If two formats fit, the first one is used: a list of messages is OpenAssistant's only with its own keys.
+# If several formats fit, the first one is used. A list of messages is OpenAssistant's only if it has specific keys.
 FORMATS = {
     item.name: item
     for item in (
@@ -286,11 +286,11 @@ FORMATS = {
 }
 
 TRM_FOLDER = Format("trm-folder", fits_openai, read_openai, records=read_trm_rows)
-"""Detected by its files, not by its records."""
+"""Detected by the files of the folder, not by records."""
 
 
 def detect_format(path: Path) -> Format:
-    """Return the format that most of the first records have."""
+    """Return the format that fits most of the first records."""
     first = list(islice(read_records(path), _NUM_DETECTED))
     objects = [record.value for record in first if isinstance(record.value, dict)]
     fitting = Counter(name for value in objects for name, item in FORMATS.items() if item.fits(value))

@@ -14,8 +14,8 @@ from whet.recipes.chat.model import CausalModel
 class PreallocatedCache:
     """Keys and values of earlier positions, for each attention that a token passes through.
 
-    A recursive model applies the same weights many times, each time to other states, so every application has its own
-    keys and values. Nothing else has to be cached: the states of a position always start from the same vectors. The
+    A recursive model applies the same weights many times, each time to other states, so every application has separate
+    keys and values. No other state has to be cached: the states of a position always start from the same vectors. The
     rows of a batch may be at different positions.
     """
 
@@ -27,7 +27,7 @@ class PreallocatedCache:
         self._num_keys = 0
 
     def expect(self, positions: Tensor, *, num_keys: int) -> None:
-        """Prepare for a forward pass: the positions of its tokens, (B, S), and how many positions are attended to."""
+        """Prepare for a forward pass: set the positions of its tokens, (B, S), and the number of visible positions."""
         self._positions, self._num_keys = positions, num_keys
         self._next = 0
 
@@ -44,12 +44,12 @@ class PreallocatedCache:
         return layer[0][:, :, : self._num_keys], layer[1][:, :, : self._num_keys]
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all other rows of the batch."""
+        """Keep these rows of the batch and drop the rest."""
         self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
 
     @property
     def num_attentions(self) -> int:
-        """How many pairs of keys and values each position has."""
+        """The number of key-value pairs per position."""
         return len(self._layers)
 
     @property
@@ -58,7 +58,7 @@ class PreallocatedCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        # Zeros: in empty memory, a masked position could be NaN, and 0 * NaN is NaN.
+        # Use zeros, not empty memory: a masked position could hold NaN, and 0 * NaN is NaN.
         return torch.zeros(rows, heads, self._context_length, size, dtype=like.dtype, device=like.device)
 
 
@@ -72,7 +72,7 @@ class Sampling:
     temperature: float = 0.7
     """Divides the logits; 0 selects the most likely token."""
     top_k: int = 50
-    """Sample from this many most likely tokens; 0 for all."""
+    """Sample from this many most likely tokens; 0 samples from all."""
     top_p: float = 0.9
     """Sample from the smallest set of most likely tokens with this total probability; 1 for all."""
     seed: int = 0
@@ -88,7 +88,7 @@ class Sampling:
                 raise UsageError(f"{name} must be {rule}", got=value, try_=f"{name} {default}")
 
     def generator(self) -> Random:
-        """Return the generator of one row; it does not depend on the rest of the batch."""
+        """Return the random generator of one row, which does not depend on the rest of the batch."""
         return Random(self.seed)
 
 
@@ -100,7 +100,7 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: Random) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
     ids, probabilities = distribution(logits, sampling)
-    # Inverse transform sampling; rounding must not lead beyond the last token.
+    # Inverse transform sampling. Clamp the index, because rounding may lead beyond the last token.
     index = int(torch.searchsorted(probabilities.cumsum(0), generator.random(), right=True))
     return int(ids[min(index, len(ids) - 1)])
 
@@ -108,12 +108,12 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: Random) -> int:
 def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return the candidate tokens, most likely first, and their probabilities in float64.
 
-    Top-k is applied first, then top-p to what remains; the token that crosses the top-p threshold is included.
+    Top-k is applied first, then top-p. The token that crosses the top-p threshold is included.
     """
     scores, ids = logits.double().sort(descending=True, stable=True)
     num_allowed = int((scores > -torch.inf).sum())
     count = min(sampling.top_k, num_allowed) if sampling.top_k else num_allowed
-    # Relative to the largest: with a tiny temperature, absolute scores would overflow to infinity.
+    # Subtract the largest score: with a tiny temperature, absolute scores would overflow to infinity.
     probabilities = ((scores[:count] - scores[0]) / sampling.temperature).softmax(0)
     if sampling.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
@@ -134,7 +134,7 @@ def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One row of a batch: its prompt and how it is continued."""
+    """One row of a batch: its prompt, and how to continue it."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -143,14 +143,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingRules:
-    """What applies to all rows."""
+    """Rules that apply to all rows."""
 
     stops: frozenset[int]
-    """Tokens that end an answer; they are not part of it."""
+    """Tokens that end an answer and are not part of it."""
     forbidden: tuple[int, ...]
     """Tokens that are never generated: padding and the starts of turns."""
     context_length: int
-    """Maximum number of tokens of prompt and answer together."""
+    """The maximum number of tokens of prompt and answer together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,13 @@ class GeneratedToken:
     row: int
     token: int | None
     finish_reason: str | None = None
-    """"stop": the answer is complete; "length": it reached max_new_tokens or the context length."""
+    """Either "stop" (the answer is complete) or "length" (it reached max_new_tokens or the context length)."""
 
 
 def generate(
     model: CausalModel, requests: Sequence[GenerationRequest], rules: DecodingRules
 ) -> Iterator[GeneratedToken]:
-    """Yield tokens as they are generated. Every row ends with a finish reason; stop iterating to cancel."""
+    """Yield tokens as they are generated. Every row ends with a finish reason. Stop iterating to cancel."""
     _check_prompts(requests, rules)
     lengths = [len(request.prompt) for request in requests]
     generators = [request.sampling.generator() for request in requests]
@@ -180,7 +180,7 @@ def generate(
         max(min(rules.context_length, lengths[row] + requests[row].max_new_tokens) for row in rows)
     )
     device = next(model.parameters()).device
-    # The first pass reads the prompts; each further pass reads the one token that was generated last.
+    # The first pass reads the prompts. Each later pass reads only the token that was generated last.
     tokens, positions = _pad_prompts([requests[row].prompt for row in rows], device)
     last = torch.tensor([lengths[row] - 1 for row in rows], device=device)
     num_generated = 0
@@ -219,7 +219,7 @@ def _next_logits(
 
 
 def _pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return prompts padded on the right, where no real token attends to the padding, and their positions."""
+    """Return the prompts and their positions, padded on the right, where no real token attends to the padding."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     return tokens, torch.arange(longest, device=device).expand(len(prompts), -1)

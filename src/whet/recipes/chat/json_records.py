@@ -1,4 +1,4 @@
-"""Read the records of a JSON array or a JSON Lines file one at a time, compressed or not."""
+"""Read the records of a JSON array or a JSON Lines file one at a time, with transparent decompression."""
 
 import bz2
 import codecs
@@ -25,7 +25,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading and decompress it according to its first bytes."""
+    """Open a file for reading and decompress it if its first bytes show a compressed format."""
     try:
         with open_regular_file(path, follows_links=True) as file:
             start = file.read(6)
@@ -59,7 +59,7 @@ def _decompress(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
 
 
 def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
-    # Python reads Zstandard since 3.14. pyarrow, an optional dependency for Parquet, does so in all versions.
+    # The standard library reads Zstandard since Python 3.14. pyarrow, an optional dependency, does so for all versions.
     library: Any
     try:
         library = importlib.import_module("compression.zstd")
@@ -78,27 +78,27 @@ def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""Longer records are rejected, to bound memory; conversations are shorter."""
+"""The size limit of a record, which bounds memory. Conversations are shorter."""
 
 _CHUNK = 1024**2
 _BOM = codecs.BOM_UTF8
 _SPACE = re.compile(r"\s*")
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
-"""Matches complete strings, brackets and commas, and the quote that opens an incomplete string."""
+"""Matches complete strings, brackets and commas, and the opening quote of an incomplete string."""
 
 
 class Record(NamedTuple):
-    """One entry of a file."""
+    """One record of a file."""
 
     number: int
-    """Line number or index in the array, from 1."""
+    """The line number, or the index in the array, from 1."""
     value: Any = None
     error: str = ""
-    """Why the record could not be parsed."""
+    """The reason why the record could not be parsed."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records in order; those that cannot be parsed have an `error`."""
+    """Yield the records in order. A record that cannot be parsed has an `error`."""
     with open_stream(path) as stream:
         head = stream.read(_CHUNK)
         while head and not head.removeprefix(_BOM).strip():
@@ -136,7 +136,7 @@ def _read_lines(head: bytes, stream: IO[bytes]) -> Iterator[Record]:
 
 
 def _lines(head: bytes, stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines, and whether each is complete; lines that are too long are skipped."""
+    """Yield lines and whether each is complete. A line over the size limit is replaced with an empty one."""
     rest, is_whole = b"", True
     for chunk in _chunks(head, stream):
         *lines, tail = chunk.split(b"\n")
@@ -165,7 +165,7 @@ class _Window:
     """A sliding window over a long text."""
 
     def __init__(self, head: bytes, stream: IO[bytes]) -> None:
-        # Invalid UTF-8 becomes lone surrogates, so that only the affected record is rejected, not the whole file.
+        # Decode invalid UTF-8 as lone surrogates, so that only the affected record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self._stream = stream
         self.text = self._decoder.decode(head)
@@ -173,7 +173,7 @@ class _Window:
         self.is_last = False
 
     def read_more(self) -> bool:
-        """Drop the text before `at`, and read at least as much again; return False at the end of the file."""
+        """Drop the text before `at` and read at least as much again; return False at the end of the file."""
         kept = self.text[self.at :]
         read = self._stream.read(max(_CHUNK, len(kept)))
         self.is_last = not read
@@ -214,7 +214,7 @@ def _read_array(head: bytes, stream: IO[bytes], path: Path) -> Iterator[Record]:
 
 
 def _element(window: _Window, number: int, path: Path) -> Record:
-    """Parse the element at the window's position and move behind it."""
+    """Parse the element at the position of the window and advance past it."""
     window.peek()
     while True:
         error_text = ""
@@ -240,7 +240,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _end_of_element(text: str, start: int) -> int | None:
-    """Find the end of an element that cannot be parsed, by its brackets; None if it lies outside the text."""
+    """Return the end of an invalid element, found by its brackets; None if it lies beyond the text."""
     open_brackets: list[str] = []
     for match in _JSON_TOKEN.finditer(text, start):
         char = match[0]
@@ -251,7 +251,7 @@ def _end_of_element(text: str, start: int) -> int | None:
         elif char in "}]":
             if char not in open_brackets:
                 return match.start()
-            # Brackets opened since then were never closed.
+            # Discard brackets that were opened since then and never closed.
             while open_brackets.pop() != char:
                 pass
         elif char == "," and not open_brackets:

@@ -23,14 +23,14 @@ class SplitFacts(FrozenModel):
 
     conversations: int = 0
     documents: int = 0
-    """Conversations, or segments of long ones. Attention does not cross documents."""
+    """Conversations, or segments of long conversations. Attention does not cross documents."""
     rows: int = 0
     """Rows of up to `max_length` tokens, packed with documents."""
     tokens: int = 0
     loss_tokens: int = 0
-    """Tokens that the loss is computed on."""
+    """Tokens that the loss includes."""
     loss_bytes: int = 0
-    """Bytes of the text of those tokens: bits per byte = nats of a split / ln 2 / loss_bytes."""
+    """Bytes of the text of the loss tokens: bits per byte = nats of a split / ln 2 / loss_bytes."""
     longest: int = 0
     """Tokens of the longest document."""
 
@@ -43,7 +43,7 @@ class ChatFile(FrozenModel):
 
 
 class ChatManifest(FrozenModel):
-    """The contents of manifest.json; the same input, options and seed give the same manifest."""
+    """The contents of manifest.json. The same input, options and seed give the same manifest."""
 
     format: str = FORMAT
     sources: tuple[dict[str, Any], ...]
@@ -54,7 +54,7 @@ class ChatManifest(FrozenModel):
     loss: Loss
     max_length: int
     tokenizer: str
-    """The --tokenizer option; the tokenizer itself is in tokenizer.json."""
+    """The --tokenizer option. The tokenizer itself is in tokenizer.json."""
     vocab_size: int
     marks: dict[str, int]
     """The ids of padding, the end of a turn, and the start of a turn of each role."""
@@ -107,7 +107,7 @@ _NOTES = {
 
 
 def summary_lines(manifest: ChatManifest, folder: Path) -> tuple[str, ...]:
-    """Return the report of `whet data chat`: what was read and written, and what to do next."""
+    """Return the report of `whet data chat`: the input, the output, and the next command."""
     counts = manifest.counts
     read = ", ".join(f"{source['name']} ({source['format']})" for source in manifest.sources)
     rows = [("read", f"{format_plural(counts['conversations'], 'conversation')}: {read}")]

@@ -29,9 +29,9 @@ from whet.recipes.layers import (
 
 
 def document_attention(is_start: Tensor, *, head_size: int, like: Tensor) -> AttentionArgs:
-    """Let each position attend to earlier positions of its own document; positions count from its start.
+    """Let each position attend to earlier positions of its document. Positions count from the start of the document.
 
-    `is_start` is (B, S), true where a document begins. Padding is a document of its own at the end of a row. `like` has
+    `is_start` is (B, S), true where a document begins. Padding is a separate document at the end of a row. `like` has
     the dtype and device of the computation.
     """
     document = is_start.cumsum(1)
@@ -47,9 +47,10 @@ def document_attention(is_start: Tensor, *, head_size: int, like: Tensor) -> Att
 
 
 def _spans(document: Tensor) -> Spans:
-    """Return the documents of all rows, concatenated; `document` numbers them within each row, (B, S)."""
+    """Return the documents of all rows, concatenated. `document` numbers them within each row, (B, S)."""
     rows, length = document.shape
     before = length * torch.arange(rows, device=document.device)[:, None]
+    # Document numbers ascend within a row, so a binary search finds the first and last position of each document.
     firsts, lasts = (torch.searchsorted(document, document, right=is_end) + before for is_end in (False, True))
     return Spans.of(firsts.flatten(), lasts.flatten())
 
@@ -57,7 +58,7 @@ def _spans(document: Tensor) -> Spans:
 def cached_attention(
     positions: Tensor, num_keys: int, *, cache: KeyValueCache | None, head_size: int, dtype: torch.dtype
 ) -> AttentionArgs:
-    """Let new tokens at `positions`, (B, S), attend to all cached keys up to their own; one document per row."""
+    """Let new tokens at `positions`, (B, S), attend to all cached keys up to their position. One document per row."""
     is_visible = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
     return AttentionArgs(
         rotation=rotary_angles(positions, head_size), mask=_additive_mask(is_visible, dtype)[:, None], memory=cache
@@ -69,7 +70,7 @@ def _is_earlier(length: int, device: torch.device) -> Tensor:
 
 
 def _additive_mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 or minus infinity, to be added to the scores. Done once: given booleans, kernels convert per layer."""
+    """Return 0 or minus infinity, to be added to the scores. Kernels would convert a bool mask in every layer."""
     return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill(~is_visible, -torch.inf)
 
 
@@ -78,7 +79,7 @@ IGNORED = -100
 
 
 class CausalModel(nn.Module):
-    """A language model whose outputs depend on the same and earlier positions of a document only."""
+    """A language model whose outputs depend only on the current and earlier positions of a document."""
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
         super().__init__()
@@ -88,10 +89,10 @@ class CausalModel(nn.Module):
         self.head = None if arch.tied else init_linear(arch.hidden_size, vocab_size)
 
     def forward(self, tokens: Tensor, is_start: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the states of each supervised pass, (B, S, W); the last one is the result.
+        """Return the states of each supervised pass, (B, S, W). The last one is the result.
 
-        With targets, (B, S), return the summed cross entropy of each pass instead, so that it is compiled with the
-        model. `is_start` is explained in `document_attention`.
+        With targets, (B, S), return the summed cross entropy of each pass instead, so that the loss is compiled with
+        the model. See `document_attention` for `is_start`.
         """
         x = self._embed(tokens)
         states = self.states(x, document_attention(is_start, head_size=self.head_size, like=x))
@@ -102,7 +103,7 @@ class CausalModel(nn.Module):
     def forward_cached(
         self, tokens: Tensor, positions: Tensor, *, cache: KeyValueCache | None, num_keys: int
     ) -> Tensor:
-        """Return the last states of new positions, (B, S, W), with keys and values of earlier ones from the cache."""
+        """Return the last states of new positions, (B, S, W), using cached keys and values of earlier positions."""
         x = self._embed(tokens)
         args = cached_attention(positions, num_keys, cache=cache, head_size=self.head_size, dtype=x.dtype)
         return self.states(x, args)[-1]
@@ -120,7 +121,8 @@ class CausalModel(nn.Module):
         return self.arch.hidden_size // self.arch.num_heads
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens, under autocast in its dtype, so that residual sums stay in half precision."""
+        """Embed tokens. Under autocast, use its dtype, so that residual sums stay in half precision."""
+        # The embedding has a standard deviation of 1 / sqrt(W). Scale it to 1.
         x = self.dropout(math.sqrt(self.arch.hidden_size) * self.tokens(tokens))
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -128,6 +130,7 @@ class CausalModel(nn.Module):
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of -ln p over all targets that are not IGNORED."""
+    # Compute in float32: in half precision the sum over the vocabulary loses accuracy.
     return functional.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -146,15 +149,15 @@ def model_inputs(micro: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def next_tokens(micro: MicroBatch) -> Tensor:
-    """Return the next token at each position; IGNORED where it is not a loss token."""
+    """Return the next token at each position, or IGNORED if the loss does not include it."""
     return micro.tokens[:, 1:].long().masked_fill(~micro.is_loss[:, 1:], IGNORED)
 
 
 class GPT(CausalModel):
-    """A plain transformer with the same parts as the recursive model, to compare them.
+    """A plain transformer built from the same parts as the recursive model, for comparison.
 
-    With arch.match=parameters it has as many blocks as the recursive model; with arch.match=compute as many as a token
-    passes through there, so that a token costs the same.
+    With arch.match=parameters it has as many blocks as the recursive model. With arch.match=compute it has as many
+    blocks as a token passes through there, so that the cost per token is the same.
     """
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
@@ -168,13 +171,15 @@ class GPT(CausalModel):
 
 
 class _PreNormBlock(nn.Module):
-    """Attention and a feed-forward layer with pre-norm residuals, whose outputs are scaled down at initialization."""
+    """A pre-norm block of attention and a feed-forward layer, with outputs scaled down at initialization."""
 
     def __init__(self, arch: ChatArch, *, dropout: float) -> None:
         super().__init__()
         self.attention = SelfAttention(arch.hidden_size, num_heads=arch.num_heads)
         self.feed_forward = SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.dropout = nn.Dropout(dropout)
+        # Each block adds two outputs to the residual stream. The scale keeps the variance of the sum independent of
+        # depth, as in GPT-2.
         with torch.no_grad():
             for layer in (self.attention.out, self.feed_forward.down):
                 layer.weight.div_(math.sqrt(2 * arch.depth))
@@ -187,9 +192,9 @@ class _PreNormBlock(nn.Module):
 class RecursiveModel(CausalModel):
     """A tiny recursive model as a language model: two states per position, refined by one small network.
 
-    N passes of T outer cycles of n + 1 applications of L blocks; states are passed on, gradients are not. A composition
-    of causal functions is causal, so this is a language model for any number of cycles. The states of all positions
-    start from the same two vectors.
+    There are N passes of T outer cycles, each with n + 1 applications of L blocks. Passes hand on their states but no
+    gradients. A composition of causal functions is causal, so this is a language model for any number of cycles. The
+    states of all positions start from the same two vectors.
     """
 
     answer: Tensor
@@ -201,6 +206,7 @@ class RecursiveModel(CausalModel):
             PostNormBlock(arch.hidden_size, num_heads=arch.num_heads, expansion=arch.expansion, dropout=dropout)
             for _ in range(arch.L_layers)
         )
+        # Buffers, not parameters: the initial states are random and fixed, as in the official implementation.
         for name in ("answer", "latent"):
             self.register_buffer(name, truncated_normal_(torch.empty(arch.hidden_size), deviation=1.0))
 
@@ -220,6 +226,6 @@ class RecursiveModel(CausalModel):
 
 
 def build_model(arch: ChatArch, *, vocab_size: int, dropout: float = 0.0) -> CausalModel:
-    """Build the model with initial weights, drawn from torch's default generator."""
+    """Build the model with initial weights drawn from torch's default generator."""
     kinds: dict[str, type[CausalModel]] = {"trm": RecursiveModel, "gpt": GPT}
     return kinds[arch.kind](arch, vocab_size=vocab_size, dropout=dropout)

@@ -28,7 +28,7 @@ class Assembled(NamedTuple):
     """The documents of one conversation."""
 
     documents: tuple[Document, ...]
-    """Several if it was longer than a row."""
+    """The documents; several if the conversation was longer than a row."""
     num_truncated: int = 0
 
 
@@ -40,12 +40,13 @@ def assemble(
     max_length: int,
     loss: Loss,
 ) -> Iterator[Assembled]:
-    """Encode conversations as documents; `ids` are those of all their turns in order.
+    """Encode conversations as documents. `ids` lists the token ids of all turns, in order.
 
-    Vectorized over the whole batch: this is the inner loop of `whet data chat`.
+    Vectorized over the whole batch, because this is the inner loop of `whet data chat`.
     """
     turns = [turn for conversation in conversations for turn in conversation]
     kind = token_type(tokenizer.vocab_size)
+    # Each turn has two more tokens: its role mark and its end mark.
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)) + 2
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -63,7 +64,9 @@ def assemble(
     after = np.cumsum([len(conversation) for conversation in conversations])
     first = np.concatenate([[0], after[:-1]])
     mask = np.repeat(is_trained.astype(np.uint8), lengths)
+    # The mask of a role mark: the caller chooses the role, so it is trained on only with loss=all.
     mask[starts] = loss == "all"
+    # The first token of a conversation has no context to be predicted from.
     mask[starts[first]] = 0
     trained_bytes = np.add.reduceat(np.where(is_trained, sizes, 0), first).tolist()
     spans = zip(starts[first].tolist(), ends[after - 1].tolist(), strict=True)
@@ -118,7 +121,7 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    """Long conversations, for the manifest."""
+    """Counts of long conversations, for the manifest."""
 
     split: int = 0
     truncated: int = 0
@@ -246,7 +249,7 @@ def _reread(sources: Sequence[ConversationFile]) -> Iterator[Conversation]:
 def _tokenized(
     batches: Iterator[_Batch], tokenizer: ChatTokenizer, *, in_threads: bool
 ) -> Iterator[tuple[_Batch, list[list[int]]]]:
-    """Yield batches with the ids of their texts; the next batches are tokenized while one is written."""
+    """Yield batches with the ids of their texts. Later batches are tokenized while one is written."""
     if not in_threads:
         for batch in batches:
             yield batch, [tokenizer.encode(turn.text) for turns in batch.turns for turn in turns]
@@ -299,9 +302,9 @@ def _manifest(
 
 
 def _num_changed(texts: Sequence[str], tokenizer: ChatTokenizer, options: PrepareOptions) -> int:
-    """Count texts that do not survive encoding and decoding."""
+    """Count the texts that change when they are encoded and decoded."""
     if options.tokenizer == BYTE_PAIRS:
-        return 0  # Our byte-level vocabulary is lossless.
+        return 0  # The byte-level vocabulary is lossless.
     return sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
 
 

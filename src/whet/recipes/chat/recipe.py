@@ -32,14 +32,14 @@ _EMBEDDED = EmbeddedData(
 
 
 class ChatRecipe(Recipe):
-    """Trains on conversations; by default on questions about whet and Python."""
+    """Trains a chat model on conversations; by default on questions about whet and Python."""
 
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
     lower_is_better = ("bits_per_byte", "perplexity", "cross_entropy")
     presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
-    # The data read last: an evaluation shows answers to its questions.
+    # The data that was read last. An evaluation shows answers to its questions.
     _data: "ChatData | None" = None
 
     def describe(self, config: ChatConfig, data: "ChatData | None" = None) -> Workload:
@@ -92,18 +92,18 @@ class ChatRecipe(Recipe):
     def explain_changed_data(
         self, error: DataChangedError, config: ChatConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
-        # Prepared folders do not change by themselves; the embedded data changes with whet and Python.
+        # Prepared folders do not change by themselves. The embedded data changes with the versions of whet and Python.
         return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
     def load_generator(self, metadata: dict[str, Any]) -> "Responder":
-        """Return a responder whose model has no weights yet."""
+        """Return a responder whose model has no trained weights yet."""
         from whet.recipes.chat.responder import restore_responder
 
         return restore_responder(metadata)
 
 
 def check_vocabulary(data: "ChatData", metadata: dict[str, Any], *, where: str) -> None:
-    """Check that weights loaded with init_from were trained with the tokenizer of the data."""
+    """Check that the weights of init_from were trained with the tokenizer of the data."""
     if metadata.get("tokenizer") != data.tokenizer.to_json():
         raise UsageError(
             f"{where} was trained with another tokenizer than the data has",

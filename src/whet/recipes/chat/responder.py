@@ -14,10 +14,10 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
 def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tokens: int) -> tuple[list[int], int]:
-    """Encode a prompt of at most `max_tokens` tokens; return it and the number of turns dropped.
+    """Encode a prompt of at most `max_tokens` tokens; return it and the number of dropped turns.
 
-    The system turn and the last question are always kept. Of the turns between them the oldest are dropped, so that
-    the rest starts with a question.
+    The system turn and the last question are always kept. The oldest of the turns between them are dropped, so that the
+    rest starts with a question.
     """
     kept = list(turns)
     first = 1 if kept and kept[0].role == "system" else 0
@@ -36,7 +36,7 @@ def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tok
 
 
 ANSWER_SHARE = 4
-"""1/4 of the context is reserved for the answer if a conversation is too long."""
+"""If a conversation is too long, 1 / ANSWER_SHARE of the context is reserved for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class TextChunk:
     text: str
     num_tokens: int
     finish_reason: str | None = None
-    """On the last chunk: "stop" or "length"."""
+    """The finish reason, "stop" or "length", on the last chunk; otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The ids that an answer is generated from."""
+    """The token ids that an answer is generated from."""
 
     ids: tuple[int, ...]
     num_dropped_turns: int = 0
@@ -59,7 +59,7 @@ class Prompt:
 
 
 class Responder:
-    """Generates answers with a model, which must be in eval mode and on its device."""
+    """Generates answers with a model. The model must be in eval mode."""
 
     def __init__(self, model: CausalModel, tokenizer: ChatTokenizer, *, context_length: int) -> None:
         self.model = model
@@ -72,22 +72,22 @@ class Responder:
         )
 
     def prompt(self, turns: Sequence[Turn], *, max_new_tokens: int) -> Prompt:
-        """Encode turns; the oldest are dropped if they and an answer do not fit into the context."""
+        """Encode turns. Drop the oldest turns if the conversation and an answer do not fit into the context."""
         room = min(max_new_tokens, max(1, self.context_length // ANSWER_SHARE))
         ids, num_dropped = truncate_history(turns, self.tokenizer, max_tokens=self.context_length - room)
         return Prompt(ids=tuple(ids), num_dropped_turns=num_dropped)
 
     def text_prompt(self, text: str) -> Prompt:
-        """Encode a text that is to be continued."""
+        """Encode a text to continue."""
         return Prompt(ids=(self.tokenizer.role_ids["assistant"], *self.tokenizer.encode(text)))
 
     def respond(self, prompt: Prompt, *, max_new_tokens: int, sampling: Sampling) -> Iterator[TextChunk]:
-        """Yield an answer chunk by chunk; generation stops when iteration stops."""
+        """Yield an answer chunk by chunk. Generation stops when iteration stops."""
         request = GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
         stream, ids, num_characters = self.tokenizer.stream(), list[int](), 0
         for step in generate(self.model, [request], self._rules):
             if step.token is None:
-                # A character whose last token is missing is shown as a replacement character.
+                # Flush the decoder: a character whose last byte is missing becomes a replacement character.
                 rest = self.tokenizer.decode(ids)[num_characters:]
                 yield TextChunk(rest, len(ids), step.finish_reason)
                 return
@@ -99,7 +99,7 @@ class Responder:
     def respond_all(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, samplings: Sequence[Sampling]
     ) -> list[tuple[str, str]]:
-        """Generate several answers in one batch; return texts and finish reasons. Each is the same as alone."""
+        """Generate several answers in one batch; return texts and finish reasons. Batching changes no answer."""
         requests = [
             GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
             for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -115,7 +115,7 @@ class Responder:
 
 
 def responder_metadata(tokenizer: ChatTokenizer, arch: ChatArch) -> dict[str, Any]:
-    """Return what `restore_responder` needs besides weights, as plain JSON."""
+    """Return the JSON data that `restore_responder` needs in addition to the weights."""
     return {"arch": arch.model_dump(mode="json"), "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.to_json()}
 
 

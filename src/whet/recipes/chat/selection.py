@@ -1,9 +1,9 @@
 """Select the conversations to use and assign each to a split, in a first pass over the files.
 
-A keyed hash of its content is a conversation's position in a random order. The first conversations of that order are
-used (`subsample_size`); of these, the first are for training, the next for validation, the last for test. So a seed
-determines the splits whatever the order of the file, and equal conversations have equal hashes and get into the same
-split. The pass keeps eight bytes per conversation in memory.
+A keyed hash of its content is the position of a conversation in a random order. The first conversations of that order
+are used (`subsample_size`): first the training split, then validation, then test. A seed therefore determines the
+splits regardless of the order of the file, and equal conversations, which have equal hashes, are in the same split. The
+pass keeps eight bytes per conversation in memory.
 """
 
 import heapq
@@ -22,11 +22,12 @@ from whet.recipes.chat.sources import ConversationFile, RejectedRecord, read_con
 
 Array = np.ndarray[Any, np.dtype[Any]]
 EXCLUDED = 255
-"""The value in `Selection.splits` of conversations that are not used; others are indices of SPLITS."""
+"""The value in `Selection.splits` of unused conversations. All other values are indices of SPLITS."""
 
 _TRAIN_CHARACTERS, _TEST_CHARACTERS = 8_000_000, 100_000
-"""Text to train a tokenizer on, and to test a given one with. More text does not improve a vocabulary of some
-thousand entries noticeably."""
+"""Characters of text to train a tokenizer on, and to test a given tokenizer with. More text does not noticeably
+improve a vocabulary of a few thousand entries.
+"""
 _MAX_SHOWN = 20
 
 
@@ -35,7 +36,7 @@ class Selection:
     """The result of the first pass."""
 
     splits: Array
-    """uint8, for each conversation in reading order: the index of its split, or EXCLUDED."""
+    """uint8 for each conversation in reading order: the index of its split, or EXCLUDED."""
     sample: tuple[str, ...]
     """Texts of the training split, to train or test a tokenizer with."""
     rejected: tuple[RejectedRecord, ...]
@@ -43,7 +44,7 @@ class Selection:
     num_rejected: int
     num_conversations: int
     num_repeated: int
-    """Conversations excluded because a held-out file contains them too."""
+    """The number of conversations excluded because a held-out file contains them too."""
 
 
 def select_conversations(
@@ -56,7 +57,7 @@ def select_conversations(
     trains_tokenizer: bool,
     on_progress: Callable[[int], None],
 ) -> Selection:
-    """Read all files once; more than `max_bad` rejected records are an error."""
+    """Read all files once. More than `max_bad` rejected records are an error."""
     hashes, file_numbers = array("Q"), array("B")
     sample = _TextSample(_TRAIN_CHARACTERS if trains_tokenizer else _TEST_CHARACTERS)
     rejected: list[RejectedRecord] = []
@@ -105,9 +106,9 @@ def select_conversations(
 def _assign_splits(
     hashes: Array, given: Array, *, missing: Sequence[Split], train_split: float, subsample_size: int | None
 ) -> tuple[Array, int]:
-    """Return the split of each conversation and the number of repeated ones; `missing` splits are cut from train."""
+    """Return the split of each conversation and the number of repeats. `missing` splits are taken from train."""
     splits = given.copy()
-    # A conversation of a held-out file must not be trained on, and one of the test file must not select models.
+    # Exclude held-out conversations from training, and conversations of the test file from validation.
     num_repeated = 0
     for split in (0, 1):
         members = np.flatnonzero(given == split) if (given > split).any() else np.empty(0, dtype=np.int64)
@@ -130,14 +131,14 @@ def _assign_splits(
 
 
 def _num_held_out(total: int, train_split: float) -> int:
-    """Return how many conversations are held out: at least one for val and one for test if there are three."""
+    """Return how many conversations are held out: at least one each for val and test if there are three."""
     if train_split >= 1 or total < 3:
         return 0
     return max(2, round(total * (1 - train_split)))
 
 
 def _group_boundary(ordered: Array, end: int) -> int:
-    """Move `end` back to where it separates no equal hashes; forward if there is no such place before it."""
+    """Move `end` back so that it separates no equal hashes; move it forward if that is impossible."""
     if end in (0, len(ordered)) or ordered[end] != ordered[end - 1]:
         return end
     before = int(np.searchsorted(ordered, ordered[end], side="left"))
@@ -155,7 +156,7 @@ class _TextSample:
     def __init__(self, max_characters: int) -> None:
         self._max = max_characters
         self._size = 0
-        # A heap with the largest hash on top.
+        # A max-heap: the largest hash is on top and is removed first.
         self._texts: list[tuple[int, tuple[str, ...]]] = []
 
     def offer(self, content_hash: int, turns: tuple[Turn, ...]) -> None:
@@ -168,7 +169,7 @@ class _TextSample:
             self._size -= sum(map(len, heapq.heappop(self._texts)[1]))
 
     def texts(self, last: int) -> Iterator[str]:
-        """Yield texts in the order of hashes, up to the last one in the training split."""
+        """Yield texts ordered by hash, up to the last hash in the training split."""
         for negative_hash, texts in sorted(self._texts, reverse=True):
             if -negative_hash <= last:
                 yield from texts

@@ -21,7 +21,7 @@ class ConversationFile(NamedTuple):
     path: Path
     format: Format
     split: Split | None = None
-    """The split that the file name stands for; None if the file is to be split."""
+    """The split given by the file name; None if the file has to be split."""
 
 
 class RejectedRecord(NamedTuple):
@@ -32,7 +32,7 @@ class RejectedRecord(NamedTuple):
 
 
 def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFile, ...]:
-    """Return the file, or the train, val and test files of a folder; `dev`, `valid` and the like stand for val."""
+    """Return the file, or the train, val and test files of a folder. Names such as `dev` and `valid` also mean val."""
     if is_trm_folder(path):
         rows = [(split, path / split / TRM_ROWS) for split in SPLITS if (path / split / TRM_ROWS).is_file()]
         return tuple(ConversationFile(file, TRM_FOLDER, split) for split, file in rows)
@@ -61,7 +61,7 @@ def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFi
 
 
 def read_conversations(source: ConversationFile) -> Iterator[Conversation | RejectedRecord]:
-    """Yield the conversations of a file in order, and the records that are none."""
+    """Yield the conversations of a file in order, including rejected records."""
     for record in source.format.merge(source.format.records(source.path)):
         yield _parse(record, source)
 
@@ -85,5 +85,5 @@ def _record_id(value: object) -> str:
     record_id = next((value[key] for key in _ID_KEYS if value.get(key)), "") if isinstance(value, dict) else ""
     if not isinstance(record_id, str | int):
         return ""
-    # It is printed, so line breaks and escape sequences are removed.
+    # Remove line breaks and escape sequences, because the text is printed to the terminal.
     return "".join(char if char.isprintable() else " " for char in str(record_id)[:80])

@@ -9,7 +9,7 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 TEMPLATE = "<|role|> text <|end|>"
 """The name of this layout in manifests."""
 MIN_LENGTH = 16
-"""The shortest possible row: marks and a few tokens of each side."""
+"""The minimum row length: the marks, and a few tokens of each side."""
 
 
 class TurnIds(NamedTuple):
@@ -18,13 +18,13 @@ class TurnIds(NamedTuple):
     role: Role
     ids: Sequence[int]
     is_whole: bool = True
-    """False for a truncated answer: it has no end mark, so that the model does not learn to stop there."""
+    """False for a truncated answer, which has no end mark, so that the model does not learn to stop there."""
     num_bytes: int | None = None
-    """Bytes of the text; None if it was truncated, so that they have to be counted."""
+    """Bytes of the text; None if the text was truncated and its bytes have to be counted."""
 
     @property
     def length(self) -> int:
-        """Tokens including the marks."""
+        """The number of tokens including the marks."""
         return len(self.ids) + 1 + self.is_whole
 
 
@@ -40,7 +40,7 @@ def encode_turns(
         ids += text
         if is_whole:
             ids.append(tokenizer.end_id)
-        # The caller decides whose turn it is, so a role mark is trained on only with loss=all.
+        # The caller decides which role speaks next, so a role mark is trained on only with loss=all.
         mask.append(loss == "all")
         mask += (b"\1" if is_trained else b"\0") * (len(text) + is_whole)
     if mask:
@@ -57,7 +57,7 @@ def count_loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss
 
 
 def encode_prompt(turns: Iterable[Turn], tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids to generate an answer from: the turns so far, then the assistant's mark."""
+    """Return the token ids to generate an answer from: the turns so far, then the mark of the assistant."""
     ids, _ = encode_turns((TurnIds(role, tokenizer.encode(text)) for role, text in turns), tokenizer)
     return [*ids, tokenizer.role_ids["assistant"]]
 
@@ -71,7 +71,7 @@ class Segment(NamedTuple):
 
 
 def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segment]:
-    """Split a conversation into segments of at most `max_length` tokens; each ends with an answer.
+    """Split a conversation into segments of at most `max_length` tokens, each ending with an answer.
 
     A system turn is repeated at the start of every segment.
     """
@@ -104,7 +104,7 @@ def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segme
 
 
 def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
-    """Yield each answer with the turns that led to it; turns after the last answer are dropped."""
+    """Yield each answer with the turns that led to it. Turns after the last answer are dropped."""
     start = 0
     for index, turn in enumerate(turns):
         if turn.role == "assistant":
@@ -113,7 +113,7 @@ def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
 
 
 def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_length: int) -> Segment:
-    """Truncate one exchange. The answer may take half of the row; of the other turns the longest is shortened first."""
+    """Truncate one exchange. The answer may use half of the row. The longest of the other turns is shortened first."""
     *question, answer = (*head, *exchange)
     needed = sum(turn.length for turn in question)
     answer = _truncate(answer, max(max_length - needed, max_length // 2))
@@ -121,7 +121,7 @@ def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_le
     while excess > 0:
         longest = max(range(len(question)), key=lambda index: len(question[index].ids))
         if not question[longest].ids:
-            question.pop(0)  # The marks alone fill the row: many turns of tools.
+            question.pop(0)  # The marks alone fill the row, which happens with many tool turns.
         else:
             length = max(1, question[longest].length - excess)
             question[longest] = _truncate(question[longest], length, keep_end=True)

@@ -1,4 +1,4 @@
-"""The tokenizer of a chat model: byte pairs plus marks for turns."""
+"""The tokenizer of a chat model: byte-level BPE, and marks for turns."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ MARKS = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in ROLES))
 """Padding, the end of a turn, and the start of a turn of each role; their ids follow the vocabulary in this order."""
 
 MAX_IDS = 2**24
-"""Size limit of a vocabulary: the library takes minutes to serialize one with ids in the billions."""
+"""The size limit of a vocabulary. The tokenizers library takes minutes to serialize ids in the billions."""
 
 
 class ChatTokenizer:
-    """Encodes and decodes text; ids of text are below `pad_id`, the first of the marks."""
+    """Encodes and decodes text. Ids of text are below `pad_id`, the first mark."""
 
     def __init__(self, engine: Engine) -> None:
-        # "<|user|>" or "<|endoftext|>" in a text must be encoded as text, never as a special token.
+        # Encode "<|user|>" or "<|endoftext|>" in a text as text, never as a special token.
         engine.encode_special_tokens = True
         engine.no_truncation()
         engine.no_padding()
@@ -39,7 +39,7 @@ class ChatTokenizer:
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> "ChatTokenizer":
         """Train a byte-level BPE vocabulary of at most `vocab_size` ids including the marks. Deterministic."""
         engine = Engine(models.BPE())
-        # No normalizer: decoding must return exactly the text that was encoded.
+        # Use no normalizer: decoding must return exactly the encoded text.
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
         engine.train_from_iterator(
@@ -54,10 +54,10 @@ class ChatTokenizer:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "ChatTokenizer":
-        """Load a tokenizer that `to_json` wrote, or any tokenizer.json of the tokenizers library."""
+        """Load a tokenizer written by `to_json`, or any tokenizer.json of the tokenizers library."""
         try:
             return cls(Engine.from_str(text if isinstance(text, str) else text.decode()))
-        except Exception as error:  # The library raises bare Exception.
+        except Exception as error:  # The tokenizers library raises bare Exception.
             raise WhetError(
                 "a tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
             ) from None
@@ -74,7 +74,7 @@ class ChatTokenizer:
             raise _encoding_error(error) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, using all cores. It starts threads, so do not call it where processes fork."""
+        """Return the ids of many texts, using all cores. Starts threads, so do not call it before a fork."""
         try:
             return [encoding.ids for encoding in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as error:
@@ -100,7 +100,7 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """Decodes ids one by one; text is returned once its characters are complete."""
+    """Decodes ids one by one. Text is returned once its characters are complete."""
 
     def __init__(self, engine: Engine, *, first_mark: int) -> None:
         self._engine = engine
@@ -113,25 +113,25 @@ class TextStream:
 
 
 def _encoding_error(error: Exception) -> WhetError:
-    # The library raises bare Exception, usually because the vocabulary has no token for unknown text.
+    # The tokenizers library raises bare Exception, usually because the vocabulary has no token for unknown text.
     return WhetError("the tokenizer cannot encode a text", got=str(error)[:200], try_="another --tokenizer")
 
 
 BYTE_PAIRS = "bpe"
-"""The name of a byte-level vocabulary that is trained on the conversations."""
+"""The name of a byte-level BPE vocabulary that is trained on the conversations."""
 
 _FILE = "tokenizer.json"
 
 
 def load_tokenizer(name: str) -> ChatTokenizer:
-    """Load a tokenizer from a file, a folder or the hub; the hub's local cache is tried first."""
+    """Load a tokenizer from a file, a folder or the hub. The local cache of the hub is tried first."""
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / _FILE
         if not path.is_file():
             raise UsageError(f"no tokenizer in {name}", got=f"no {_FILE}", try_="a folder with a fast tokenizer")
     if not path.is_file():
-        # A dot alone does not make it a file: many names on the hub have one (Qwen2.5).
+        # A dot alone does not indicate a file: many names on the hub contain one (Qwen2.5).
         if path.suffix == ".json" or name.startswith((".", "/", "~")):
             raise UsageError("no such tokenizer", got=name, try_=f"{BYTE_PAIRS}, a {_FILE}, or a name on the hub")
         path = _from_hub(name)
@@ -145,7 +145,7 @@ def _from_hub(word: str) -> Path:
     name, _, revision = word.partition("@")
     reason = Exception()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # Offline, the library would log each of its six attempts.
+    logging.set_verbosity_error()  # Without a network, the library would log each of its six attempts.
     try:
         for is_local in (True, False):
             try:

@@ -1,1 +1,1 @@
-"""Hex: the game (game/), playing it (play/), and training nets for it."""
+"""The Hex recipe: the game (game/), playing it (play/), and training nets for it."""

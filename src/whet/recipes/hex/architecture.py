@@ -16,7 +16,7 @@ PRESETS: dict[int, dict[str, Any]] = {
     34: {"depth": 16, "width": 128, "block": "plain"},
     50: {"depth": 16, "width": 256, "block": "bottleneck"},
 }
-"""As many convolutions as the ResNets of that name, but without strides, which would lose cells."""
+"""Presets with as many convolutions as the ResNets of that name, but no strides, which would lose cells."""
 
 
 class HexArch(BaseModel):
@@ -66,7 +66,7 @@ class HexArch(BaseModel):
 
     @property
     def num_attention_blocks(self) -> int:
-        """Every second block, starting with the second."""
+        """The number of attention blocks: every second block, starting with the second."""
         return self.depth // 2 if self.kind == "attention" else 0
 
 
@@ -93,9 +93,9 @@ def _block_parameters(arch: HexArch) -> int:
 
 
 def activation_bytes(arch: HexArch, *, size: int) -> int:
-    """Estimate the float32 activations that one board keeps: the inputs of norms, activations and convolutions."""
+    """Estimate the bytes of float32 activations that one board keeps: inputs of norms, activations and convolutions."""
     width, cells = arch.width, size * size
-    # ReLU needs only its output, which the next convolution keeps anyway; the others keep their input, too.
+    # ReLU needs only its output, which the next convolution keeps anyway. The other activations also keep their input.
     kept = 2 if arch.activation == "relu" else 3
     plain = 2 * kept * width
     bottleneck = kept * (width + 2 * arch.inner_width)

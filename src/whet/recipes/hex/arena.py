@@ -27,7 +27,7 @@ def play_match(
 ) -> NDArray[np.int64]:
     """Play each opening twice, each player moving first once; return the wins (0, 1, 2) of the first player.
 
-    Players choose their best move; ties are broken at random.
+    Players choose their best move. Ties are broken at random.
     """
     num = len(openings)
     boards = np.concatenate([openings, openings])
@@ -36,7 +36,7 @@ def play_match(
     wins = np.zeros(num, dtype=np.int64)
     draw = np.random.default_rng(seed)
     while len(games):
-        # Drawn for all games, finished or not, so that a game does not depend on the others.
+        # Draw for all games, finished or not, so that a game does not depend on the rest of the batch.
         noise = draw.random((2 * num, openings[0].size))[games]
         moves = np.zeros(len(games), dtype=np.int64)
         for player, mask in ((one, is_one), (two, ~is_one)):
@@ -54,14 +54,14 @@ def play_match(
 
 OpeningKind = Literal["random", "even"]
 NUM_STONES: dict[OpeningKind, int] = {"random": 2, "even": 3}
-"""Default stones of an opening. After three the mover has one stone less, so more openings are even."""
+"""The default number of stones in an opening. After three stones the mover has one less, so more openings are even."""
 _MAX_TRIES = 20
 _EVEN_TOLERANCE = 0.05
-"""Around a probability of one half. Two-distances are integers, so only exact ties are within it."""
+"""The tolerance around a win probability of 0.5. Two-distances are integers, so only exact ties are within it."""
 
 
 def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: OpeningKind = "random") -> Boards:
-    """Return distinct undecided boards after random alternating moves, in the mover's perspective.
+    """Return distinct undecided boards after random alternating moves, from the mover's perspective.
 
     A board and its rotation by 180 degrees count as two.
     """
@@ -84,14 +84,14 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: Open
 
 
 def are_even(boards: Boards) -> NDArray[np.bool_]:
-    """Whether the two-distance player considers boards (in the mover's perspective) even."""
+    """Return whether the two-distance player considers boards (from the mover's perspective) even."""
     if not len(boards):
         return np.zeros(0, dtype=bool)
     return np.asarray(np.abs(TwoDistancePlayer().analyze(as_positions(boards)).value - 0.5) < _EVEN_TOLERANCE)
 
 
 def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Generator) -> Boards:
-    """Return boards after random alternating moves, in the mover's perspective, without decided ones."""
+    """Return undecided boards after random alternating moves, from the mover's perspective."""
     boards = np.zeros((num, size, size), dtype=np.int8)
     for _ in range(num_stones):
         scores = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), size**2) == 0)
@@ -104,30 +104,30 @@ _CONFIDENCE_95 = 1.959964
 
 
 class Rating(FrozenModel):
-    """The result of the first player."""
+    """The rating of the first player."""
 
     num_games: int
     num_wins: int
     num_pairs_won: int
     num_pairs_lost: int
-    """Openings won by the same player with both colors; other openings do not tell the players apart."""
+    """The number of openings that one player won with both colors. Only these distinguish the players."""
     win_rate: float
     low: float
     high: float
-    """The 95 % interval of the win rate."""
+    """The upper bound of the 95 % interval of the win rate."""
     elo: float | None
     elo_low: float | None
     elo_high: float | None
-    """The same as an Elo difference; None if unbounded."""
+    """The upper bound of the Elo difference; None if unbounded."""
     effective_games: float
-    """The number of independent games with the same certainty: games of one opening are correlated."""
+    """The number of independent games with the same certainty. Games of one opening are correlated."""
 
 
 def rate(pairs: Sequence[int]) -> Rating:
     """Compute a rating from the wins (0, 1, 2) of each pair of games, which share an opening with swapped colors.
 
     The interval is Wilson's for the effective number of games: if the same player tends to win both games of an
-    opening, two games tell hardly more than one. It is never narrower than for independent games.
+    opening, two games carry hardly more information than one. It is never narrower than for independent games.
     """
     num_pairs = len(pairs)
     points = [wins / 2 for wins in pairs]
@@ -135,7 +135,7 @@ def rate(pairs: Sequence[int]) -> Rating:
     spread = variance(points) if num_pairs > 1 else 0.0
     binomial = share * (1 - share)
     effective = min(max(binomial * num_pairs / spread if spread else 2.0 * num_pairs, num_pairs), 2.0 * num_pairs)
-    # If one player won everything, the correlation is unknown, so each opening counts once.
+    # If one player won everything, the correlation is unknown, so each opening counts as one game.
     effective = effective if binomial else float(num_pairs)
     low, high = wilson(share, effective)
     return Rating(
@@ -158,12 +158,12 @@ def wilson(share: float, num_games: float) -> tuple[float, float]:
     z2 = _CONFIDENCE_95**2 / num_games
     middle = (share + z2 / 2) / (1 + z2)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
-    # Rounding errors must not make an unbounded interval look bounded.
+    # Keep the bounds at exactly 0 and 1: with a rounding error, an unbounded Elo interval would look bounded.
     return (0.0 if share <= 0 else middle - half), (1.0 if share >= 1 else middle + half)
 
 
 def elo(share: float) -> float | None:
-    """Return the Elo difference of a win rate; None for 0 and 1."""
+    """Return the Elo difference of a win rate, or None for 0 and 1."""
     return 400 * math.log10(share / (1 - share)) if 0 < share < 1 else None
 
 
@@ -175,14 +175,14 @@ class Contest(FrozenModel):
     size: int
     openings: OpeningKind
     num_stones: int
-    """Stones of an opening."""
+    """The number of stones in an opening."""
     seed: int
     device: str
     rating: Rating
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The result as text."""
+        """Return the result as lines of text."""
         rating = self.rating
         num_pairs = rating.num_games // 2
         shared = num_pairs - rating.num_pairs_won - rating.num_pairs_lost
@@ -210,7 +210,7 @@ def hold_contest(
     checkpoint: str = "last",
     watch: MatchProgress | None = None,
 ) -> Contest:
-    """Load two players and let them compete. The default board size is the one that they were trained on."""
+    """Load two players and play a match. The default board size is the size that they were trained on."""
     opened = open_device(device).device
     players = [load_opponent(name, device=opened, checkpoint=checkpoint) for name in (one, two)]
     size = size or next((player.size for player in players if player.size), DEFAULT_SIZE)

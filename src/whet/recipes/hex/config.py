@@ -1,4 +1,4 @@
-"""The options of the Hex recipe, and the workload that they describe. No torch."""
+"""The options of the Hex recipe and the workload that they describe. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ from whet.recipes.hex.architecture import HexArch, activation_bytes, count_param
 
 DEFAULT_SIZE = 5
 _LABEL_BYTES = 8 + 4
-"""The move and the result of a position."""
+"""Bytes of the move and the result of a position."""
 
 
 class SelfPlayOptions(BaseModel):
-    """The generations of self-play training."""
+    """The options of self-play training, which runs in generations."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class SelfPlayOptions(BaseModel):
 
 
 class HexConfig(CommonConfig):
-    """The common options, and those of the loss, the data and the net."""
+    """The common options and the options of the loss, the data and the net."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"global_batch_size": 256, "lr": 2e-3, "dropout": 0.0}
     descriptions: ClassVar[Mapping[str, str]] = {"dropout": "dropout before the last layer of the value head"}
@@ -72,7 +72,7 @@ class HexConfig(CommonConfig):
 
     @model_validator(mode="after")
     def validate_training(self) -> "HexConfig":
-        """Check that there is something to train, on one kind of data."""
+        """Check that there is something to train and that only one kind of data is given."""
         if self.policy_weight == 0 and self.value_weight == 0:
             raise UsageError(
                 "both loss weights are zero", got="policy_weight=0 value_weight=0", try_="one of them above 0"
@@ -85,7 +85,7 @@ class HexConfig(CommonConfig):
 
     @property
     def default_size(self) -> int:
-        """The board size if no data determines it."""
+        """The board size that is used if no data determines it."""
         return DEFAULT_SIZE if self.size == "auto" else self.size
 
 
@@ -114,7 +114,7 @@ def check_splits(num_train: int, num_val: int, num_test: int) -> None:
 
 
 def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
-    """Describe the workload of a config; `size` and `num_samples` are known once the data was read."""
+    """Describe the workload of a config. `size` and `num_samples` are known once the data has been read."""
     size = size or config.default_size
     return Workload(
         recipe="hex",

@@ -37,7 +37,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def read_arrays(path: Path) -> Arrays | None:
-    """Read what `write_arrays` wrote; None if the file is missing or damaged."""
+    """Read a file written by `write_arrays`; return None if it is missing or damaged."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -57,7 +57,7 @@ def _digest(arrays: Arrays) -> str:
 
 _GENERATED_SEED = 0
 _GENERATED_VERSION = 1
-"""Increased when the player or its noise changes, so that older cached games are not used."""
+"""Increase this number when the player or its noise changes, so that older cached games are not used."""
 
 
 def two_distance_games(*, size: int, count: int, noise: Noise | None = None) -> Games:
@@ -93,18 +93,18 @@ def _write_cached(path: Path, games: Games) -> None:
 
 Columns = dict[str, Tensor]
 HELD_OUT_SHARE = 0.05
-"""The share of games for val, and again for test."""
+"""The fraction of games for val, and the same fraction for test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HexData:
-    """The three splits; no game is in two of them."""
+    """The three splits. No game is in two of them."""
 
     size: int
     train: Columns
     val: Columns
     test: Columns | None
-    """None if it is empty: then there is no final evaluation."""
+    """None if the split is empty; there is then no final evaluation."""
     fingerprint: str
     notes: tuple[str, ...] = ()
 
@@ -143,7 +143,7 @@ def _make_data(config: HexConfig, splits: list[Columns], *, size: int, fingerpri
 def split_games(games: Games) -> tuple[Games, Games, Games]:
     """Split generated games, which are in random order, into train, val and test.
 
-    Games of the train split are removed from the others, unless nothing would remain, as on tiny boards.
+    Games of the train split are removed from the other splits, unless nothing would remain, as on tiny boards.
     """
     held_out = max(1, int(HELD_OUT_SHARE * len(games)))
     train = games.take(slice(2 * held_out, None))
@@ -153,7 +153,7 @@ def split_games(games: Games) -> tuple[Games, Games, Games]:
 
 
 def _without(games: Games, trained: set[bytes]) -> Games:
-    """Return the games that are not in `trained`, not even rotated by 180 degrees; all if that leaves none."""
+    """Return the games that are not in `trained`, even when rotated by 180 degrees; all games if none remain."""
     is_new = np.array([key not in trained for key in game_keys(games, seed=0)], dtype=np.bool_)
     return games.take(is_new) if is_new.any() else games
 
@@ -170,7 +170,7 @@ def to_columns(samples: Samples) -> Columns:
 
 
 def with_half_turns(columns: Columns) -> Columns:
-    """Add every position rotated by 180 degrees, the only symmetry that the mover's perspective leaves."""
+    """Add every position rotated by 180 degrees, the only symmetry that preserves the mover's perspective."""
     cells = columns["board"][0].numel()
     rotated = {"board": columns["board"].flip((1, 2)), "win": columns["win"]}
     rotated["move"] = torch.where(columns["move"] < 0, columns["move"], cells - 1 - columns["move"])

@@ -16,13 +16,13 @@ Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 def tally(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-    """Collect the outcomes of positions, as plain JSON; each process collects its own share."""
+    """Collect the outcomes of positions as plain JSON. Each process collects its share."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micro_batches:
         output = model(micro.board)
         has_move = micro.move >= 0
         chosen = output.policy.gather(1, micro.move.clamp(min=0)[:, None])
-        # Ties count against the net: a uniform policy must not get a good rank.
+        # Ties count against the net, so that a uniform policy does not get a good rank.
         rank = (output.policy >= chosen).sum(1) - 1
         ranks.append(rank.masked_fill(~has_move, -1).cpu().numpy())
         wins.append(output.win.cpu().numpy().astype(np.float64))

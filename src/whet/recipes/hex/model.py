@@ -33,7 +33,7 @@ def make_activation(arch: HexArch) -> nn.Module:
 
 
 class PreActivation(nn.Sequential):
-    """Norms, activations and convolutions in turn; norm and activation in one kernel if the plan says norms=own."""
+    """Norms, activations and convolutions in turn. With norms=own in the plan, norm and activation are one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
@@ -73,7 +73,7 @@ class BottleneckBlock(nn.Module):
 
 
 class CellAttention(nn.Module):
-    """Attention over all cells. Positions are encoded by the convolutions before it."""
+    """Attention over all cells. The preceding convolutions encode the positions."""
 
     def __init__(self, arch: HexArch) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class CellAttention(nn.Module):
 
 
 def pre_activation(arch: HexArch, width_in: int, width_out: int, *, kernel: int) -> list[nn.Module]:
-    """Return norm, activation and convolution; a bias is redundant before the next norm."""
+    """Return norm, activation and convolution. No bias, because the next norm would cancel it."""
     convolution = nn.Conv2d(width_in, width_out, kernel, padding=kernel // 2, bias=False)
     return [make_norm(arch, width_in), make_activation(arch), convolution]
 
@@ -112,18 +112,18 @@ def _as_board(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 IMPOSSIBLE = -1e9
-"""The logit of an occupied cell: finite, so that a full board does not give NaN."""
+"""The logit of an occupied cell. It is finite, so that a full board does not produce NaN."""
 
 
 class NetOutput(NamedTuple):
     """The outputs of a net, as logits."""
 
     policy: Tensor
-    """(B, N * N): the moves; occupied cells are IMPOSSIBLE."""
+    """(B, N * N): the logits of the moves; IMPOSSIBLE for occupied cells."""
     value: Tensor
-    """(B): whether the mover wins."""
+    """(B): the logit of the mover winning."""
     error: Tensor
-    """(B): the expected squared error of the winning probability."""
+    """(B): the logit of the expected squared error of the win probability."""
 
     @property
     def win(self) -> Tensor:
@@ -146,12 +146,12 @@ class HexNet(nn.Module):
         self.blocks = make_blocks(arch)
         self.norm = make_norm(arch, width)
         self.activation = make_activation(arch)
-        # A bias would be the same for every cell, so softmax would cancel it.
+        # No bias: it would be the same for every cell, and softmax would cancel it.
         self.policy = nn.Conv2d(width, 1, 1, bias=False)
         self.value_in = nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
         self.value_out = nn.Linear(width, 2)
-        # Start with a uniform policy and a value of 0.5.
+        # Small weights: training starts with a nearly uniform policy and a value near 0.5.
         for layer in (self.policy, self.value_out):
             nn.init.normal_(layer.weight, std=0.01)
         nn.init.zeros_(self.value_out.bias)
@@ -178,7 +178,7 @@ def encode_boards(boards: Tensor, *, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWeights:
-    """The weights of the terms of the loss."""
+    """The weights of the loss terms."""
 
     policy: float = 1.0
     value: float = 1.0
@@ -196,10 +196,10 @@ def hex_loss(output: NetOutput, micro: MicroBatch, weights: LossWeights) -> Tens
 
 
 def policy_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
-    """Return the cross entropy with the move played, or with the visits of a search; 0 if there is no move."""
+    """Return the cross entropy with the move played, or with the visit counts of a search; 0 if there is no move."""
     logs = output.policy.log_softmax(1)
     if "shares" in micro.fields:
-        # Occupied cells have no visits, and their logits are finite, so they contribute 0.
+        # Occupied cells have no visits and finite logits, so they contribute 0.
         return -(micro.shares.float() * logs).sum(1)
     return -logs.gather(1, micro.move.clamp(min=0)[:, None])[:, 0] * (micro.move >= 0)
 
@@ -210,6 +210,6 @@ def value_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
 
 
 def uncertainty_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
-    """Return the loss of the predicted squared error; no gradient flows into the value."""
+    """Return the loss of the predicted squared error. No gradient flows into the value."""
     squared = (output.win.detach() - micro.win).square()
     return functional.binary_cross_entropy_with_logits(output.error, squared, reduction="none")

@@ -1,4 +1,4 @@
-"""Players that use a net, alone or with a search, and loading them by name."""
+"""Players that use a net, alone or with a search, and a loader for players by name."""
 
 import os
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from whet.run.folder import RECIPE_FILE, open_run
 from whet.training.weights import load_weights
 
 _BOARDS_PER_BATCH = 4096
-"""Bounds the memory of an evaluation."""
+"""The maximum number of boards per evaluation, which bounds memory."""
 _TREE_BYTES = 2**30
-"""Bounds the memory of all trees together."""
+"""The memory limit of all trees together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SearchPlayer:
     _is_stopped: Event = field(default_factory=Event, repr=False, compare=False)
 
     def stop(self) -> None:
-        """Make the search that runs in another thread, and all later ones, raise an error."""
+        """Make a search in another thread, and all later searches, raise an error."""
         self._is_stopped.set()
 
     def analyze(self, positions: Positions) -> Analysis:
@@ -84,9 +84,10 @@ class SearchPlayer:
         return Analysis(transform_policy(result.shares, symmetry, size=positions.size), result.win)
 
     def search(self, boards: Boards, *, draw: np.random.Generator | None = None) -> TreeSearchResult:
-        """Search boards in the mover's perspective; noise is added only with `draw`."""
+        """Search boards from the mover's perspective. Noise is added only with `draw`."""
         options = self.options if draw is not None else replace(self.options, noise_fraction=0.0)
-        # The search of a game does not depend on the others, and noise is drawn game by game.
+        # Searching in chunks is safe: the search of a game does not depend on the batch, and noise is drawn game by
+        # game.
         step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=options.simulations + 1))
         parts = [
             search_moves(boards[start : start + step], self._evaluate, options, draw=draw)
@@ -108,7 +109,7 @@ _RESTORE = "restore this file from a backup, or use another run"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opponent:
-    """A player, and the board size that it was trained on; None if it plays any."""
+    """A player and the board size that it was trained on; None if it plays any size."""
 
     player: Player
     size: int | None = None
@@ -127,7 +128,7 @@ def load_opponent(name: str, *, device: AbstractDevice, checkpoint: str = "last"
 
 
 def parse_player(name: str) -> tuple[Path, int | None]:
-    """Split RUN@64 into run and simulations; the name of a folder may contain an @."""
+    """Split RUN@64 into the run and the number of simulations. The name of a folder may contain an @."""
     run, sign, number = name.rpartition("@")
     if not sign or os.path.exists(name):  # noqa: PTH110  Path.exists() raises for a name that is too long.
         return Path(name), None
@@ -139,7 +140,7 @@ def parse_player(name: str) -> tuple[Path, int | None]:
 
 
 def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
-    """Load the net of a run, or of the champion of a self-play run; return it and its board size."""
+    """Load the net of a run, or of the champion of a self-play run; return the net and its board size."""
     if not os.path.exists(path):  # noqa: PTH110
         raise UsageError("no such player", got=str(path)[-200:], try_=f"{', '.join(PLAYERS)}, a run, or RUN@64")
     path = champion_run(path) if is_selfplay(path) else path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HexRecipe(Recipe):
-    """Trains on games; by default on generated games of the two-distance player."""
+    """Trains a Hex net on games; by default on generated games of the two-distance player."""
 
     name = "hex"
     Config = HexConfig

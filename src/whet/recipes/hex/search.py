@@ -1,4 +1,4 @@
-"""Monte Carlo tree search (PUCT) over many games at once: new leaves of all games are evaluated in one batch."""
+"""Monte Carlo tree search (PUCT) over many games at once. New leaves of all games are evaluated in one batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ UNKNOWN = -1
 
 
 def tree_bytes(size: int, *, num_nodes: int) -> int:
-    """Return the memory of one tree: each node has a board, and per cell three numbers and a child."""
+    """Return the bytes of one tree. Each node has a board, and per cell three numbers and a child."""
     return num_nodes * size * size * (1 + 3 * 4 + 8)
 
 
 class Trees:
-    """One tree per game; node 0 is the root. Every node was evaluated once, or is decided."""
+    """One tree per game. Node 0 is the root. Every node has been evaluated once or is decided."""
 
     def __init__(self, roots: Boards, *, num_nodes: int) -> None:
         games, size = len(roots), roots.shape[-1]
@@ -29,17 +29,17 @@ class Trees:
         self.priors = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.visits = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.wins = np.zeros((games, num_nodes, cells), dtype=np.float32)
-        """The sum over visits of the mover's probability of winning with that move."""
+        """The sum over visits of the mover's win probability after the move."""
         self.children = np.full((games, num_nodes, cells), UNKNOWN, dtype=np.int64)
         self.values = np.zeros((games, num_nodes), dtype=np.float32)
-        """The mover's probability of winning, as evaluated."""
+        """The mover's win probability, as evaluated by the net."""
         self.is_lost = np.zeros((games, num_nodes), dtype=bool)
         """Whether the opponent has connected its edges."""
         self.sizes = np.ones(games, dtype=np.int64)
         self.boards[:, 0] = roots
 
     def add(self, games: Ints, parents: Ints, moves: Ints, boards: Boards) -> Ints:
-        """Add a node to each of these games, below a move of its parent; return the nodes."""
+        """Add a node to each of these games, as the child of a parent for a move; return the nodes."""
         nodes = self.sizes[games]
         self.boards[games, nodes] = boards
         self.children[games, parents, moves] = nodes
@@ -48,7 +48,7 @@ class Trees:
 
 
 Evaluator = Callable[[Boards], tuple[Floats, Floats]]
-"""Maps boards in the mover's perspective to a policy (B, N * N) and the mover's probability of winning (B)."""
+"""Maps boards from the mover's perspective to a policy (B, N * N) and the mover's win probability (B)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +57,23 @@ class SearchOptions:
 
     simulations: int = 64
     exploration: float = 1.25
-    """The constant of PUCT, for values from 0 to 1."""
+    """The PUCT exploration constant, for values from 0 to 1."""
     first_play_reduction: float = 0.1
-    """An unvisited move is assumed to be this much worse than its position."""
+    """The value of an unvisited move is the value of its position minus this number."""
     noise_fraction: float = 0.0
-    """Weight of noise in the priors of the root; for self-play."""
+    """The weight of noise in the priors of the root, used for self-play."""
     noise_concentration: float = 10.0
     """Total concentration of the Dirichlet noise over all legal moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSearchResult:
-    """The result for each board."""
+    """The result of a search for each board."""
 
     visits: Floats
-    """(B, N * N): visits of each move; their sum is the number of simulations."""
+    """(B, N * N): the visits of each move. Their sum is the number of simulations."""
     win: Floats
-    """(B): the mover's mean probability of winning over all visits."""
+    """(B): the mover's mean win probability over all visits."""
 
     @property
     def best(self) -> Ints:
@@ -82,14 +82,14 @@ class TreeSearchResult:
 
     @property
     def shares(self) -> Floats:
-        """The share of visits of each move."""
+        """The fraction of visits of each move."""
         return self.visits / np.maximum(self.visits.sum(1, keepdims=True), 1)
 
 
 def search_moves(
     boards: Boards, evaluate: Evaluator, options: SearchOptions, *, draw: np.random.Generator | None = None
 ) -> TreeSearchResult:
-    """Search from undecided boards in the mover's perspective; `draw` is needed for noise only."""
+    """Search from undecided boards in the mover's perspective. `draw` is required only for noise."""
     trees = Trees(boards, num_nodes=options.simulations + 1)
     games = np.arange(len(boards))
     _evaluate_nodes(trees, games, np.zeros(len(boards), dtype=np.int64), evaluate)
@@ -111,10 +111,11 @@ Path = list[tuple[Ints, Ints, Ints]]
 
 
 def _descend(trees: Trees, options: SearchOptions) -> Path:
-    """Follow the best moves to one that was never tried, or to a decided position."""
+    """Follow the best moves down to a move that was never tried, or to a decided position."""
     games = np.arange(len(trees.sizes))
     nodes = np.zeros(len(games), dtype=np.int64)
     path: Path = []
+    # All games descend together. A game leaves the loop when it reaches its leaf.
     while len(games):
         moves = _choose(trees, games, nodes, options)
         path.append((games, nodes, moves))
@@ -129,6 +130,7 @@ def _choose(trees: Trees, games: Ints, nodes: Ints, options: SearchOptions) -> I
     visits = trees.visits[games, nodes]
     guess = np.maximum(trees.values[games, nodes] - options.first_play_reduction, 0)[:, None]
     value = np.where(visits > 0, trees.wins[games, nodes] / np.maximum(visits, 1), guess)
+    # The + 1 lets the priors decide the first visit, when no move has been visited yet.
     visit_term = np.sqrt(visits.sum(1, keepdims=True) + 1)
     score = value + options.exploration * trees.priors[games, nodes] * visit_term / (1 + visits)
     is_occupied = trees.boards[games, nodes].reshape(len(games), -1) != 0
@@ -136,7 +138,7 @@ def _choose(trees: Trees, games: Ints, nodes: Ints, options: SearchOptions) -> I
 
 
 def _expand(trees: Trees, path: Path) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the leaf of each game, added if it does not exist, and whether it is new and undecided."""
+    """Return the leaf of each game, adding it if necessary, and whether it is new and undecided."""
     num_games = len(trees.sizes)
     leaves = np.zeros(num_games, dtype=np.int64)
     is_new = np.zeros(num_games, dtype=bool)
@@ -149,7 +151,7 @@ def _expand(trees: Trees, path: Path) -> tuple[Ints, NDArray[np.bool_]]:
             continue
         after = place_stones(trees.boards[growing, parents], played)
         new = trees.add(growing, parents, played, flip_perspective(after))
-        # The next mover has lost: the value of the node stays 0.
+        # The move won the game, so the next mover has lost: the value of the node stays 0.
         trees.is_lost[growing, new] = mover_has_won(after)
         leaves[growing] = new
         is_new[growing] = ~trees.is_lost[growing, new]
@@ -163,20 +165,22 @@ def _evaluate_nodes(trees: Trees, games: Ints, nodes: Ints, evaluate: Evaluator)
 
 
 def _back_up(trees: Trees, path: Path, values: Floats) -> None:
-    """Add the value of each leaf to the moves that led to it, from the perspective of their movers."""
+    """Add the value of each leaf to the moves that led to it, from the perspective of each mover."""
     length = np.zeros(len(values), dtype=np.int64)
     for games, _, _ in path:
         length[games] += 1
     for depth, (games, nodes, moves) in enumerate(path):
+        # Values are from the perspective of the mover at the leaf. Movers alternate with depth.
         is_opponent = (length[games] - depth) % 2 == 1
         trees.wins[games, nodes, moves] += np.where(is_opponent, 1 - values[games], values[games])
         trees.visits[games, nodes, moves] += 1
 
 
 def add_noise(trees: Trees, options: SearchOptions, draw: np.random.Generator) -> None:
-    """Mix Dirichlet noise into the priors of the roots, so that self-play tries moves that the net dislikes."""
+    """Mix Dirichlet noise into the priors of the roots, so that self-play tries moves with a low prior."""
     is_legal = trees.boards[:, 0].reshape(len(trees.sizes), -1) == 0
     concentration = options.noise_concentration / is_legal.sum(1, keepdims=True)
+    # Normalized gamma draws are a Dirichlet draw. Illegal moves get a valid dummy shape and are masked.
     noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
     noise /= np.maximum(noise.sum(1, keepdims=True), 1e-30)
     trees.priors[:, 0] = (1 - options.noise_fraction) * trees.priors[:, 0] + options.noise_fraction * noise

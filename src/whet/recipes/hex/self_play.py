@@ -1,4 +1,4 @@
-"""Self-play training: generations play, train and are gated against the champion."""
+"""Self-play training: each generation plays, trains, and is gated against the champion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ MAX_OPENING_STONES = 3
 
 @dataclass(frozen=True, slots=True)
 class SelfPlayGames:
-    """The positions of self-play games, in the mover's perspective."""
+    """The positions of self-play games, from the mover's perspective."""
 
     boards: Boards
     shares: Floats
-    """(batch, cells): the share of visits of each move; all 0 after the end of a game."""
+    """(batch, cells): the fraction of visits of each move; all 0 after the end of a game."""
     wins: NDArray[np.float32]
     """(batch,): whether the mover won."""
     games: NDArray[np.int64]
@@ -55,19 +55,19 @@ class SelfPlayGames:
 
 
 def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_moves: int, seed: int) -> SelfPlayGames:
-    """Play games in parallel. The first `free_moves` moves are sampled by visits, later ones are the most visited."""
+    """Play games in parallel. The first `free_moves` moves are sampled by visits; later moves are the most visited."""
     draw = np.random.default_rng(seed)
     boards = np.concatenate(
         [random_boards(-(-num_games // 4), size=size, num_stones=n, draw=draw) for n in range(MAX_OPENING_STONES + 1)]
     )[:num_games]
     games, ply = np.arange(len(boards)), 0
     records: list[tuple[Boards, Floats, NDArray[np.int64]]] = []
-    # Whether the mover of a game's first position wins.
+    # Whether the mover in the first position of each game wins.
     is_first_winner = np.zeros(len(boards), dtype=bool)
     plies = []
     while len(games):
         shares = player.search(boards, draw=draw).shares
-        # The argmax of log-probabilities with Gumbel noise is a sample.
+        # Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample from the distribution.
         noise = draw.gumbel(size=shares.shape)
         with np.errstate(divide="ignore"):
             moves = (np.log(shares) + noise).argmax(1) if ply < free_moves else shares.argmax(1)
@@ -77,7 +77,7 @@ def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_mov
         is_finished = mover_has_won(after)
         ply += 1
         if is_finished.any():
-            # The final position is included for the value: its mover has lost.
+            # Include the final position to train the value: its mover has lost.
             records.append(
                 (flip_perspective(after[is_finished]), np.zeros_like(shares[is_finished]), games[is_finished])
             )
@@ -103,7 +103,7 @@ def write_self_games(path: Path, played: SelfPlayGames) -> None:
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:
-    """Read games; None if the file is missing or damaged. Then they are played again, with the same result."""
+    """Read games; return None if the file is missing or damaged. They are then played again, with the same result."""
     arrays = read_arrays(path)
     return SelfPlayGames(**arrays) if arrays is not None and {*arrays} == {*_ARRAYS} else None
 
@@ -113,7 +113,7 @@ _HELD_OUT_EVERY = 20
 
 
 class GenerationRecipe(HexRecipe):
-    """Trains on self-play games, with shares of visits as the target of the policy."""
+    """The Hex recipe on self-play games. The target of the policy is the fraction of visits."""
 
     def __init__(self, played: Sequence[SelfPlayGames], *, size: int, fingerprint: str) -> None:
         self._played = played
@@ -145,7 +145,7 @@ def _concatenate(parts: list[Columns]) -> Columns:
 
 
 _NOISE_FRACTION = 0.25
-"""Noise in the priors of the root, as in AlphaZero."""
+"""The weight of noise in the priors of the root, as in AlphaZero."""
 _OPENING_STONES = 2
 
 
@@ -153,8 +153,8 @@ _OPENING_STONES = 2
 class SelfPlay:
     """Self-play training in a folder, generation by generation.
 
-    Generation 0 trains on games of the two-distance player. Each further one trains on recent self-play games of the
-    champion, starting from its weights, and becomes champion if it wins enough games against it.
+    Generation 0 trains on games of the two-distance player. Each later generation starts from the weights of the
+    champion, trains on the champion's recent self-play games, and becomes champion if it wins enough games against it.
     """
 
     folder: Path
@@ -166,11 +166,11 @@ class SelfPlay:
 
     @property
     def config(self) -> HexConfig:
-        """The options."""
+        """The options of the run."""
         return self.resolved.config
 
     def run(self) -> int:
-        """Run until all generations are finished or a training is stopped; return the exit code."""
+        """Run until all generations are finished or training is stopped; return the exit code."""
         self._check_openings()
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock.acquire(self.folder):
@@ -195,7 +195,7 @@ class SelfPlay:
             is_finished = result.state == "done"
             return result, Generation(number=0, num_positions=0, is_champion=True) if is_finished else None
         device = open_device(self.device).device
-        # The replay buffer, the newest first.
+        # The replay buffer, newest generation first.
         oldest = max(1, number - self.config.loop.window + 1)
         played = [self._games(generation, state, device) for generation in range(number, oldest - 1, -1)]
         self.message(f"generation {number} trains on {sum(map(len, played)):,} positions of {len(played)} generations")
@@ -228,7 +228,7 @@ class SelfPlay:
         )
 
     def _games(self, number: int, state: SelfPlayState, device: AbstractDevice) -> SelfPlayGames:
-        """Read the games played for a generation by the champion before it; play them if they are missing."""
+        """Read the games that the champion played for a generation; play them if they are missing."""
         path = games_path(self.folder, number)
         games = read_self_games(path)
         if games is None:
@@ -250,7 +250,7 @@ class SelfPlay:
         return games
 
     def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> TrainResult:
-        # Without the options of the loop, so that changing them does not prevent resuming a started generation.
+        # Leave out the options of the loop, so that changing them does not prevent resuming a generation.
         config = self.config.model_copy(update={**changes, "selfplay": False, "loop": SelfPlayOptions()})
         return train_recipe(
             recipe,
@@ -275,7 +275,7 @@ class SelfPlay:
         )
 
     def _check_openings(self) -> None:
-        """Fail before training if a small board has too few openings for gate_games."""
+        """Fail before training starts if a small board has too few openings for gate_games."""
         try:
             self._openings(1)
         except UsageError as error:

@@ -1,7 +1,7 @@
-"""The state of a self-play run, written after each generation: a kill loses at most one.
+"""The state of a self-play run, written after each generation. A kill loses at most one generation.
 
-`state.json` is the state. `games-NNN.npz` contains the self-play games for a generation, played by the champion before
-it, and `generation-NNN/` is the run that was trained on them; 000 is trained on games of the two-distance player.
+`state.json` is the state. `games-NNN.npz` contains the self-play games for a generation, played by the previous
+champion, and `generation-NNN/` is the run that was trained on them. 000 is trained on games of the two-distance player.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ class Generation(FrozenModel):
     number: int
     num_positions: int
     win_rate: float | None = None
-    """Against the champion before it; None for generation 0."""
+    """The win rate against the previous champion; None for generation 0."""
     low: float | None = None
     high: float | None = None
     is_champion: bool
@@ -37,11 +37,11 @@ class SelfPlayState(FrozenModel):
 
     @property
     def champion(self) -> int | None:
-        """The current champion."""
+        """The number of the current champion; None before generation 0 is finished."""
         return self.champion_before(len(self.generations))
 
     def champion_before(self, number: int) -> int | None:
-        """Return the champion when a generation started."""
+        """Return the number of the champion at the start of a generation."""
         return next((done.number for done in reversed(self.generations[:number]) if done.is_champion), None)
 
 
@@ -56,7 +56,7 @@ def games_path(folder: Path, number: int) -> Path:
 
 
 def is_selfplay(folder: Path) -> bool:
-    """Whether a folder is a self-play run."""
+    """Return whether a folder is a self-play run."""
     return (folder / STATE).is_file()
 
 
@@ -78,7 +78,7 @@ def write_state(folder: Path, state: SelfPlayState) -> None:
 
 
 def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
-    """Read the state of a folder, or create it; raise if the folder was started with other options."""
+    """Read the state of a folder, or create it. Raises an error if the folder was started with different options."""
     if not is_selfplay(folder):
         durable.make_directory(folder)
         if any(not durable.is_leftover(path) and path.name != "lock" for path in folder.iterdir()):
@@ -87,7 +87,7 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
         write_state(folder, state)
         return state
     state = read_state(folder)
-    # The options of the loop may change: more generations continue a finished run.
+    # The options of the loop may change: more generations extend a finished run.
     changed = [name for name, value in config.items() if name != "loop" and state.config.get(name, value) != value]
     if changed:
         raise UsageError(

@@ -15,7 +15,7 @@ from whet.plan.workload import Workload
 TRAIN_GRIDS_4X4 = 200
 PUZZLES_PER_GRID = 32
 NUM_HELD_OUT = 256
-"""Generated puzzles for validation, and as many for test."""
+"""The number of generated puzzles for validation, and the same number for test."""
 
 _SMALL_ARCH = {
     "hidden_size": 64,
@@ -26,9 +26,9 @@ _SMALL_ARCH = {
     "puzzle_emb_len": 1,
 }
 _SMALL = {"global_batch_size": 64, "lr": 1e-3, "warmup_steps": 100, "weight_decay": 0.1, "epochs": 6, "blanks": 10}
-"""4x4: trains in minutes on a CPU."""
+"""Defaults for 4x4, which train in minutes on a CPU."""
 _LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_decay": 1.0, "epochs": 60, "blanks": 50}
-"""9x9: the settings of the official implementation for Sudoku."""
+"""Defaults for 9x9: the settings of the official implementation for Sudoku."""
 
 
 class PuzzleArch(BaseModel):
@@ -83,14 +83,14 @@ class PuzzleArch(BaseModel):
 
     @property
     def puzzle_width(self) -> int:
-        """Size of a puzzle's embedding."""
+        """The size of the embedding of a puzzle."""
         if self.puzzle_emb_ndim != "auto":
             return self.puzzle_emb_ndim
         return self.hidden_size if self.puzzle_emb_len else 0
 
 
 class PuzzleConfig(CommonConfig):
-    """Puzzles: the common options, those of the generator, and those of the model."""
+    """Puzzles: the common options and the options of the generator and the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 64,
@@ -133,7 +133,7 @@ class PuzzleConfig(CommonConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dependent_defaults(cls, given: Any) -> Any:
-        """Apply the defaults for small or large puzzles; explicit values win."""
+        """Apply the defaults for small or large puzzles. Explicit values take precedence."""
         if not isinstance(given, dict):
             return given
         is_small = str(given.get("size", 4)) == "4" and not given.get("data") and not given.get("data_paths")
@@ -158,14 +158,14 @@ class PuzzleConfig(CommonConfig):
 
     @property
     def num_generated(self) -> int:
-        """Generated training Sudokus, without augmented copies."""
+        """The number of generated training Sudokus, without augmented copies."""
         if self.puzzles != "auto":
             return self.puzzles
         return TRAIN_GRIDS_4X4 * PUZZLES_PER_GRID if self.size == 4 else 1_000
 
 
 class Sizes(BaseModel):
-    """Sizes of a model that the data determines."""
+    """The sizes of a model that are determined by the data."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -175,12 +175,12 @@ class Sizes(BaseModel):
 
 
 def generated_sizes(config: PuzzleConfig) -> Sizes:
-    """Sizes of generated Sudokus: tokens are padding, blank and digits; all share one embedding, as officially."""
+    """Return the sizes of generated Sudokus. Tokens are padding, blank and digits; all puzzles share one embedding."""
     return Sizes(num_tokens=config.size + 2, length=config.size**2, num_puzzles=1)
 
 
 def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int | None = None) -> Workload:
-    """Describe the workload of a config; the size of given data is unknown until it is read."""
+    """Describe the workload of a config. The size of user data is unknown until the data is read."""
     for path in (config.data, *config.data_paths):
         if path is not None and not Path(path).exists():
             raise UsageError("the data does not exist", got=f"data={path}", try_="a file or folder that exists")
@@ -212,7 +212,7 @@ def _layers(arch: PuzzleArch, *, num_positions: int) -> tuple[str, ...]:
 
 
 def count_parameters(arch: PuzzleArch, sizes: Sizes) -> int:
-    """Count embeddings, blocks and heads."""
+    """Return the number of parameters of the embeddings, blocks and heads."""
     width, positions = arch.hidden_size, arch.puzzle_emb_len + sizes.length
     mixer = _feed_forward(positions, arch) if arch.mlp_t else 4 * width**2
     embeddings = (2 * sizes.num_tokens + (positions if arch.pos_encodings == "learned" else 0)) * width

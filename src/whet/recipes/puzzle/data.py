@@ -26,12 +26,12 @@ _SIDE_OF_LENGTH = {16: 4, 81: 9}
 _SUDOKU_SUFFIXES = (".txt", ".csv")
 _HELD_OUT_DIVISOR = 10
 _MAX_TOKENS = 30_000
-"""Tokens are stored as int16."""
+"""The limit of the vocabulary, because tokens are stored as int16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PuzzleData:
-    """Three splits as tensors, and what they determine about a model."""
+    """Three splits as tensors, and the model sizes that they determine."""
 
     train: dict[str, Tensor]
     val: dict[str, Tensor]
@@ -42,7 +42,7 @@ class PuzzleData:
 
 
 def read_data(config: PuzzleConfig) -> PuzzleData:
-    """Read or generate the data of a config; all random draws come from its seed."""
+    """Read or generate the data of a config. All random draws depend on its seed."""
     rng = np.random.default_rng(config.seed)
     if config.is_generated:
         return _generate(config, rng)
@@ -56,7 +56,7 @@ def read_data(config: PuzzleConfig) -> PuzzleData:
 
 
 def parse_sudoku(text: str) -> np.ndarray | None:
-    """Parse a Sudoku in one line: digits, and 0, . or _ for a blank; None if it is not one.
+    """Parse a Sudoku in one line: digits, and 0, . or _ for a blank. Return None if the text is not a Sudoku.
 
     >>> parse_sudoku("1.....2."), parse_sudoku("1... ..2. .3.. ...4".replace(" ", ""))[:4]
     (None, array([1, 0, 0, 0], dtype=int8))
@@ -79,7 +79,7 @@ def read_sudokus(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, list[str]]:
         for text in _sudoku_texts(path):
             cells = parse_sudoku(text)
             if cells is not None:
-                # Keyed by cells: the same Sudoku may be written with another character for a blank.
+                # Use the cells as key, because the same Sudoku may be written with another character for a blank.
                 distinct.setdefault(cells.tobytes(), (text, cells))
     texts, all_cells = [text for text, _ in distinct.values()], [cells for _, cells in distinct.values()]
     if len({len(cells) for cells in all_cells}) != 1:
@@ -117,7 +117,7 @@ def _sudoku_texts(path: Path) -> Iterator[str]:
 def _generate(config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
     number = config.num_generated
     if config.size == 4:
-        # The 288 grids are split, so that no held-out solution was trained on.
+        # Split the 288 grids, not the puzzles, so that no held-out solution is used for training.
         grids = all_grids_4x4(rng)
         train, others = grids[:TRAIN_GRIDS_4X4], grids[TRAIN_GRIDS_4X4:]
         held_out = others[rng.integers(len(others), size=2 * NUM_HELD_OUT)]
@@ -143,7 +143,7 @@ def _from_files(paths: list[Path], config: PuzzleConfig, rng: np.random.Generato
     order = rng.permutation(len(puzzles))
     order = order[_grouped_by_solution(solutions[order])]
     number = _num_held_out(len(puzzles), config)
-    # The limit counts training puzzles; held-out ones are added.
+    # The option limits training puzzles; held-out puzzles come on top.
     if config.puzzles != "auto":
         order = order[: config.puzzles + 2 * number]
     puzzles, solutions = puzzles[order], solutions[order]
@@ -158,10 +158,11 @@ def _grouped_by_solution(solutions: np.ndarray) -> np.ndarray:
 
 
 def _held_out_rows(solutions: np.ndarray, number: int) -> list[np.ndarray]:
-    """Return about `number` rows at the end for val, and as many for test; each grid is in one split only."""
+    """Return about `number` rows at the end for val, and as many for test. Each grid is in one split only."""
     is_first = np.ones(len(solutions), bool)
     is_first[1:] = (solutions[1:] != solutions[:-1]).any(1)
     starts = np.flatnonzero(is_first)
+    # Move both boundaries back to the first row of a grid, so that no grid is split.
     begin, middle = (int(starts[starts <= len(solutions) - held_out].max()) for held_out in (2 * number, number))
     if middle == begin:
         begin = int(starts[starts < middle].max(initial=0))
@@ -186,7 +187,7 @@ def _sudoku_data(
     """Augment the training split and convert cells to tokens: 0 is padding, 1 a blank, and k + 1 the digit k."""
     both = np.stack([puzzles, solutions])
     train = both[:, : held_out[0][0]]
-    # Only training puzzles are augmented, puzzle and solution with the same symmetry.
+    # Augment only the training puzzles. A puzzle and its solution get the same symmetry.
     train = np.concatenate([train, *(shuffle_grids(train, rng) for _ in range(config.augment))], axis=1)
     splits = [train, *(both[:, rows] for rows in held_out)]
     train_columns, val, test = (
@@ -198,7 +199,7 @@ def _sudoku_data(
 
 
 def _num_held_out(number: int, config: PuzzleConfig) -> int:
-    """Rows for val, and as many for test."""
+    """Return the number of rows for val, which is also the number for test."""
     held_out = min(config.eval_puzzles, number // _HELD_OUT_DIVISOR)
     if not held_out:
         raise UsageError(
@@ -220,14 +221,14 @@ def _columns(inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> dic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PuzzleRows:
-    """Rows of an official dataset."""
+    """The rows of an official dataset."""
 
     inputs: np.ndarray
     labels: np.ndarray
     puzzles: np.ndarray
-    """The index of each row's embedding."""
+    """The index of the embedding of each row."""
     groups: np.ndarray
-    """Rows of one group are augmented copies of one original."""
+    """The group of each row. Rows of one group are augmented copies of one original."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -243,7 +244,7 @@ class PuzzleRows:
 
 
 def is_official(folder: Path) -> bool:
-    """Whether a folder was written by the official implementation."""
+    """Return whether a folder was written by the official implementation."""
     return (folder / "train" / "dataset.json").is_file()
 
 
@@ -252,7 +253,7 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
         raise UsageError("the folder has its own augmentation", got=f"augment={config.augment}", try_="augment=0")
     train, test, sizes = read_official(folder)
     if test is None or len(test) < 2:
-        # Whole groups: a puzzle must not be held out while a copy of it is trained on.
+        # Hold out whole groups: a held-out puzzle must not have an augmented copy in the training split.
         groups = rng.permutation(int(train.groups.max(initial=0)) + 1)
         number = _num_held_out(len(groups), config)
         is_val, is_test = (np.isin(train.groups, some) for some in (groups[:number], groups[number : 2 * number]))
@@ -267,7 +268,7 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
 
 
 def read_official(folder: Path) -> tuple[PuzzleRows, PuzzleRows | None, Sizes]:
-    """Return training rows, test rows if there are any, and the sizes that a model needs.
+    """Return training rows, test rows or None, and the sizes that a model needs.
 
     Unlike in the official implementation, every row has the same weight.
     """
@@ -292,7 +293,7 @@ def _read_split(folder: Path) -> tuple[PuzzleRows, Sizes]:
         sets = [_read_set(folder, name, sizes, info.get("ignore_label_id")) for name in info["sets"]]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise _folder_error(folder, f"{type(error).__name__}: {error}") from None
-    # Groups are numbered from 0 in each set.
+    # Offset the group numbers, which start from 0 in each set.
     starts = np.cumsum([0, *(int(part.groups.max(initial=-1)) + 1 for part in sets)])
     rows = PuzzleRows(
         inputs=np.concatenate([part.inputs for part in sets]),

@@ -14,16 +14,16 @@ from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses,
 
 
 def evaluate(model: PuzzleModel, micro_batches: Iterator[MicroBatch]) -> dict[str, Any]:
-    """Work on each puzzle for the maximum number of steps, and return the metrics.
+    """Run each puzzle for the maximum number of steps, and return the metrics.
 
-    exact_accuracy is the share of puzzles that are correct in every cell; exact_N is that share after N steps.
+    exact_accuracy is the fraction of puzzles that are correct in every cell. exact_N is that fraction after N steps.
     """
     sums: Tensor | None = None
     number = 0
     for micro in micro_batches:
         batch = slot_input(micro)
         num_counted = (batch.labels != IGNORED_LABEL).sum(-1).clamp(min=1)
-        # Summed on the device: one transfer at the end instead of one per micro-batch.
+        # Sum on the device: one transfer at the end instead of one per micro-batch.
         exact, cells, loss, halts = [], None, None, None
         for logits, halt in run_steps(model, batch.inputs, batch.puzzles):
             losses = puzzle_losses(logits, halt, batch.labels)
@@ -48,7 +48,7 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[MicroBatch]) -> dict[st
 
 
 def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield token logits and halting logit after each step; the slots are not used."""
+    """Yield the token logits and the halting logit after each step. Slots are not used."""
     is_new = torch.ones_like(puzzles, dtype=torch.bool)
     y, z = model.initial_states(len(inputs))
     for _ in range(model.slots.max_steps):
@@ -59,10 +59,10 @@ def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[t
 
 @torch.no_grad()
 def solve_texts(model: PuzzleModel, texts: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
-    """Solve Sudokus written as text.
+    """Solve Sudokus given as text.
 
-    Returns for each the digits of all cells, the predicted probability that all are correct, and whether the given
-    digits are unchanged.
+    Returns for each Sudoku the digits of all cells, the predicted probability that all are correct, and whether the
+    given digits are unchanged.
     """
     parsed = [parse_sudoku("".join(text.split())) for text in texts]
     for text, cells in zip(texts, parsed, strict=True):
@@ -74,7 +74,7 @@ def solve_texts(model: PuzzleModel, texts: Sequence[str], sizes: Sizes) -> list[
             )
     given = torch.stack([torch.from_numpy(cells) for cells in parsed if cells is not None]).to(model.y0.device).long()
     *_, (logits, halt) = run_steps(model, given + 1, torch.zeros_like(given[:, 0]))
-    # Tokens 0 and 1 are padding and blank, which are no solutions.
+    # Skip tokens 0 and 1: padding and blank are not valid in a solution.
     digits = logits[..., 2:].argmax(-1) + 1
     keeps_given = ((given == 0) | (given == digits)).all(-1)
     return [

@@ -29,9 +29,9 @@ from whet.recipes.puzzle.slots import SlotBatch, SlotInput, Slots
 
 Positions = Literal["rope", "learned", "none"]
 IGNORED_LABEL = -100
-"""The label of a token that does not count."""
+"""The label of a token that the loss ignores."""
 _HALT_BIAS = -5.0
-"""Initial bias of the halting head, so that an untrained model does not halt."""
+"""The initial bias of the halting head, so that an untrained model does not halt."""
 _HALT_WEIGHT = 0.5
 
 
@@ -51,9 +51,9 @@ class PuzzleShape:
     positions: Positions
     mixes_by_mlp: bool
     prefix: int
-    """Positions in front of the tokens that hold the puzzle's embedding."""
+    """The number of positions before the tokens that hold the embedding of the puzzle."""
     puzzle_width: int
-    """Size of that embedding; 0 for none."""
+    """The size of that embedding; 0 for none."""
 
     @property
     def num_positions(self) -> int:
@@ -62,7 +62,7 @@ class PuzzleShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotConfig:
-    """How many puzzles are worked on at once, and for how many steps."""
+    """The number of puzzles in progress at once, and the maximum number of steps per puzzle."""
 
     number: int
     max_steps: int
@@ -71,7 +71,7 @@ class SlotConfig:
 
 
 class PuzzleModel(nn.Module):
-    """The network and its slots; one call is one step of deep supervision."""
+    """The network and its slots. One call is one step of deep supervision."""
 
     y0: Tensor
     z0: Tensor
@@ -91,7 +91,8 @@ class PuzzleModel(nn.Module):
         nn.init.constant_(self.to_halt.bias, _HALT_BIAS)
         self.register_buffer("y0", truncated_normal_(torch.empty(shape.width), deviation=1))
         self.register_buffer("z0", truncated_normal_(torch.empty(shape.width), deviation=1))
-        # Precomputed: in compiled code, each of the 42 layers of a step would compute them again for every element.
+        # Precompute the angles: compiled code would recompute them for every element in each of the 42 layers of a
+        # step.
         angles = rotary_angles(torch.arange(shape.num_positions), shape.width // shape.num_heads)
         for name, table in zip(("cosines", "sines"), angles, strict=True):
             self.register_buffer(name, table, persistent=False)
@@ -120,13 +121,13 @@ class PuzzleModel(nn.Module):
                 state = block(state, args)
             return state
 
-        # z and y are detached between supervision steps: gradients stay within one step.
+        # Detach y and z between supervision steps: gradients stay within one step.
         y, z = refine(net, y, z, x, outer=self.shape.outer_cycles, inner=self.shape.inner_cycles)
         logits = self.to_tokens(y[:, self.shape.prefix :])
         return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
 
     def initial_states(self, num_puzzles: int) -> tuple[Tensor, Tensor]:
-        """Return y and z for puzzles that have not been worked on, (B, S, W)."""
+        """Return the initial y and z, (B, S, W)."""
         shape = (num_puzzles, self.shape.num_positions, self.shape.width)
         return self.y0.expand(shape), self.z0.expand(shape)
 
@@ -137,7 +138,7 @@ class PuzzleModel(nn.Module):
             vector = functional.pad(self.table(puzzles), (0, shape.prefix * shape.width - shape.puzzle_width))
             x = torch.cat((vector.view(-1, shape.prefix, shape.width), x), dim=1)
         if self.places is not None:
-            # Both embeddings have the same standard deviation, and their sum must keep it.
+            # Both embeddings have the same standard deviation. Scale their sum so that it keeps this deviation.
             x = math.sqrt(0.5) * (x + self.places.weight)
         scaled: Tensor = math.sqrt(shape.width) * x
         return scaled
@@ -163,7 +164,7 @@ class PuzzleTable(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """A feed-forward layer across positions instead of attention, then one across features."""
+    """A feed-forward layer across positions, which replaces attention, then one across features."""
 
     def __init__(self, width: int, *, num_positions: int, expansion: float) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ def _block(shape: PuzzleShape) -> nn.Module:
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of matrix products under autocast; states are kept in it, so that nothing is converted in between."""
+    """Return the dtype of matrix products under autocast. States are kept in it to avoid conversions."""
     device_type = weight.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
@@ -200,10 +201,10 @@ class PuzzleLosses(NamedTuple):
 
 
 def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
-    """Return the mean loss over the slots of a micro-batch: the tokens, and whether the model knows when it is right.
+    """Return the mean loss over the slots of a micro-batch: the loss of the tokens and of the halting prediction.
 
-    In training mode the slots advance by one step. In evaluation mode every puzzle starts from the initial state, and no
-    slot changes.
+    In training mode the slots advance by one step. In evaluation mode every puzzle starts from the initial state, and
+    no slot changes.
     """
     offered = slot_input(micro)
     batch = model.slots.load(offered) if model.training else new_batch(model, offered)
@@ -215,10 +216,10 @@ def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
 
 
 def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
-    """Compute the losses of each puzzle; the target of `halt` is whether the solution is correct."""
+    """Compute the losses of each puzzle. The target of `halt` is whether the solution is correct."""
     is_counted = labels != IGNORED_LABEL
     num_counted = is_counted.sum(-1).clamp(min=1)
-    # A puzzle is right only if every counted token is.
+    # A puzzle is correct only if every token that counts is correct.
     is_right = ((logits.argmax(-1) == labels) | ~is_counted).all(-1)
     halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
     tokens = stablemax_loss(logits, labels).sum(-1) / num_counted
@@ -231,7 +232,7 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     The loss of the official implementation (Prieto et al. 2025, "Grokking at the Edge of Numerical Stability").
     """
     wide = logits.to(widest_float(logits.device))
-    # clamp keeps both branches finite, so that the gradient of the branch not taken is not 0 times infinity.
+    # clamp keeps both branches finite; otherwise the gradient of the branch not taken would be 0 times infinity.
     sizes = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide.clamp(min=0) + 1)
     is_counted = labels != IGNORED_LABEL
     chosen = sizes.gather(-1, torch.where(is_counted, labels, 0)[..., None]).squeeze(-1)
@@ -255,7 +256,7 @@ def slot_input(micro: MicroBatch) -> SlotInput:
 
 
 def new_batch(model: PuzzleModel, offered: SlotInput) -> SlotBatch:
-    """Start the offered puzzles without slots."""
+    """Return a batch in which all offered puzzles are new, without using slots."""
     y, z = model.initial_states(len(offered.inputs))
     return SlotBatch(
         inputs=offered.inputs,

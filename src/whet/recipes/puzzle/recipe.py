@@ -1,4 +1,4 @@
-"""The puzzle recipe: a tiny recursive model learns Sudoku, or the puzzles of a folder. torch is imported lazily."""
+"""The puzzle recipe: a tiny recursive model solves Sudoku or the puzzles of a folder. torch is imported lazily."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,11 +66,11 @@ class PuzzleRecipe(Recipe):
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
 
     def example_input(self, metadata: dict[str, Any]) -> str | None:
-        """An example input for `whet predict`: a Sudoku with one digit."""
+        """Return an example input for `whet predict`: a Sudoku with one digit."""
         return f"{1:.<{Sizes.model_validate(metadata).length}}" if metadata["is_sudoku"] else None
 
     def predict(self, config: PuzzleConfig, metadata: dict[str, Any]) -> "tuple[PuzzleModel, Predictor]":
-        """A model without its weights, and a function of Sudokus in lines to call once it has them."""
+        """Return a model without trained weights, and a function that solves Sudokus given as lines of text."""
         if not metadata["is_sudoku"]:
             raise UsageError("only Sudokus can be written in a line", got="a run on arrays", try_="a run on Sudokus")
         sizes = Sizes.model_validate(metadata)
@@ -85,7 +85,7 @@ class PuzzleRecipe(Recipe):
 
 
 def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
-    """Make a model with its initial weights."""
+    """Return a model with initial weights."""
     from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig
 
     arch = config.arch

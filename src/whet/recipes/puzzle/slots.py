@@ -1,7 +1,7 @@
-"""Slots: each place of the global batch keeps its puzzle, and the states reached so far, until the model halts it.
+"""Slots: each place of the global batch keeps its puzzle and its states for several steps.
 
-A puzzle stays in its slot for several steps, until the model halts it or its maximum number of steps is reached.
-Meanwhile the rows that the data offers for this place of the batch are ignored.
+A puzzle stays in its slot until the model halts it or its maximum number of steps is reached. In the meantime, the rows
+that the data offers for this place of the batch are ignored.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _Number = TypeVar("_Number", int, Tensor)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotInput:
-    """Rows of data for consecutive slots, from `first` on."""
+    """Rows of data for consecutive slots, starting with `first`."""
 
     first: int
     inputs: Tensor
@@ -34,21 +34,21 @@ class SlotInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotBatch:
-    """The puzzles that slots work on in one step."""
+    """The puzzles of some slots in one step."""
 
     inputs: Tensor
     labels: Tensor
     puzzles: Tensor
     y: Tensor
     z: Tensor
-    """States left by the previous step; the model resets them where `is_new`."""
+    """The states after the previous step. The model resets them where `is_new`."""
     is_new: Tensor
     steps: Tensor
-    """Steps done so far with this puzzle."""
+    """The number of steps done with this puzzle."""
 
 
 class Slots(nn.Module):
-    """The state of all slots, in buffers: checkpoints contain it, and a trial step can restore it."""
+    """The state of all slots. It is in buffers, so that checkpoints contain it and a trial step can restore it."""
 
     is_averaged = False
     is_memory = True
@@ -80,7 +80,7 @@ class Slots(nn.Module):
 
     @torch.no_grad()
     def load(self, offered: SlotInput) -> SlotBatch:
-        """Return what the slots work on in this step: halted slots take the offered rows."""
+        """Return the puzzles of this step. Halted slots take the offered rows."""
         if offered.slots.stop > len(self.halted):
             raise WhetError(
                 "the batch has more puzzles than the model has slots",
@@ -100,9 +100,9 @@ class Slots(nn.Module):
 
     @torch.no_grad()
     def store(self, first: int, batch: SlotBatch, *, y: Tensor, z: Tensor, halt: Tensor) -> None:
-        """Store the states after a step of the slots from `first` on; a slot whose `halt` is above 0 is free again."""
+        """Store the states of the slots from `first` on after a step. A slot with `halt` above 0 becomes free."""
         at, steps = slice(first, first + len(batch.steps)), batch.steps + 1
-        # A slot halts at the maximum, or when the model says so, but not before its drawn minimum.
+        # A slot halts at the maximum number of steps, or when the model halts it, but not before its random minimum.
         is_done = steps >= self.max_steps
         if self.max_steps > 1:
             is_done = (is_done | (halt > 0)) & (steps >= self._min_steps(first, self.age[at]))
@@ -116,10 +116,10 @@ class Slots(nn.Module):
         self.z[at] = z
 
     def _min_steps(self, first: int, age: Tensor) -> Tensor:
-        """Exploration: some puzzles must run for 2 to max_steps steps, so that the model is trained on late steps too.
+        """Return the minimum number of steps: 2 to max_steps for some puzzles, so that late steps are trained too.
 
-        The draw depends on the slot's number and age only, so neither micro-batches nor an interruption nor the device
-        changes it.
+        This is the exploration of the official implementation. The draw depends only on the number and age of the slot,
+        so micro-batches, interruptions and devices do not change it.
         """
         slot = torch.arange(first, first + len(age), device=age.device)
         drawn = _hash32(_hash32(slot + self._seed) + age)

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 _CHUNK_SIZE = 512
-"""States that are processed together; the newest first, which keeps the stack small."""
+"""The number of states processed together. The newest states come first, which keeps the stack small."""
 
 
 # --- grids and puzzles ------------------------------------------------------------------------------------------------
@@ -19,8 +19,9 @@ def all_grids_4x4(rng: np.random.Generator) -> np.ndarray:
 
 
 def random_grids_9x9(number: int, rng: np.random.Generator) -> np.ndarray:
-    """Return random grids, (number, 81): three diagonal boxes are drawn, the rest is solved, and all is shuffled."""
+    """Return random grids, (number, 81): draw the three diagonal boxes, solve the rest, and shuffle."""
     starts = np.zeros((number, 9, 9), np.int8)
+    # The diagonal boxes share no row or column, so they can be drawn independently.
     for box in (slice(0, 3), slice(3, 6), slice(6, 9)):
         drawn = rng.permuted(np.tile(np.arange(1, 10, dtype=np.int8), (number, 1)), axis=1)
         starts[:, box, box] = drawn.reshape(number, 3, 3)
@@ -29,10 +30,10 @@ def random_grids_9x9(number: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np.ndarray:
-    """Return puzzles with these grids as their unique solutions, 0 for a blank.
+    """Return puzzles with these grids as their unique solutions. Blanks are 0.
 
-    Cells are removed in a random order, each only if the solution stays unique, until there are `blanks` of them or all
-    cells were tried.
+    Cells are removed in a random order, each only if the solution stays unique, until there are `blanks` blanks or all
+    cells have been tried.
     """
     puzzles, number = grids.copy(), np.arange(len(grids))
     order = rng.permuted(np.tile(np.arange(grids.shape[1]), (len(grids), 1)), axis=1)
@@ -43,7 +44,7 @@ def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np
             break
         tried = puzzles.copy()
         tried[number, cells] = 0
-        # Another solution would have another digit in this cell.
+        # Exclude the known digit: any second solution must have a different digit in this cell.
         others = to_candidates(tried)
         others[number, cells] &= ~to_candidates(grids)[number, cells]
         second = solve(others[is_open], max_solutions=1)
@@ -57,8 +58,8 @@ def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np
 def shuffle_grids(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Apply a random symmetry to each grid.
 
-    Digits are renamed (a blank stays one), the grid may be transposed, bands and the rows in them are permuted, stacks
-    and the columns in them too.
+    Digits are renamed (blanks stay blank), the grid may be transposed, bands and the rows within them are permuted, and
+    stacks and the columns within them too.
 
     Args:
         cells: (number, cells); or (kinds, number, cells), where a puzzle and its solution get the same symmetry.
@@ -77,7 +78,7 @@ def shuffle_grids(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _shuffled_lines(number: int, box: int, rng: np.random.Generator) -> np.ndarray:
-    """Orders of rows: bands permuted, and the rows in each; (number, box * box)."""
+    """Return row orders, (number, box * box), with the bands permuted and the rows within each band permuted."""
     within = rng.permuted(np.tile(np.arange(box), (number, box, 1)), axis=2)
     bands = rng.permuted(np.tile(np.arange(box), (number, 1)), axis=1)
     return (bands[:, :, None] * box + within).reshape(number, -1)
@@ -88,14 +89,14 @@ def _shuffled_lines(number: int, box: int, rng: np.random.Generator) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Board:
-    """Rows, columns and boxes ("units") of a grid size."""
+    """The units (rows, columns and boxes) of a grid size."""
 
     units: np.ndarray
     """(3 * side, side): the cells of each unit."""
     of_cell: np.ndarray
     """(cells, 3): the units of each cell."""
     num_bits: np.ndarray
-    """The size of every set of digits."""
+    """The number of digits in every set of digits."""
 
 
 @cache
@@ -109,7 +110,7 @@ def _board(side: int) -> _Board:
 
 
 def to_candidates(puzzles: np.ndarray) -> np.ndarray:
-    """Convert cells (0 for a blank, digits from 1) to sets of possible digits, as bits."""
+    """Convert cells (0 for a blank, digits from 1) to bit sets of possible digits."""
     side = round(puzzles.shape[1] ** 0.5)
     return np.where(puzzles == 0, (1 << side) - 1, 1 << np.maximum(puzzles.astype(np.int64) - 1, 0)).astype(np.uint16)
 
@@ -117,17 +118,17 @@ def to_candidates(puzzles: np.ndarray) -> np.ndarray:
 def solve(
     candidates: np.ndarray, *, max_solutions: int, order: np.random.Generator | None = None, chunk: int = _CHUNK_SIZE
 ) -> list[np.ndarray]:
-    """Return the solutions of each Sudoku, (number, cells), at most `max_solutions`.
+    """Return at most `max_solutions` solutions of each Sudoku, (number, cells).
 
     Args:
-        order: try the digits in a random order.
-        chunk: states per round; a small one is faster for a single solution of puzzles that have very many.
+        order: Try the digits in a random order.
+        chunk: States per round. A small number is faster for one solution of puzzles with very many solutions.
     """
     num_cells = candidates.shape[1]
     board = _board(round(num_cells**0.5))
     solutions: list[list[np.ndarray]] = [[] for _ in candidates]
     missing = np.full(len(candidates), max_solutions)
-    # Depth-first search over a stack of states; `owners` are the puzzles they belong to.
+    # Depth-first search over a stack of states. `owners` are the puzzles that the states belong to.
     states, owners = candidates, np.arange(len(candidates))
     while len(states):
         now, now_owners = states[-chunk:], owners[-chunk:]
@@ -147,7 +148,7 @@ def solve(
 
 
 def _propagate(states: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarray]:
-    """Apply naked and hidden singles until nothing changes; also return which states have no contradiction so far."""
+    """Apply naked and hidden singles until nothing changes; also return which states have no contradiction."""
     states = states.copy()
     is_possible = np.ones(len(states), bool)
     active = np.arange(len(states))
@@ -183,9 +184,9 @@ def _digits_in_units(sets: np.ndarray, board: _Board) -> tuple[np.ndarray, np.nd
 def _branch(
     states: np.ndarray, owners: np.ndarray, board: _Board, order: np.random.Generator | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replace each state by one for every digit of the undecided cell with the fewest candidates."""
+    """Replace each state with one state per digit of the undecided cell that has the fewest candidates."""
     counts = board.num_bits[states]
-    # Minimum remaining values: the fewest candidates give the smallest tree.
+    # Minimum remaining values: branching on the fewest candidates gives the smallest tree.
     cell = np.where(counts == 1, 255, counts).argmin(1)
     digits = np.arange(round(states.shape[1] ** 0.5) if states.shape[1] else 0)
     if order is not None:

@@ -1,4 +1,4 @@
-"""Attention and pooling over padded and packed batches alike.
+"""Attention and pooling for both padded and packed batches.
 
 Shapes: B texts (filler texts included), L tokens of the longest text, T tokens in total, W width, H heads.
 """
@@ -16,32 +16,32 @@ from whet.device.kernels.switches import is_own_kernel_on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """The text and position of each token; made once per forward pass, without synchronizing with the device."""
+    """The text and position of each token. Computed once per forward pass, without synchronizing with the device."""
 
     positions: Tensor
-    """Position of each token in its own text: (L) or (T)."""
+    """The position of each token in its text: (L) or (T)."""
     is_real: Tensor
     """(B, L): false for padding."""
     is_seen: Tensor
-    """(B, L): the real tokens, and the first cell of an empty text, because a softmax over nothing is NaN."""
+    """(B, L): the real tokens, and the first cell of an empty text, because a softmax over no elements is NaN."""
     cells: Tensor | None
-    """(T): the cell of the B x L rectangle of each packed token; None for a padded batch."""
+    """(T): the cell of each packed token in the B x L rectangle; None for a padded batch."""
     starts: Tensor | None
-    """(B + 1): where each packed text begins; None for a padded batch."""
+    """(B + 1): the start of each packed text; None for a padded batch."""
     spans: Spans | None
-    """Bounds of each packed token's text for whet's own attention kernels; None where they are not used."""
+    """The bounds of the text of each packed token, for whet's attention kernels; None if they are not used."""
     num_texts: int
-    """Texts without the fillers at the end, which are not pooled."""
+    """The number of texts without the fillers at the end, which are not pooled."""
 
     def to_padded(self, x: Tensor) -> Tensor:
-        """Return x as (B, L, ...), with zeros as padding."""
+        """Return x as (B, L, ...), padded with zeros."""
         if self.cells is None:
             return x
         rectangle = x.new_zeros(self.is_real.numel(), *x.shape[1:])
         return rectangle.index_copy(0, self.cells, x).unflatten(0, self.is_real.shape)
 
     def from_padded(self, rectangle: Tensor) -> Tensor:
-        """Invert `to_padded`: (B, L, ...) or (T, ...)."""
+        """Invert `to_padded`: return (B, L, ...) or (T, ...)."""
         return rectangle if self.cells is None else rectangle.flatten(0, 1)[self.cells]
 
 
@@ -57,7 +57,8 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
         lengths = starts.diff()
         indices = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
-        # Not in starts[1:]: compiled for a GPU, bucketize reads a view from the start of its storage (pytorch#161609).
+        # Do not search in starts[1:]: compiled for a GPU, bucketize reads a view from the start of its storage
+        # (pytorch#161609).
         text = torch.bucketize(indices, starts, right=True) - 1
         positions = indices - starts[text]
         spans = Spans.of(starts[text], starts[text + 1]) if is_own_kernel_on("attention") else None
@@ -77,13 +78,13 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
 
 
 def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float = 0.0) -> Tensor:
-    """Compute self-attention within each text; `qkv` holds queries, keys and values side by side, 3 W wide.
+    """Compute self-attention within each text. `qkv` holds queries, keys and values side by side, 3 W wide.
 
-    A packed batch stays packed where the device has a kernel for it. Elsewhere it is padded for the attention alone:
-    that takes B x L^2 scores, where a block-diagonal mask would take T^2.
+    A packed batch stays packed if the device has a kernel for it. Otherwise it is padded only for the attention, which
+    takes B x L^2 scores. A block-diagonal mask would take T^2.
     """
     head_size = qkv.shape[-1] // 3 // num_heads
-    # Fastest first: whet's kernels, torch's variable-length kernel, then a padded rectangle.
+    # Try the fastest first: whet's kernels, torch's variable-length kernel, then a padded rectangle.
     if layout.spans is not None and dropout == 0 and has_span_kernel(qkv, head_size):
         return span_attention(qkv, layout.spans, num_heads=num_heads)
     if layout.starts is not None and has_varlen_kernel(qkv, num_heads=num_heads):
@@ -100,6 +101,7 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
 def mean_pool(x: Tensor, layout: TokenLayout) -> Tensor:
     """Average over the tokens of each text, (texts, W)."""
     real = layout.is_real[: layout.num_texts, :, None]
+    # Clamp the count: an empty text has no tokens to average.
     return (layout.to_padded(x)[: layout.num_texts] * real).sum(1) / real.sum(1).clamp(min=1)
 
 
@@ -107,5 +109,5 @@ def first_token(x: Tensor, layout: TokenLayout) -> Tensor:
     """Return the first token of each text, (texts, W)."""
     if layout.starts is None:
         return x[:, 0]
-    # An empty text at the very end starts after the last token.
+    # Clamp the index: an empty text at the very end starts after the last token.
     return x.index_select(0, layout.starts[: layout.num_texts].clamp(max=x.shape[0] - 1))

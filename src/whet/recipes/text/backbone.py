@@ -1,6 +1,6 @@
 """Locate a pretrained model and read its sizes from config.json, without torch or transformers.
 
-Only safetensors weights, JSON and vocabulary files are downloaded or read, and no code from a model is executed.
+Only safetensors weights, JSON and vocabulary files are downloaded or read. No code from a model is executed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ BERT_ACTIVATIONS = {
     "gelu_pytorch_tanh": ("gelu", "tanh"),
     "relu": ("relu", "none"),
 }
-"""Activations by their names in transformers: torch's function and the approximation of GELU."""
+"""Maps the names of activations in transformers to torch's function and the approximation of GELU."""
 
 _BERT_TYPES = ("bert", "camembert", "roberta", "xlm-roberta")
 _POSITIONS_AFTER_PADDING = (
@@ -72,12 +72,12 @@ class Backbone:
     num_positions: int
     num_segments: int
     num_stored: int | None = None
-    """Parameters in its safetensors files; None if they are not on this machine."""
+    """The number of parameters in the safetensors files; None if they are not on this machine."""
     padding: int = 1
     """The id of the padding token."""
     activation: str = "gelu"
     is_plain: bool = True
-    """Whether it is an encoder with learned absolute positions."""
+    """Whether the model is an encoder with learned absolute positions."""
 
     @property
     def is_read_packed(self) -> bool:
@@ -87,14 +87,14 @@ class Backbone:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that have a position; RoBERTa-like models start counting after their padding index."""
+        """The number of tokens that have a position. RoBERTa-like models start counting after their padding index."""
         if "roberta" not in self.kind and self.kind not in _POSITIONS_AFTER_PADDING:
             return self.num_positions
-        # MPNet uses 1 for its padding whatever its config says.
+        # MPNet uses 1 as its padding index, whatever its config says.
         return max(1, self.num_positions - max(1, self.padding) - 1)
 
     def num_parameters(self, *, num_classes: int) -> int:
-        """Parameters with a classification head: BERT is counted by its layers, other models by their files."""
+        """Count the parameters with a classification head: BERT by its layers, other models by their files."""
         width = self.width
         head = (width + 1) * num_classes
         if self.kind != "bert" and self.num_stored is not None:
@@ -102,7 +102,7 @@ class Backbone:
         return self._embeddings + self.layers * self._block + (width + 1) * width + head
 
     def num_trained(self, *, num_classes: int, freeze: str | int, lora: int | None) -> int:
-        """Trained parameters, LoRA's included. Exact for BERT, approximate for other models."""
+        """Return the number of trained parameters including LoRA. Exact for BERT, approximate for other models."""
         width = self.width
         head = (width + 1) * num_classes
         if lora is not None:
@@ -117,17 +117,17 @@ class Backbone:
 
     @property
     def _embeddings(self) -> int:
-        """Parameters of BERT's embeddings and their norm."""
+        """Return the number of parameters of BERT's embeddings and their norm."""
         return (self.vocab_size + self.num_positions + self.num_segments + 2) * self.width
 
     @property
     def _block(self) -> int:
-        """Parameters of one BERT layer."""
+        """Return the number of parameters of one BERT layer."""
         width = self.width
         return 4 * (width + 1) * width + (width + 1) * self.inner + (self.inner + 1) * width + 4 * width
 
     def activation_bytes(self, max_length: int) -> int:
-        """Bytes that one text of full length keeps for the backward pass in float32, as for the small encoder."""
+        """Return the float32 bytes that one text of full length keeps for the backward pass (see config.py)."""
         block = (34 + 8 * self.inner // self.width) * max_length * self.width + 9 * self.heads * max_length**2
         return self.layers * block + 8 * max_length * self.width
 
@@ -135,7 +135,7 @@ class Backbone:
 BERT_BASE = Backbone(
     kind="bert", width=768, layers=12, heads=12, inner=3072, vocab_size=30_522, num_positions=512, num_segments=2
 )
-"""The most common size on the hub, assumed while a model's config.json is not on this machine."""
+"""The most common size on the hub. Assumed if the config.json of a model is not on this machine."""
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def read_backbone(name: str) -> Backbone:
-    """Read the sizes of `model`; BERT base is assumed for a hub model that is not downloaded yet."""
+    """Read the sizes of `model`. BERT base is assumed for a hub model that is not downloaded yet."""
     folder = local_folder(name)
     if folder is None:
         return BERT_BASE
@@ -182,7 +182,7 @@ def read_backbone(name: str) -> Backbone:
 
 
 def backbone_of(config: Mapping[str, Any], *, num_stored: int | None = None) -> Backbone:
-    """Read the sizes from a transformers config, whose keys differ between architectures."""
+    """Read the sizes from a transformers config. The keys differ between architectures."""
 
     def size(*names: str, default: int) -> int:
         return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
@@ -223,7 +223,7 @@ def _num_stored(folder: Path) -> int | None:
 
 
 def import_transformers() -> Any:
-    """Import transformers, or name the extra that installs it."""
+    """Import transformers. Raises an error that names the extra to install if it is missing."""
     try:
         import transformers
     except ImportError as error:
@@ -234,7 +234,7 @@ def import_transformers() -> Any:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder with the files of `model`, downloading a hub model if it is not in the cache."""
+    """Return the folder with the files of `model`. Download a hub model if it is not in the cache."""
     folder = local_folder(name) or _download(name)
     if not any(folder.glob("*.safetensors")):
         raise UsageError(
@@ -257,15 +257,15 @@ def _download(name: str) -> Path:
         )
         return Path(path)
 
-    # The cache is tried first, so that a downloaded model needs no network.
+    # Try the cache first, so that a downloaded model needs no network.
     with contextlib.suppress(Exception):
         cached = snapshot(is_local=True)
-        # An interrupted download leaves a snapshot without its weights.
+        # Check the files: an interrupted download leaves a snapshot without weights.
         if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
             return cached
     try:
         return snapshot(is_local=False)
-    except Exception as error:  # Many kinds: no network, no such name, no permission, a full disk.
+    except Exception as error:  # Many types: no network, unknown name, no permission, full disk.
         what, detail = explain_hub_error(error)
         raise WhetError(
             f"there is no folder {repo}, and {what}",
@@ -276,7 +276,7 @@ def _download(name: str) -> Path:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the reports and progress bars of transformers: relevant problems are raised as errors of ours."""
+    """Silence the messages and progress bars of transformers. whet raises errors for relevant problems."""
     logging = import_transformers().utils.logging
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

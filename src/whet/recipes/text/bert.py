@@ -1,9 +1,9 @@
 """BERT and RoBERTa classifiers without padding: the weights of transformers under their names, executed by whet.
 
-Shapes: B texts, L tokens of the longest text, T tokens in total, W width, C classes. Parameters are those of the
-transformers classifier, under its names, so checkpoints, exports and optimizer states are interchangeable. Linear
-layers and norms see a batch as it comes, (B, L, W) or (T, W). RoBERTa and its relatives are the same encoder: they
-count positions from their padding index, and their head contains the layer that BERT calls its pooler.
+Shapes: B texts, L tokens of the longest text, T tokens in total, W width, C classes. The parameters have the names and
+shapes of the transformers classifier, so checkpoints, exports and optimizer states are interchangeable. Linear layers
+and norms accept both layouts of a batch, (B, L, W) and (T, W). RoBERTa and related models use the same encoder, with
+two differences: positions count from the padding index, and the head contains the layer that BERT calls its pooler.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from whet.recipes.text.tokenizer import SEGMENT_OFFSET
 
 
 class Bert(nn.Module):
-    """A BERT classifier that reads padded and packed batches alike; `config` is that of transformers."""
+    """A BERT classifier for padded and packed batches. `config` is the transformers config."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Bert(nn.Module):
 
     @classmethod
     def of(cls, network: Any) -> "Bert":
-        """Wrap a transformers classifier; the weights are shared."""
-        # On meta, so that no second copy of the weights is allocated before they are assigned.
+        """Wrap a transformers classifier. The weights are shared."""
+        # Build on the meta device, so that no second copy of the weights is allocated before they are assigned.
         with torch.device("meta"):
             bert = cls(network.config)
         bert.network.load_state_dict(network.state_dict(), assign=True)
@@ -49,7 +49,7 @@ class Bert(nn.Module):
 
 
 class _BertModel(nn.Module):
-    """Embeddings, post-norm blocks, and the first token of each text, passed through BERT's pooler."""
+    """Embeddings, post-norm blocks, and BERT's pooler on the first token of each text."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -83,36 +83,36 @@ class _BertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, ids: Tensor, layout: TokenLayout) -> Tensor:
-        # Token ids carry the segment in their high bits (`tokenizer.py`).
+        # The high bits of a token id contain the segment (`tokenizer.py`).
         words = ids % SEGMENT_OFFSET
-        # Padding may reach beyond the last learned position; attention never looks there.
+        # Clamp: padding may extend beyond the last learned position, but no token attends to it.
         positions = self._positions(words, layout).clamp(max=self.position_embeddings.num_embeddings - 1)
         if self.token_type_embeddings.num_embeddings > 1:
             segments = self.token_type_embeddings(ids // SEGMENT_OFFSET)
         else:
-            # RoBERTa has a single segment: broadcasting saves a lookup per token.
+            # RoBERTa has a single segment, so broadcasting saves a lookup per token.
             segments = self.token_type_embeddings.weight[0]
         embedded = self.word_embeddings(words) + segments + self.position_embeddings(positions)
         return self.dropout(self.LayerNorm(embedded))
 
     def _positions(self, words: Tensor, layout: TokenLayout) -> Tensor:
-        """RoBERTa counts from its padding index on, and skips padding tokens inside a text."""
+        """Return the positions. RoBERTa counts from its padding index and skips padding tokens inside a text."""
         if self.padding is None:
             return layout.positions
         is_counted = words != self.padding
         total = is_counted.cumsum(-1)
         if layout.starts is not None:
-            # The running sum spans the whole batch: subtract its value before each text.
+            # The cumulative sum spans the whole batch: subtract its value before each text.
             first = torch.arange(len(words), device=words.device) - layout.positions
             total = total - (total - is_counted.long()).index_select(0, first)
         return torch.where(is_counted, total, 0) + self.padding
 
 
 class _BertBlock(nn.Module):
-    """Attention and a feed-forward layer; each output is added to the residual, and the sum is normalized.
+    """Attention and a feed-forward layer. Each output is added to the residual, and the sum is normalized.
 
-    The input comes twice, as the residual and as input of matrix products, which may have another precision
-    (`residual_layer_norm`), and leaves the same way.
+    A block takes and returns two tensors: the residual, and the input of matrix products, which may have a lower
+    precision (`residual_layer_norm`).
     """
 
     def __init__(self, config: Any) -> None:
@@ -140,8 +140,8 @@ class _BertBlock(nn.Module):
         return out
 
     def _qkv(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side, 3 W wide: one matrix product instead of three."""
-        # Concatenated in every pass: the parameters must stay those of transformers, for checkpoints and exports.
+        """Return queries, keys and values side by side, 3 W wide: one matrix product instead of three."""
+        # Concatenate in every pass: the parameters must stay separate, as in transformers, for checkpoints and exports.
         layers = list(self.attention["self"].children())
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         return functional.linear(x, weight, bias)

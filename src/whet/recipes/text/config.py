@@ -29,14 +29,14 @@ TRAIN_SHARE = 0.8
 FINE_TUNING = {"epochs": 4, "lr": 2e-5, "warmup_share": 0.1, "word_dropout": 0.0}
 """Defaults for a pretrained model: "2 or 4 epochs, 2e-5" was best overall (Beltagy et al. 2019, SciBERT, 3.4)."""
 FROZEN_LR = 1e-3
-"""Default when only the head is trained (the same paper's frozen variant)."""
+"""The default learning rate if only the head is trained (the frozen variant of the same paper)."""
 LORA_LR = 2e-4
-"""LoRA starts from a zero update and has few weights, so it takes ten times the rate of full fine-tuning."""
+"""LoRA starts from a zero update and has few weights, so its learning rate is ten times that of full fine-tuning."""
 FINE_TUNING_LENGTH = 256
 
 
 class TextArch(BaseModel):
-    """Sizes of the small encoder that is trained from scratch."""
+    """The sizes of the small encoder, which is trained from scratch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,7 +66,7 @@ _DEFAULT_ARCH = TextArch()
 class TextConfig(CommonConfig):
     """Text classification: the common options and those of the encoder."""
 
-    # Chosen on the embedded texts by validation accuracy over three seeds; many neighbors are equal within the noise.
+    # Chosen on the embedded texts by validation accuracy over three seeds. Many neighbors are equal within the noise.
     defaults: ClassVar[Mapping[str, Any]] = {"epochs": 10, "lr": 1e-3}
     descriptions: ClassVar[Mapping[str, str]] = {
         "epochs": "passes over the training data; 4 for a pretrained model, SciBERT's best were 2 or 4",
@@ -119,7 +119,7 @@ class TextConfig(CommonConfig):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the embedded dataset is used because none is given."""
+        """Whether the embedded dataset is used because no data is given."""
         return self.data is None and not self.data_paths
 
     @property
@@ -132,11 +132,11 @@ class TextConfig(CommonConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dependent_defaults(cls, given: Any) -> Any:
-        """Apply the defaults for pretrained models and for dropout=0; explicit values win."""
+        """Apply the defaults for pretrained models and for dropout=0. Explicit values take precedence."""
         if not isinstance(given, dict):
             return given
         if given.get("model", SMALL) == SMALL:
-            # dropout=0 asks for a deterministic forward pass, so word dropout is disabled with it.
+            # dropout=0 requests a deterministic forward pass, so disable word dropout too.
             return {"word_dropout": 0.0, **given} if given.get("dropout") == 0 else given
         rate = FROZEN_LR if given.get("freeze") == "encoder" else LORA_LR if given.get("lora") else FINE_TUNING["lr"]
         filled = {**FINE_TUNING, "lr": rate, **given}
@@ -183,19 +183,19 @@ class TextConfig(CommonConfig):
 
 
 def can_read_packed(config: TextConfig, backbone: Backbone | None) -> bool:
-    """Whether the model reads packed batches: the small encoder, and a fully trained BERT or RoBERTa (`bert.py`)."""
+    """Return whether the model reads packed batches: the small encoder, or a fully trained BERT or RoBERTa."""
     return backbone is None or (backbone.is_read_packed and config.lora is None and config.freeze == "none")
 
 
 def describe(config: TextConfig, folder: Path | None = None) -> Workload:
-    """Describe the workload of a config; the size of user data is unknown until it is read.
+    """Describe the workload of a config. The size of user data is unknown until the data is read.
 
     Args:
-        folder: where the files of a hub model are, once they are downloaded.
+        folder: The files of a hub model, once they are downloaded.
     """
     _check_data_exists(config)
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if config.is_embedded else None
-    # Sizes of a hub model are those of BERT base until its files are here (`backbone.py`).
+    # The sizes of a hub model are those of BERT base until its files are downloaded (`backbone.py`).
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
     can_pack = can_read_packed(config, backbone)
     if config.lengths in ("packed", "packed few") and not can_pack:
@@ -214,7 +214,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         max_length=max_length,
         lengths_vary=True,
         can_pack=can_pack,
-        # int64 token ids and a label.
+        # Each sample has int64 token ids and a label.
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,
@@ -225,7 +225,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
 def describe_data(
     workload: Workload, config: TextConfig, *, num_samples: int, mean_length: float, classes: Sequence[str]
 ) -> Workload:
-    """Add what is known once the data is read."""
+    """Add the facts that are known once the data has been read."""
     known = {
         **_num_parameters(config, num_classes=len(classes)),
         "num_samples": num_samples,
@@ -236,7 +236,7 @@ def describe_data(
 
 
 def count_parameters(arch: TextArch, *, num_classes: int) -> int:
-    """Count the small encoder's parameters: embeddings, blocks, final norm and classifier."""
+    """Return the number of parameters of the small encoder: embeddings, blocks, final norm and classifier."""
     width = arch.hidden_size
     block = 12 * width**2 + 13 * width
     embeddings = (arch.vocab_size + arch.max_length) * width
@@ -244,10 +244,10 @@ def count_parameters(arch: TextArch, *, num_classes: int) -> int:
 
 
 def activation_bytes(arch: TextArch) -> int:
-    """Bytes that one text of full length keeps for the backward pass in float32.
+    """Return the float32 bytes that one text of full length keeps for the backward pass.
 
     Korthikanti et al. 2022 ("Reducing Activation Recomputation"), section 4.1, count 34 sbh + 5 as^2 b bytes per block
-    in half precision with one-byte dropout masks; doubled except for the masks: 66 and 9.
+    in half precision with one-byte dropout masks. All terms except the masks double in float32: 66 and 9.
     """
     length, width = arch.max_length, arch.hidden_size
     block = 66 * length * width + 9 * arch.heads * length**2
@@ -255,14 +255,14 @@ def activation_bytes(arch: TextArch) -> int:
 
 
 def _layers(config: TextConfig, backbone: Backbone | None) -> tuple[str, ...]:
-    """Kinds of layers, which decide what own kernels the plan may use."""
+    """Return the kinds of layers, which determine the own kernels that the plan may use."""
     has_sums = backbone is not None and can_read_packed(config, backbone) and supports_add_norm(backbone.width)
     optional = {SPAN_ATTENTION: _has_spans(config, backbone), ADD_NORM: has_sums}
     return ("attention", "gelu", "layer norm", "linear", *(name for name, is_used in optional.items() if is_used))
 
 
 def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:
-    """Whether whet's own kernels can attend packed texts; they have no dropout."""
+    """Return whether whet's kernels can attend packed texts. They do not support dropout."""
     if backbone is None:
         return supports_span_attention(config.arch.hidden_size // config.arch.heads)
     dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
@@ -272,12 +272,12 @@ def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:
 
 
 def _num_parameters(config: TextConfig, *, num_classes: int) -> dict[str, int]:
-    """Trained and frozen parameters; counted again once the model is made."""
+    """Return the trained and frozen parameters. They are counted again once the model exists."""
     if not config.is_pretrained:
         return {"num_parameters": count_parameters(config.arch, num_classes=num_classes), "num_frozen": 0}
     backbone = read_backbone(config.model)
     trained = backbone.num_trained(num_classes=num_classes, freeze=config.freeze, lora=config.lora)
-    # LoRA's parameters are added to the model, which stays whole: peft trains a copy of the head.
+    # LoRA adds parameters to the model and freezes the rest. peft trains a copy of the head.
     part_of_model = trained if config.lora is None else 0
     return {"num_parameters": trained, "num_frozen": backbone.num_parameters(num_classes=num_classes) - part_of_model}
 

@@ -14,11 +14,11 @@ ClassWeights = Literal["none", "balanced"] | dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """Texts with the index of each one's class."""
+    """Texts and the index of the class of each text."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
-    """For multi-label data the first class of each text, or -1 for none."""
+    """The class of each text. For multi-label data the first class, or -1 for none."""
     pairs: tuple[str, ...] = ()
     """The second texts of sentence pairs; empty for single texts."""
     label_sets: tuple[tuple[int, ...], ...] = ()
@@ -70,7 +70,7 @@ class Corpus:
         """SHA-256 of classes, texts, labels and splits."""
         splits = []
         for part in (self.train, self.val, self.test):
-            # Added only if present, so fingerprints of plain corpora do not depend on these fields.
+            # Hash these fields only if present, so that fingerprints of plain corpora do not depend on them.
             optional = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
             splits.append([part.texts, part.labels, *optional])
         return hashlib.sha256(json.dumps([self.classes, splits]).encode()).hexdigest()
@@ -126,7 +126,7 @@ def _assign_splits(sizes: Sequence[int]) -> list[str]:
     total = val = test = 0
     for size in sizes:
         total += size
-        # Of single rows, val gets the 5th, 15th, ... and test the 10th, 20th, ...: both stay at 10 % at any size.
+        # For single rows, val gets the 5th, 15th, ... and test the 10th, 20th, ...: both stay at 10 % at any size.
         if 10 * val + 5 * size <= total:
             names.append("val")
             val += size
@@ -139,7 +139,7 @@ def _assign_splits(sizes: Sequence[int]) -> list[str]:
 
 
 def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> dict[int, list[int]]:
-    """Union-find over equal texts and equal groups: the rows of each unit by its first row."""
+    """Return the rows of each unit by its first row: union-find over equal texts and equal groups."""
     parent = list(range(len(examples)))
 
     def root(row: int) -> int:
@@ -155,7 +155,7 @@ def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> 
             links.append(("group", str(groups[row])))
         for link in links:
             one, other = root(row), root(first_row.setdefault(link, row))
-            # The smaller row is the root: units are named by their first row.
+            # Use the smaller row as root, because units are named by their first row.
             parent[max(one, other)] = min(one, other)
     units: defaultdict[int, list[int]] = defaultdict(list)
     for row in range(len(examples)):
@@ -164,14 +164,14 @@ def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> 
 
 
 def _majority_label(labels: Sequence[int], frequency: Counter[int]) -> int:
-    """The most frequent class of a unit; ties go to the rarer class, so that rare classes reach all splits."""
+    """Return the most frequent class of a unit. Ties go to the rarer class, so that rare classes reach all splits."""
     counts = Counter(labels)
     return min(counts, key=lambda label: (-counts[label], frequency[label], label))
 
 
 def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
     text = examples.texts[row] + (f"\0{examples.pairs[row]}" if examples.pairs else "")
-    # Seed 0 hashes the text alone, so that the default split depends on nothing else.
+    # Seed 0 hashes only the text, so that the default split depends on nothing else.
     return hashlib.sha256((f"{seed}\0{text}" if seed else text).encode()).digest()
 
 
@@ -179,7 +179,7 @@ def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
 
 
 def read_class_weights(value: Any) -> Any:
-    """Parse the option's text form; pydantic validates the result.
+    """Parse the text form of the option. pydantic validates the result.
 
     >>> read_class_weights("{rare: 5, 'a, b': 0.5}"), read_class_weights(None), read_class_weights("balanced")
     ({'rare': 5.0, 'a, b': 0.5}, 'none', 'balanced')
@@ -216,7 +216,7 @@ def _split_items(text: str) -> list[str]:
 
 
 def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:
-    """Return the weight of each class, 1 for classes not named; None if all classes count the same."""
+    """Return the weight of each class, 1 for classes that are not named; None if all weights are equal."""
     if option == "none":
         return None
     if option == "balanced":
@@ -236,7 +236,7 @@ def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | N
 
 
 def balanced_weights(labels: Sequence[int] | Sequence[tuple[int, ...]], *, num_classes: int) -> tuple[float, ...]:
-    """Weights that give every class the same share of the loss, with a mean of 1 over the rows.
+    """Return weights that give every class the same share of the loss, with a mean of 1 over the rows.
 
     >>> balanced_weights([0, 0, 0, 1], num_classes=2)
     (0.6666666666666666, 2.0)

@@ -28,7 +28,7 @@ from whet.recipes.text.readers.sources import find_sources
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCorpus:
-    """A corpus, and a few lines about how its files were interpreted."""
+    """A corpus, and notes about how its files were interpreted."""
 
     corpus: Corpus
     notes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class _LoadedRows:
     where: str
     splits: dict[str, list[_LabeledText]] = field(default_factory=lambda: {"train": [], "val": [], "test": []})
     formats: list[str] = field(default_factory=list)
-    """Format and columns of each file."""
+    """The format and columns of each file."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,13 +70,13 @@ def load_corpus(config: TextConfig) -> LoadedCorpus:
 def read_files(
     *paths: Path, overrides: ColumnOverrides | None = None, separator: str | None = AUTO, split_seed: int = 0
 ) -> LoadedCorpus:
-    """Read the rows of all files and folders as one corpus; missing splits are taken from the training rows."""
+    """Read the rows of all files and folders as one corpus. Missing splits are taken from the training rows."""
     rows = _LoadedRows(where=", ".join(map(str, paths)))
     has_lists = [
         _read_source(source, overrides or ColumnOverrides(), rows) for path in paths for source in find_sources(path)
     ]
     is_multi = _split_labels(rows, separator=separator, has_lists=any(has_lists))
-    # Classes come from the training rows; held-out labels must be among them.
+    # The training rows define the classes. Held-out labels must be among them.
     splits = rows.splits
     classes = _class_names(splits["train"], held_out=[*splits["val"], *splits["test"]], where=rows.where)
     train, val, test = (_to_examples(splits[name], classes=classes, is_multi=is_multi) for name in splits)
@@ -116,7 +116,7 @@ def _read_source(source: TextSource, overrides: ColumnOverrides, loaded: _Loaded
     if not rows:
         raise UsageError(f"{source.path} is empty", got="a header without rows", try_="rows with a text and a label")
     if first_unlabeled is not None:
-        # A test file without any labels, as contests publish them, is skipped; a partly labeled one is an error.
+        # Skip a test file without any labels, as published by competitions. A partly labeled file is an error.
         if any(row.labels for row in rows):
             raise first_unlabeled
         loaded.notes.append(f"{source.path.name} has no labels and is skipped")
@@ -147,7 +147,7 @@ def _empty_cell_error(column: str, sample: TextSample, *, where: str) -> UsageEr
 
 
 def _split_labels(loaded: _LoadedRows, *, separator: str | None, has_lists: bool) -> bool:
-    """Split labels that name several classes, in place, and return whether a row may have several."""
+    """Split labels that name several classes, in place; return whether a row may have several."""
     rows = [row for part in loaded.splits.values() for row in part]
     separator = validate_separator(separator)
     if has_lists:
@@ -163,7 +163,7 @@ def _split_labels(loaded: _LoadedRows, *, separator: str | None, has_lists: bool
 
 
 def _class_names(train: list[_LabeledText], *, held_out: list[_LabeledText], where: str) -> list[str]:
-    """Return the classes in alphabetical order; each needs at least two training rows."""
+    """Return the classes in alphabetical order. Each class needs at least two training rows."""
     counts = Counter(label for row in train for label in row.labels)
     known = ", ".join(f"{label} ({count})" for label, count in counts.most_common(8))
     for label in sorted({*counts, *(label for row in held_out for label in row.labels)}):
@@ -212,7 +212,7 @@ def _with_missing_splits(
     if val and test:
         return Corpus(classes=tuple(classes), train=train, val=val, test=test)
     corpus = split(train, classes=classes, seed=seed, groups=groups)
-    # A given split is used as it is: the rows that `split` held out for it return to the training.
+    # Use a given split unchanged: rows that `split` held out for it return to the training rows.
     if val:
         corpus = Corpus(classes=corpus.classes, train=corpus.train.joined(corpus.val), val=val, test=corpus.test)
     elif test:

@@ -27,12 +27,12 @@ class SplitColumns(TypedDict):
     label: Tensor
     """int64 (rows); for multi-label data float32 (rows, classes), 1 for each class of a text."""
     weight: NotRequired[Tensor]
-    """float32 of the label's shape: its weight in the loss. Absent if all classes count the same."""
+    """float32 of the shape of the label: its weight in the loss. Absent if all classes have the same weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
-    """Three splits as tensors, and what is needed to interpret a prediction."""
+    """Three splits as tensors, and the data needed to interpret a prediction."""
 
     train: SplitColumns
     val: SplitColumns
@@ -42,15 +42,15 @@ class TextData:
     max_length: int
     """Texts are truncated to this many tokens."""
     fingerprint: str
-    """Of the corpus: equal for the same texts, labels and splits."""
+    """The fingerprint of the corpus. The same texts, labels and splits have the same fingerprint."""
     mean_length: float
-    """Mean number of tokens of a training text."""
+    """The mean number of tokens of a training text."""
     has_pairs: bool
     """Whether a sample is a pair of texts."""
     baseline: float | None
-    """Test accuracy of naive Bayes; None for multi-label data."""
+    """The test accuracy of naive Bayes; None for multi-label data."""
     notes: tuple[str, ...] = ()
-    """How the data was interpreted and what is wrong with it, shown before training starts."""
+    """How the data was interpreted, and its defects. Shown before training starts."""
 
     @property
     def is_multi_label(self) -> bool:
@@ -74,7 +74,7 @@ def tokenize(
         for part in (corpus.train, corpus.val, corpus.test)
     )
     if class_weights is not None:
-        # Only the training loss is weighted: metrics stay comparable with and without weights.
+        # Weight only the training loss: metrics stay comparable with and without weights.
         train["weight"] = weight_column(train["label"], class_weights)
     return TextData(
         train=train,
@@ -91,7 +91,7 @@ def tokenize(
 
 
 def truncation_notes(data: TextData) -> list[str]:
-    """Report how many training texts are truncated, or exactly as long as the limit."""
+    """Report how many training texts are truncated, or as long as the limit."""
     lengths = data.train["tokens"].lengths
     num_full = int((lengths >= data.max_length).sum())
     if not num_full:
@@ -101,7 +101,7 @@ def truncation_notes(data: TextData) -> list[str]:
 
 
 def label_column(part: Examples, *, num_classes: int) -> Tensor:
-    """Return class indices, or a row of zeros and ones for each text of multi-label data."""
+    """Return class indices; for multi-label data, a row of zeros and ones for each text."""
     if not part.label_sets:
         return torch.tensor(part.labels)
     table = torch.zeros(len(part), num_classes)
@@ -111,7 +111,7 @@ def label_column(part: Examples, *, num_classes: int) -> Tensor:
 
 
 def weight_column(label: Tensor, class_weights: Sequence[float]) -> Tensor:
-    """Return the weight of each label; in multi-label data, classes that a text does not have count 1."""
+    """Return the weight of each label. In multi-label data, classes that a text does not have get weight 1."""
     weights = torch.tensor(class_weights, dtype=torch.float32)
     return weights[label] if label.dim() == 1 else 1 + label * (weights - 1)
 
@@ -119,7 +119,7 @@ def weight_column(label: Tensor, class_weights: Sequence[float]) -> Tensor:
 def token_column(
     texts: Sequence[str], *, tokenizer: AnyTokenizer, max_length: int, pairs: Sequence[str] = ()
 ) -> Ragged:
-    """Encode texts or, if `pairs` is given, pairs of texts."""
+    """Encode texts, or pairs of texts if `pairs` is given."""
     ids = (
         tokenizer.encode_pairs(texts, pairs, max_length=max_length)
         if pairs
@@ -132,13 +132,13 @@ def token_column(
 
 
 def baseline_accuracy(corpus: Corpus) -> float:
-    """Test accuracy of multinomial naive Bayes on word counts of the training texts."""
+    """Return the test accuracy of multinomial naive Bayes on the word counts of the training texts."""
     num_classes = len(corpus.classes)
     vocabulary: dict[str, int] = {}
     for text in _full_texts(corpus.train):
         for word in _words(text):
             vocabulary.setdefault(word, len(vocabulary))
-    # Add-one smoothing: a word that a class never has must not exclude the class.
+    # Add-one smoothing: a word that never occurs in a class must not exclude the class.
     counts = np.ones((len(vocabulary), num_classes))
     for text, label in zip(_full_texts(corpus.train), corpus.train.labels, strict=True):
         for word in _words(text):
@@ -157,7 +157,7 @@ def baseline_accuracy(corpus: Corpus) -> float:
 
 
 def _full_texts(examples: Examples) -> list[str]:
-    """Texts joined with their second halves."""
+    """Return the texts joined with their second texts."""
     pairs = examples.pairs or ("",) * len(examples)
     return [f"{text} {pair}" for text, pair in zip(examples.texts, pairs, strict=True)]
 

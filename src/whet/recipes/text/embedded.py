@@ -1,8 +1,8 @@
 """The default dataset: docstring paragraphs of six installed libraries, labeled by library.
 
-Real text that is present wherever torch and transformers are installed. Files are read in place: nothing is downloaded,
-imported or shipped. The texts depend on the installed versions only, never on a run's seed, so runs with different
-seeds share a test split.
+This is real text that exists wherever torch and transformers are installed. Files are read in place: nothing is
+downloaded, imported or shipped. The texts depend only on the installed versions, never on the seed of a run, so runs
+with different seeds share a test split.
 """
 
 import ast
@@ -29,9 +29,9 @@ from whet.run import durable
 LIBRARIES = ("stdlib", "torch", "transformers", "numpy", "sympy", "networkx")
 MIN_LENGTH, MAX_LENGTH = 30, 400
 _ALGORITHM = 2
-"""Increment it whenever the same installed files would give other rows."""
+"""Increment this number whenever the same installed files would produce different rows."""
 _MAX_PER_FILE = 25
-"""Paragraphs taken from a file at first; otherwise a few long files would fill a class."""
+"""The number of paragraphs taken from a file at first. Otherwise a few long files would fill a class."""
 _READ_AHEAD = 16
 
 _SKIPPED_FOLDERS = {
@@ -43,11 +43,11 @@ _LIBRARY_NAMES = re.compile(
     re.IGNORECASE,
 )
 _NOT_PROSE = re.compile(r"^\s*[-=]{3,}|>>>|\.\. ", re.MULTILINE)
-"""An underlined heading, an example or a directive."""
+"""Matches an underlined heading, an example or a directive."""
 
 
 def read_docstrings(*, rows_per_class: int = EMBEDDED_ROWS_PER_CLASS) -> Corpus:
-    """Read the embedded corpus, with the same number of rows for each library; cached after the first time."""
+    """Read the embedded corpus, with the same number of rows for each library. Cached after the first call."""
     cache = env.home() / "text" / f"docstrings-{_cache_key(rows_per_class)}.json"
     examples = _read_cache(cache)
     if examples is None:
@@ -72,7 +72,7 @@ def _collect(rows_per_class: int) -> Examples:
     seen: set[str] = set()
     texts: list[str] = []
     labels: list[int] = []
-    # `seen` is shared: a paragraph that two libraries copied from each other has no clear label.
+    # Share `seen` between libraries: a paragraph that two libraries have in common has no clear label.
     for label, library in enumerate(LIBRARIES):
         paragraphs = _read_library(library, seen=seen, enough=rows_per_class)
         texts += paragraphs
@@ -81,7 +81,7 @@ def _collect(rows_per_class: int) -> Examples:
 
 
 def _read_library(library: str, *, seen: set[str], enough: int) -> list[str]:
-    """Return `enough` paragraphs that are not in `seen`, and add them to it."""
+    """Return `enough` paragraphs that are not in `seen`, and add them to `seen`."""
     texts: list[str] = []
     for paragraph in _paragraphs(_files(_root(library))):
         text = remove_library_names(paragraph)
@@ -100,7 +100,7 @@ def _read_library(library: str, *, seen: set[str], enough: int) -> list[str]:
 
 
 def _paragraphs(files: list[Path]) -> Iterator[str]:
-    """Yield first paragraphs, a few of every file; then the remaining ones, then second paragraphs."""
+    """Yield a few first paragraphs of every file, then the remaining first paragraphs, then second paragraphs."""
     remaining: list[str] = []
     second: list[str] = []
     for source in _read_ahead(files):
@@ -115,9 +115,9 @@ def _paragraphs(files: list[Path]) -> Iterator[str]:
 def _root(library: str) -> Path:
     if library == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
-    spec = importlib.util.find_spec(library)  # Finds a top-level package without importing it.
+    spec = importlib.util.find_spec(library)  # Locates a top-level package without importing it.
     if spec is None or spec.origin is None:
-        # Dropping the class would silently make it another task, with another accuracy.
+        # Raise an error: without this class it would be a different task with a different accuracy.
         raise WhetError(
             f"the embedded texts need {library}, which is not installed",
             got=f"no package {library!r} (classes: {', '.join(LIBRARIES)})",
@@ -127,7 +127,7 @@ def _root(library: str) -> Path:
 
 
 def _files(root: Path) -> list[Path]:
-    """The library's own Python files, ordered by a hash of their names, so that any prefix covers all of it."""
+    """Return the Python files of the library, ordered by a hash of their names, so that any prefix is a fair sample."""
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
@@ -137,7 +137,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _read_ahead(files: list[Path]) -> Iterator[bytes]:
-    """Yield the contents of the files in order; threads fetch the next ones, because a cold disk is slow."""
+    """Yield the contents of the files in order. Threads read ahead, because a cold disk is slow."""
     with ThreadPoolExecutor(_READ_AHEAD) as pool:
         pending = deque(pool.submit(_content, path) for path in files[:_READ_AHEAD])
         for following in (*files[_READ_AHEAD:], *[None] * len(pending)):
@@ -150,13 +150,13 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # One unreadable file among thousands is replaced by the next one.
+        return b""  # Skip an unreadable file: the next one of thousands replaces it.
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Invalid escapes in old files of the libraries.
+            warnings.simplefilter("ignore")  # Ignore warnings about invalid escapes in old files.
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return
@@ -167,7 +167,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text
-            # Definitions only: expressions hold no docstrings and are most of a tree.
+            # Visit only definitions: expressions contain no docstrings and are most of a tree.
             nodes.extend(node.body)
 
 
@@ -175,7 +175,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 def _cache_key(rows_per_class: int) -> str:
-    """Changes whenever another version of a library, of Python or of this file could give other rows."""
+    """Return a key that changes whenever a version of a library, Python or this module could produce different rows."""
     versions = {library: _version(library) for library in LIBRARIES}
     facts = json.dumps([_ALGORITHM, rows_per_class, versions], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]

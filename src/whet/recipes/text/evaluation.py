@@ -1,8 +1,8 @@
 """The classification loss and the metrics of a classifier.
 
-Every metric comes from sums whose size depends on the number of classes, not of texts, so files of any length can be
-scored and several processes can add up their parts. Classes that neither occur nor are predicted are left out of means
-over classes, as scikit-learn does.
+Every metric is computed from sums whose size depends on the number of classes, not on the number of texts. Files of any
+length can therefore be scored, and several processes can add up their parts. Classes that neither occur nor are
+predicted are excluded from means over classes, as in scikit-learn.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_BINS: Final = 15
 """Equally wide bins of the calibration error (Guo et al. 2017, "On Calibration of Modern Neural Networks")."""
 MAX_CONFUSION_CLASSES: Final = 1_000
-"""With more classes there is no confusion matrix: it has a cell for each pair of them."""
+"""With more classes there is no confusion matrix, because it has a cell for each pair of classes."""
 NUM_MISTAKES: Final = 8
 
 Array = Any
@@ -36,7 +36,7 @@ Array = Any
 
 
 def classification_loss(logits: Tensor, micro: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the mean loss over texts; with class weights the pair (weighted sum, sum of weights).
+    """Return the mean loss over texts. With class weights, return the pair (weighted sum, sum of weights).
 
     The pair makes the loss of a global batch independent of its split into micro-batches.
     """
@@ -47,7 +47,7 @@ def classification_loss(logits: Tensor, micro: MicroBatch) -> Tensor | tuple[Ten
 
 
 def per_text_loss(logits: Tensor, label: Tensor, *, reduced: bool = True) -> Tensor:
-    """Return the loss of each text; not reduced, of each class of each text for multi-label data."""
+    """Return the loss of each text. If not reduced, multi-label data has a loss for each class of each text."""
     if label.dim() == 1:
         return functional.cross_entropy(logits, label, reduction="none")
     losses = functional.binary_cross_entropy_with_logits(logits, label.to(logits.dtype), reduction="none")
@@ -57,7 +57,8 @@ def per_text_loss(logits: Tensor, label: Tensor, *, reduced: bool = True) -> Ten
 def probabilities(logits: Tensor, *, is_multi_label: bool) -> Tensor:
     """Return the probability of each class, in float64 on the CPU.
 
-    Not every device has float64, and rounding in float32 would create ties between classes.
+    The CPU, because not every device has float64. float64, because rounding in float32 would create ties between
+    classes.
     """
     logits = logits.float().cpu().double()
     return torch.sigmoid(logits) if is_multi_label else logits.softmax(1)
@@ -67,29 +68,29 @@ def probabilities(logits: Tensor, *, is_multi_label: bool) -> Tensor:
 
 
 class Scores:
-    """Sums over texts with known classes, from which metrics are computed."""
+    """Sums over texts with known classes. Metrics are computed from them."""
 
     def __init__(self, num_classes: int, *, is_multi_label: bool) -> None:
         self.is_multi_label = is_multi_label
         self.num_texts = 0
         self.confusion: Array = None
-        """A row for each true class, a column for each predicted one; None for multi-label data."""
+        """One row per true class and one column per predicted class; None for multi-label data or too many classes."""
         if not is_multi_label and num_classes <= MAX_CONFUSION_CLASSES:
             self.confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
         self._num_classes = num_classes
         self._num_right = 0
         self._squares = 0.0
-        # Per class: true positives, predicted positives, actual positives.
+        # For each class: true positives, predicted positives, actual positives.
         self._true_positives, self._predicted, self.support = np.zeros((3, num_classes), dtype=np.int64)
-        # Per bin: number of predictions, sum of their probabilities, number of correct ones.
+        # For each bin: number of predictions, sum of their probabilities, number of correct predictions.
         self._bins = np.zeros((3, NUM_BINS))
 
     def add(self, probabilities: Array, truth: Array) -> Array:
-        """Add predictions, and return which texts were classified correctly.
+        """Add predictions; return which texts were classified correctly.
 
         Args:
             probabilities: (texts, classes).
-            truth: class indices (texts), or zeros and ones (texts, classes) for multi-label data.
+            truth: Class indices (texts), or zeros and ones (texts, classes) for multi-label data.
         """
         probabilities = np.asarray(probabilities, dtype=np.float64)
         truth = np.asarray(truth)
@@ -97,7 +98,7 @@ class Scores:
         if self.is_multi_label:
             is_true, is_predicted = truth > 0.5, probabilities > 0.5
             is_right = (is_true == is_predicted).all(1)
-            # Each class of each text is a binary prediction of its own.
+            # Each class of each text is a separate binary prediction.
             self._squares += float(((probabilities - is_true) ** 2).mean(1).sum())
             self._fill_bins(probabilities.ravel(), is_true.ravel())
         else:
@@ -107,7 +108,7 @@ class Scores:
             self._squares += float(((probabilities - is_true) ** 2).sum())
             self._fill_bins(probabilities.max(1), is_right)
             if self.confusion is not None:
-                # add.at counts repeated index pairs; plain indexing would count each pair once.
+                # Use add.at, which counts repeated index pairs. Plain indexing would count each pair once.
                 np.add.at(self.confusion, (truth, predicted), 1)
         self.num_texts += len(probabilities)
         self._num_right += int(is_right.sum())
@@ -117,7 +118,7 @@ class Scores:
         return is_right
 
     def as_json(self) -> dict[str, Any]:
-        """Return all sums, to be merged into those of another process."""
+        """Return all sums, for `merge` in another process."""
         confusion = None if self.confusion is None else self.confusion.tolist()
         sums = {"num_texts": self.num_texts, "num_right": self._num_right, "squares": self._squares}
         counts = {
@@ -135,7 +136,7 @@ class Scores:
         }
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Add the sums that another process returned by `as_json`."""
+        """Add the sums from `as_json` of another process."""
         self.num_texts += other["num_texts"]
         self._num_right += other["num_right"]
         self._squares += other["squares"]
@@ -164,7 +165,7 @@ class Scores:
         }
 
     def classes(self) -> dict[str, list[float]]:
-        """Return precision, recall, F1 and support of each class; 0 where the denominator is 0."""
+        """Return precision, recall, F1 and support of each class. A score is 0 if its denominator is 0."""
         hits = self._true_positives.astype(np.float64)
         return {
             "precision": _ratio(hits, self._predicted),
@@ -181,7 +182,7 @@ class Scores:
 
 
 def check_finite(probabilities: Array) -> None:
-    """Reject NaN, for which argmax would silently return the first class."""
+    """Raise an error for NaN, for which argmax would silently return the first class."""
     if not np.isfinite(probabilities).all():
         raise WhetError(
             "the model predicts NaN",
@@ -191,7 +192,7 @@ def check_finite(probabilities: Array) -> None:
 
 
 def one_hot(indices: Array, num_classes: int) -> Array:
-    """Class indices as a boolean matrix, (texts, classes)."""
+    """Return class indices as a boolean matrix, (texts, classes)."""
     return np.arange(num_classes) == indices[:, None]
 
 
@@ -207,7 +208,7 @@ class Mistake(NamedTuple):
     """A misclassified text."""
 
     error: float
-    """The largest error of the probability of a class."""
+    """The largest error of the probability of any class."""
     micro: MicroBatch
     row: int
     expected: tuple[int, ...]
@@ -215,20 +216,21 @@ class Mistake(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Larger errors first, then lower sample ids, so that the order does not depend on the batches."""
+        """The sort key: larger errors first, then lower sample ids, so that batches do not affect the order."""
         return self.error, -int(self.micro.ids[self.row])
 
 
 def evaluate(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None") -> dict[str, Any]:
     """Return metrics, scores of each class, the confusion matrix and the worst mistakes.
 
-    Class names and texts come from `data`; without it there are only metrics. Multi-label data has no confusion matrix.
+    Class names and texts come from `data`. Without it, only metrics are returned. Multi-label data has no confusion
+    matrix.
     """
     return conclude([tally(model, micro_batches, data)], data)
 
 
 def tally(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None") -> dict[str, Any]:
-    """Return the sums over some texts as plain JSON; each process of a group tallies its own part."""
+    """Return the sums over some texts as plain JSON. Each process tallies its part."""
     loss = 0.0
     scores: Scores | None = None
     mistakes: list[Mistake] = []
@@ -248,7 +250,7 @@ def tally(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextD
             error = float(np.abs(predicted[row] - truth[row]).max())
             classes = (tuple(np.flatnonzero(matrix[row] > 0.5).tolist()) for matrix in (truth, chosen))
             mistakes.append(Mistake(error, micro, int(row), *classes))
-        # Pruned after every micro-batch: a mistake holds a reference to its micro-batch.
+        # Prune after every micro-batch, because a mistake holds a reference to its micro-batch.
         mistakes = nlargest(NUM_MISTAKES, mistakes, key=lambda mistake: mistake.rank)
     shown = [] if data is None else [(mistake.rank, _show_mistake(mistake, data)) for mistake in mistakes]
     return {"loss": loss, "scores": None if scores is None else scores.as_json(), "mistakes": shown}

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 ONNX_FILE: Final = "model.onnx"
 _OPSET: Final = 20
 _TOLERANCE: Final = 1e-3
-"""Of logits: onnx's reference evaluator computes in numpy, with its own error function."""
+"""The tolerance of logits: onnx's reference evaluator computes in numpy, with a different error function."""
 
 
 def write_model_files(model: "Classifier", metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
-    """Write the model and its tokenizer into an empty folder, and return facts for the export's manifest."""
+    """Write the model and its tokenizer into an empty folder; return facts for the manifest of the export."""
     tokenizer = load_tokenizer(metadata)
     facts = {
         "classes": metadata["classes"],
@@ -62,7 +62,7 @@ def save_onnx(model: "Classifier", folder: Path, *, max_length: int, vocab_size:
     """Write `model.onnx`, check that it computes the same logits, and return the names of its inputs."""
     check_onnx_installed()
     network, names = _with_onnx_inputs(model)
-    # Two texts: torch.export specializes dimensions of size 1.
+    # Use two texts, because torch.export specializes dimensions of size 1.
     sample = _sample_inputs(names, num_texts=2, length=min(8, max_length), vocab_size=vocab_size)
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=max(2, max_length))}
     with _quiet_exporter():
@@ -83,14 +83,14 @@ def save_onnx(model: "Classifier", folder: Path, *, max_length: int, vocab_size:
         except (RuntimeError, ValueError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise WhetError("cannot export the model to ONNX", got=reason, try_="--to transformers") from None
-        # Other sizes than those of the export, to check that the shapes are dynamic.
+        # Use different sizes than in the export, to check that the shapes are dynamic.
         other = _sample_inputs(names, num_texts=3, length=min(13, max_length), vocab_size=vocab_size)
         _check_same_logits(network, folder / ONNX_FILE, other)
     return names
 
 
 def check_onnx_installed() -> None:
-    """Name the extra that the export needs, if it is missing."""
+    """Raise an error that names the extra to install if onnx is missing."""
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -101,7 +101,7 @@ def check_onnx_installed() -> None:
 
 
 class _SmallEncoderOnnx(nn.Module):
-    """The small encoder with the inputs that ONNX programs expect."""
+    """The small encoder with the usual inputs of ONNX text models."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _SmallEncoderOnnx(nn.Module):
 
 
 class _TransformersOnnx(nn.Module):
-    """A transformers classifier that returns its logits only."""
+    """A transformers classifier that returns only its logits."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _with_onnx_inputs(model: Encoder | Bert | Pretrained) -> tuple[nn.Module, li
 
 
 def _sample_inputs(names: list[str], *, num_texts: int, length: int, vocab_size: int) -> dict[str, Tensor]:
-    """Make texts of decreasing length."""
+    """Return texts of decreasing length."""
     ids = torch.arange(num_texts * length).reshape(num_texts, length) * 7 % max(1, vocab_size - 1) + 1
     lengths = torch.arange(length, length - num_texts, -1).clamp(min=1)
     mask = (torch.arange(length) < lengths[:, None]).long()
@@ -159,7 +159,7 @@ def _check_same_logits(network: nn.Module, file: Path, sample: dict[str, Tensor]
 
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Silence the exporter, which warns of its own internals and of libraries that are not needed."""
+    """Silence the exporter, which warns about its internals and about libraries that are not needed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

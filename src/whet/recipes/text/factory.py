@@ -1,4 +1,4 @@
-"""Make the tokenizer and the model that a config or a saved run asks for."""
+"""Build the tokenizer and the model of a config or a saved run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     Classifier = Encoder | Bert | Pretrained
 
 MODEL_CONFIG = "model_config"
-"""The key of a pretrained model's config in the metadata of a run."""
+"""The metadata key for the config of a pretrained model."""
 
 
 def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, Any] | None) -> AnyTokenizer:
-    """Return the tokenizer of the run that weights come from, that of a pretrained model, or train one on the texts.
+    """Return the tokenizer of the `init_from` run or of a pretrained model, or train one on the texts.
 
     Args:
-        metadata: that of the run `init_from`; None without one.
+        metadata: The metadata of the `init_from` run; None without one.
     """
     if metadata is not None:
-        # Only pretrained runs have this key.
+        # Only runs of pretrained models have this key.
         if (MODEL_CONFIG in metadata) != config.is_pretrained:
             raise UsageError(
                 "init_from is a run of another model",
@@ -48,16 +48,16 @@ def load_tokenizer(metadata: dict[str, Any]) -> AnyTokenizer:
 
 
 def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
-    """`arch.max_length`, limited to the positions of a pretrained model."""
+    """Return `arch.max_length`, limited to the positions of a pretrained model."""
     if not isinstance(tokenizer, PretrainedTokenizer):
         return config.arch.max_length
-    # Both may limit the length: positions of the model, and the tokenizer's declared maximum.
+    # Both may limit the length: the positions of the model, and the declared maximum of the tokenizer.
     limit = read_backbone(str(model_folder(config.model))).max_tokens
     return min(config.arch.max_length, limit, tokenizer.max_length)
 
 
 def make_model(config: TextConfig, data: TextData) -> "Classifier":
-    """Make the model with its initial weights; new ones are drawn from torch's generator."""
+    """Build the model with its initial weights. New weights are drawn from torch's generator."""
     if not config.is_pretrained:
         return _small_encoder(config, num_classes=len(data.classes))
     from whet.recipes.text.pretrained import load_pretrained
@@ -70,7 +70,7 @@ def make_model(config: TextConfig, data: TextData) -> "Classifier":
 
 
 def model_metadata(config: TextConfig, data: TextData) -> dict[str, Any]:
-    """Return the metadata that rebuilds the model; nothing for the small encoder, whose sizes are options."""
+    """Return the metadata to rebuild the model; empty for the small encoder, whose sizes are options."""
     if not config.is_pretrained:
         return {}
     from whet.recipes.text.pretrained import pretrained_config
@@ -85,7 +85,7 @@ def model_metadata(config: TextConfig, data: TextData) -> dict[str, Any]:
 
 
 def load_model(config: TextConfig, metadata: dict[str, Any]) -> "Classifier":
-    """Make the model of a run without its weights; neither the hub nor the original folder is needed."""
+    """Build the model of a run without its weights. Needs neither the hub nor the original folder."""
     if MODEL_CONFIG not in metadata:
         return _small_encoder(config, num_classes=len(metadata["classes"]))
     from whet.recipes.text.pretrained import empty_pretrained
@@ -107,7 +107,7 @@ def _fine_tuning(config: TextConfig) -> "FineTuning":
 
 
 def _without_padding(model: "Pretrained", config: TextConfig, backbone: Backbone) -> "Bert | Pretrained":
-    """Convert to `Bert` where possible: the same weights under the same names, and no batch needs padding."""
+    """Convert to `Bert` if possible: the same weights under the same names, without padding."""
     if not can_read_packed(config, backbone):
         return model
     from whet.recipes.text.bert import Bert

@@ -1,7 +1,7 @@
-"""The small encoder: reads padded and packed batches alike and computes the same logits for both.
+"""The small encoder. It reads padded and packed batches and computes the same logits for both.
 
 Shapes: B texts, L tokens of the longest text, T tokens in total, W width, H heads, C classes. Linear layers and norms
-see a batch as it comes, (B, L, W) or (T, W); only attention and pooling need to know which text a token belongs to.
+accept both layouts of a batch, (B, L, W) and (T, W). Only attention and pooling depend on the text of each token.
 """
 
 import math
@@ -15,7 +15,7 @@ from whet.recipes.text.attention import TokenLayout, attend, mean_pool, token_la
 from whet.recipes.text.config import TextArch
 
 _INIT_STD = 0.02
-"""Standard deviation of the initial embeddings and of what the blocks add to them.
+"""The standard deviation of the initial embeddings and of the initial outputs of the blocks.
 
 Both have the same size, so that the words determine the output from the first step on.
 """
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """Return the logits, (B, C)."""
         layout = token_layout(tokens)
-        # Padding may reach beyond the last learned position; attention never looks there.
+        # Clamp: padding may extend beyond the last learned position, but no token attends to it.
         positions = layout.positions.clamp(max=self.positions.num_embeddings - 1)
         x = self.dropout(self._embed(tokens.values) + self.positions(positions))
         for block in self.blocks:
@@ -49,11 +49,11 @@ class Encoder(nn.Module):
         return self.classifier(mean_pool(self.norm(x), layout))
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """Embed the tokens, (B, L, W) or (T, W); word dropout zeroes some of them but keeps their positions."""
+        """Embed the tokens, (B, L, W) or (T, W). Word dropout zeroes some of them but keeps their positions."""
         embedded = self.tokens(ids)
         if not (self.training and self.word_dropout):
             return embedded
-        # A mask per token, not per feature: the model must not rely on single words.
+        # Draw one mask value per token, not per feature, so that the model does not rely on single words.
         is_kept = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
         return embedded * is_kept[..., None]
 
@@ -76,7 +76,7 @@ class _EncoderBlock(nn.Module):
             nn.init.normal_(layer.weight, std=1 / math.sqrt(width))
             nn.init.zeros_(layer.bias)
         for layer in (self.attention_out, self.feed_forward_out):
-            # 2 * layers outputs are summed in the residual stream.
+            # The residual stream sums 2 * layers outputs.
             nn.init.normal_(layer.weight, std=_INIT_STD / math.sqrt(2 * arch.layers))
             nn.init.zeros_(layer.bias)
 

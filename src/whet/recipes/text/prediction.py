@@ -19,19 +19,19 @@ BATCH_SIZE: Final = 64
 _MIN_WINDOW: Final = 1_024
 _WINDOW_BATCHES: Final = 16
 _MAX_CHARACTERS: Final = 32 * 1024**2
-"""Limit of the texts that are sorted by length together, so that memory does not grow with the file."""
+"""The limit of characters that are sorted by length together, so that memory does not grow with the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A query with its result; None for a query with an error."""
+    """A query with its result; the result is None if the query has an error."""
 
     query: TextQuery
     result: dict[str, Any] | None
 
 
 class TextPredictor:
-    """Predicts with a model that has its weights."""
+    """Predicts classes with a trained model."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class TextPredictor:
         self.classes = tuple(classes)
         self.is_multi_label = is_multi_label
         self.has_pairs = has_pairs
-        """Whether the model was trained on pairs; None for a run that does not record it."""
+        """Whether the model was trained on pairs; None if the run does not record it."""
         self.columns = columns
-        """The columns named for the training."""
+        """The column options of the training."""
         self._separators = SEPARATORS if separator == AUTO else () if separator is None else (separator,)
         self._model = model
         self._tokenizer = tokenizer
@@ -63,9 +63,9 @@ class TextPredictor:
         self._put = device.put
 
     def __call__(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return label, probability and the probabilities of all classes for each text.
+        """Return the label, its probability and the probabilities of all classes for each text.
 
-        For a model of pairs, each two consecutive texts are a pair.
+        For a model of pairs, every two consecutive texts are a pair.
         """
         if not self.has_pairs:
             queries = [TextQuery(row=str(row), text=text) for row, text in enumerate(texts, start=1)]
@@ -81,7 +81,7 @@ class TextPredictor:
     def predict(
         self, queries: Iterable[TextQuery], *, batch_size: int = BATCH_SIZE, scores: Scores | None = None
     ) -> Iterator[Prediction]:
-        """Yield the prediction for each query, in order; labeled queries are added to `scores`."""
+        """Yield the prediction for each query, in order. Labeled queries are added to `scores`."""
         remaining = iter(queries)
         while window := _next_window(remaining, size=max(_MIN_WINDOW, _WINDOW_BATCHES * batch_size)):
             valid = [query for query in window if query.error is None]
@@ -91,13 +91,13 @@ class TextPredictor:
                 known = [index for index, truth in enumerate(truths) if truth is not None]
                 if known:
                     scores.add([predicted[index] for index in known], [truths[index] for index in known])
-            # Results exist for valid queries only; `next` keeps them aligned with the window.
+            # Only valid queries have results; `next` keeps them aligned with the window.
             rows = iter(predicted)
             for query in window:
                 yield Prediction(query=query, result=None if query.error is not None else self._result(next(rows)))
 
     def truth(self, query: TextQuery) -> int | list[float] | None:
-        """Return the class of a labeled query in the form that `Scores.add` takes; None if it is unknown."""
+        """Return the class of a labeled query in the form that `Scores.add` accepts; None if it is unknown."""
         if query.labels is None:
             return None
         names = self._known_classes(query.labels)
@@ -108,7 +108,7 @@ class TextPredictor:
         return self.classes.index(names[0])
 
     def _known_classes(self, labels: tuple[str, ...]) -> list[str] | None:
-        """Return the classes that labels name; one label may join several with a separator, as in training."""
+        """Return the classes that labels name, or None. As in training, a separator may join several classes."""
         if all(label in self.classes for label in labels):
             return list(labels)
         if not self.is_multi_label or len(labels) != 1:
@@ -128,7 +128,7 @@ class TextPredictor:
             tokenizer=self._tokenizer,
             max_length=self._max_length,
         )
-        # Batches of similar length have little padding.
+        # Sort by length: batches of similar length have little padding.
         order = column.lengths.argsort(stable=True)
         predicted: list[list[float]] = [[]] * len(queries)
         with torch.inference_mode():
@@ -154,7 +154,7 @@ class TextPredictor:
 
 
 def _next_window(queries: Iterator[TextQuery], *, size: int) -> list[TextQuery]:
-    """Take the next queries, limited by number and by characters."""
+    """Return the next queries, limited by number and by characters."""
     window: list[TextQuery] = []
     characters = 0
     for query in islice(queries, size):

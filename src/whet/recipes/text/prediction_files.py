@@ -1,6 +1,6 @@
 """Predict every row of a file, stream the results as CSV or JSON lines, and score labeled rows.
 
-Rows are streamed, so memory does not grow with the file. No torch is imported here.
+Rows are streamed, so memory does not grow with the file. This module does not import torch.
 """
 
 import csv
@@ -36,14 +36,14 @@ _MAX_LISTED_ERRORS: Final = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextQuery:
-    """A text to predict, or the error of a row without one."""
+    """A text to predict, or the error of a row without a text."""
 
     row: str
-    """The line on which it begins, from 1; `12.3` for the third text of a row."""
+    """The line on which the row begins, from 1. `12.3` is the third text of the row in line 12."""
     text: str = ""
     pair: str | None = None
     labels: tuple[str, ...] | None = None
-    """The labels in the file; None if it has none."""
+    """The labels in the file; None if the file has none."""
     error: str | None = None
 
 
@@ -56,21 +56,21 @@ class QueryReader:
         """Detect the format.
 
         Args:
-            overrides: columns named on the command line.
-            trained_on: columns named for the training, used if the file has them.
-            has_pairs: whether the model was trained on pairs; None if unknown.
+            overrides: Columns named on the command line.
+            trained_on: Columns named for the training, used if the file has them.
+            has_pairs: Whether the model was trained on pairs; None if unknown.
         """
         if path.is_dir():
             raise UsageError("whet predict reads one file", got=f"{path} is a folder", try_="one of the files in it")
         (source,) = find_sources(path)
-        # Like the rows of a test split, rows to predict need no label.
+        # Open the file as a test split, because rows to predict need no label.
         self._source = replace(source, split="test")
         self._is_plain = _is_plain_text(self._source, overrides, trained_on)
         self._has_pairs = has_pairs
         self._overrides = overrides if self._is_plain else self._resolve_columns(overrides, trained_on)
         self.is_json = source.format == "JSON lines"
         self.description: str = "plain text, one per line" if self._is_plain else source.format
-        """The format and, once the first row is read, the columns."""
+        """The format, and the columns once the first row has been read."""
         if self._is_plain and has_pairs:
             raise _no_pairs_error(path, "plain text")
 
@@ -88,20 +88,20 @@ class QueryReader:
     def _resolve_columns(self, overrides: ColumnOverrides, trained_on: ColumnOverrides) -> ColumnOverrides:
         source = self._source
         names = column_names(source)
-        # Columns of the command line win over those of the training.
+        # Columns from the command line take precedence over those of the training.
         resolved = _present_columns(names, trained_on).model_copy(update=overrides.model_dump(exclude_none=True))
         if names:
             try:
                 columns = find_columns(names, resolved, path=source.path, needs_label=overrides.label is not None)
             except UsageError as error:
-                # In training the columns are options KEY=VALUE, here they are flags.
+                # Translate the hint: columns are KEY=VALUE options in training, and flags here.
                 try_ = re.sub(r"^(\w+)_column=", r"--\1-column ", error.try_ or "")
                 raise UsageError(error.what, got=error.got, try_=try_) from None
             self._check_pairs(columns.pair)
         return resolved
 
     def _check_pairs(self, pair: str | None) -> None:
-        """Require the second text for a model of pairs, and reject it for another, which would ignore it."""
+        """Require the second text for a model of pairs. Reject it for other models, which would ignore it."""
         if self._has_pairs and pair is None:
             raise _no_pairs_error(self._source.path, "no column for the second text")
         if self._has_pairs is False and pair is not None:
@@ -119,7 +119,7 @@ def _no_pairs_error(path: Path, got: str) -> UsageError:
 
 
 def _is_plain_text(source: TextSource, overrides: ColumnOverrides, trained_on: ColumnOverrides) -> bool:
-    """Whether a file that looks like a table is plain text: its first line names no text column."""
+    """Return whether a file that looks like a table is plain text: its first line names no text column."""
     is_table = source.path.suffix.lower() in _TABLE_SUFFIXES or overrides.text is not None
     if source.format not in ("CSV", "TSV") or is_table:
         return False
@@ -160,7 +160,7 @@ def _query(sample: TextSample, *, has_label: bool) -> TextQuery:
 
 
 def _is_encodable(text: str) -> bool:
-    """JSON can contain escaped lone surrogates, which UTF-8 cannot encode."""
+    """Return whether UTF-8 can encode a text. JSON can contain escaped lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -176,7 +176,7 @@ def _error_text(error: RowError) -> str:
 
 
 class FilePredictions:
-    """The predictions for a file as lines and, once all lines are read, a summary."""
+    """The predictions for a file as lines, and a summary once all lines have been read."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class FilePredictions:
         self._scores: Scores | None = None
 
     def lines(self) -> Iterator[str]:
-        """Yield the output in the order of the file."""
+        """Yield the output lines in file order."""
         from whet.recipes.text.evaluation import Scores
 
         predictor = self._predictor
@@ -214,7 +214,7 @@ class FilePredictions:
         )
 
     def notes(self) -> list[str]:
-        """Return how the file was interpreted, and which rows failed."""
+        """Return notes about how the file was interpreted and which rows failed."""
         lines = [f"read {format_plural(self.num_rows, 'row')} of {self._queries.description}", *self._errors]
         if self.num_failed > len(self._errors):
             lines.append(f"and {format_plural(self.num_failed - len(self._errors), 'more row')} without a prediction")
@@ -225,7 +225,7 @@ class FilePredictions:
         return lines
 
     def score_lines(self) -> list[str]:
-        """Return the metrics and a table of the classes; nothing if no row has a label."""
+        """Return the metrics and a table of the classes; empty if no row has a label."""
         scores = self._scores
         if scores is None or not scores.num_texts:
             return []
@@ -266,7 +266,7 @@ def _output_format(given: str | None, *, default: OutputFormat) -> OutputFormat:
 def prediction_lines(
     predictions: "Iterable[Prediction]", output_format: OutputFormat, *, classes: Sequence[str], has_pairs: bool
 ) -> Iterator[str]:
-    """Yield lines with their endings, for CSV a header first. A failed row has an error and no label."""
+    """Yield lines with their endings, starting with a header for CSV. A failed row has an error and no label."""
     if output_format == "jsonl":
         for prediction in predictions:
             yield json.dumps(_record(prediction), ensure_ascii=False, allow_nan=False) + "\n"
@@ -279,14 +279,14 @@ def prediction_lines(
         if result is None:
             yield _csv_line([query.row, *texts, "", "", *[""] * len(classes), query.error or ""])
             continue
-        # Multi-label results are joined with the separator that the readers detect.
+        # Join multi-label results with the separator that the readers detect.
         label = "|".join(result["labels"]) if "labels" in result else result["label"]
         probabilities = (f"{result['probabilities'][name]:.7g}" for name in classes)
         yield _csv_line([query.row, *texts, label, f"{result['probability']:.7g}", *probabilities, ""])
 
 
 def is_prediction_file(path: Path) -> bool:
-    """Whether a file starts like a prediction file (or is empty), so that it may be replaced."""
+    """Return whether a file is empty or starts like a prediction file, so that it may be replaced."""
     try:
         with open_regular_file(path) as file:
             start = file.read(max(map(len, _FILE_STARTS)))

@@ -1,8 +1,8 @@
 """Classifiers from transformers: loading, freezing, LoRA and saving.
 
 Shapes: B texts, L tokens of the longest text, C classes. Packed batches are not supported here: BERT-like classifiers
-of transformers pool the first token of each row, and their unpadded attention needs the package flash-attn. The
-architectures that `bert.py` implements are converted to a `Bert`.
+of transformers pool the first token of each row, and their unpadded attention needs the package flash-attn.
+Architectures that `bert.py` implements are converted to a `Bert`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from whet.recipes.text.bert import Bert
 from whet.recipes.text.tokenizer import SEGMENT_OFFSET, PretrainedTokenizer, write_files
 
 Freeze = Literal["none", "embeddings", "encoder"] | int
-"""A number N freezes the embeddings and the first N layers."""
+"""The part of the encoder to freeze. A number N freezes the embeddings and the first N layers."""
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
 _DROPOUTS = (
@@ -35,17 +35,17 @@ _DROPOUTS = (
     "seq_classif_dropout",
     "summary_last_dropout",
 )
-"""Names of dropout in the configs of transformers."""
+"""The names of dropout options in the configs of transformers."""
 
 _MACHINE_KEYS = ("_name_or_path", "attn_implementation", "auto_map", "dtype", "quantization_config", "torch_dtype")
-"""Config entries about a model's origin or execution: neither saved with a run nor read from one."""
+"""Config entries about the origin or execution of a model. They are neither saved with a run nor read from one."""
 
 _ACCEPT_4D_MASK = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
 """Models that accept an attention mask of shape (B, 1, 1, L) unchanged. Given (B, L), transformers tests on the device
 whether all of it is true, and a step that synchronizes cannot be captured as a graph."""
 
 _POOL_LAST_TOKEN = ("xlnet",)
-"""Models whose classifier reads the last cell of a row, so they are padded on the left."""
+"""Models whose classifier reads the last cell of a row, so that they are padded on the left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +54,14 @@ class FineTuning:
 
     dropout: float
     attention_dropout: float | None = None
-    """None: the same as `dropout`."""
+    """The dropout of attention; None to use `dropout`."""
     freeze: Freeze = "none"
     lora: int | None = None
-    """Rank of the LoRA updates; None for none."""
+    """The rank of the LoRA updates; None for no LoRA."""
 
 
 class Pretrained(nn.Module):
-    """A transformers classifier, `network`, behind the interface of the small encoder."""
+    """A transformers classifier, `network`, with the interface of the small encoder."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Pretrained(nn.Module):
         config = network.config
         self._pad = int(config.pad_token_id or 0)
         self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
-        # For a decoder, transformers combines the mask with a causal one, so it needs the plain form.
+        # For a decoder, transformers combines the mask with a causal mask, which requires the plain 2D form.
         is_decoder = bool(getattr(config, "is_decoder", False))
         uses_sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
         self._takes_4d_mask = config.model_type in _ACCEPT_4D_MASK and uses_sdpa and not is_decoder
@@ -84,7 +84,7 @@ class Pretrained(nn.Module):
             position = position + (lengths[:, None] - ids.shape[1])
             ids = ids.gather(1, position.clamp(min=0))
         is_real = (position >= 0) & (position < lengths[:, None])
-        # Some models derive positions from the padding, so the model's own padding id is required.
+        # Fill with the padding id of the model, because some models derive positions from the padding.
         mask = is_real[:, None, None] if self._takes_4d_mask else is_real.long()
         inputs = {"input_ids": torch.where(is_real, ids % SEGMENT_OFFSET, self._pad), "attention_mask": mask}
         if self.has_segments:
@@ -97,7 +97,7 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: bool, tuning: FineTuning) -> Pretrained:
-    """Load a classifier with a model's weights and a new head, drawn from torch's generator."""
+    """Load a classifier with the weights of a model and a new head drawn from torch's generator."""
     transformers = import_transformers()
     with quiet_transformers(), _load_errors(folder):
         config = _read_config(folder, classes=classes, is_multi_label=is_multi_label, tuning=tuning)
@@ -110,7 +110,7 @@ def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: boo
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            # A model that was a classifier before has a head for its own classes.
+            # If the model was a classifier before, its head has other classes and is not loaded.
             ignore_mismatched_sizes=True,
         )
     _check_all_loaded(network, info, folder)
@@ -118,7 +118,7 @@ def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: boo
 
 
 def empty_pretrained(saved_config: Mapping[str, Any], *, tuning: FineTuning) -> Pretrained:
-    """Build the same classifier from the config saved with a run; the weights come from a checkpoint."""
+    """Build the same classifier from the config saved with a run. The weights come from a checkpoint."""
     transformers = import_transformers()
     entries = {name: value for name, value in saved_config.items() if name not in _MACHINE_KEYS}
     with quiet_transformers():
@@ -138,14 +138,14 @@ def empty_pretrained(saved_config: Mapping[str, Any], *, tuning: FineTuning) -> 
 def pretrained_config(
     folder: Path, *, classes: Sequence[str], is_multi_label: bool, tuning: FineTuning
 ) -> dict[str, Any]:
-    """Return the model's config as plain JSON, from which `empty_pretrained` builds it again."""
+    """Return the config of the model as plain JSON, from which `empty_pretrained` rebuilds it."""
     with quiet_transformers(), _load_errors(folder):
         config = _read_config(folder, classes=classes, is_multi_label=is_multi_label, tuning=tuning)
     return {name: value for name, value in config.to_dict().items() if name not in _MACHINE_KEYS}
 
 
 def as_pretrained(model: Bert | Pretrained) -> Pretrained:
-    """Return the classifier as transformers executes it; the weights are shared."""
+    """Return the classifier as a transformers model. The weights are shared."""
     if isinstance(model, Pretrained):
         return model
     with quiet_transformers():
@@ -155,7 +155,7 @@ def as_pretrained(model: Bert | Pretrained) -> Pretrained:
 
 
 def save_transformers(model: Bert | Pretrained, tokenizer: PretrainedTokenizer, folder: Path) -> None:
-    """Write a folder that transformers loads; LoRA is merged into the weights."""
+    """Write a folder that transformers can load. LoRA is merged into the weights."""
     network = merge_lora(as_pretrained(model).network)
     with quiet_transformers():
         network.save_pretrained(str(folder))
@@ -178,7 +178,7 @@ def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, 
         label2id={name: index for index, name in enumerate(classes)},
         problem_type="multi_label_classification" if is_multi_label else "single_label_classification",
     )
-    # The names differ between architectures: set those that this config has.
+    # Option names differ between architectures: set those that this config has.
     for name in _DROPOUTS:
         if hasattr(config, name):
             is_separate = tuning.attention_dropout is not None and name in _ATTENTION_DROPOUTS
@@ -189,14 +189,14 @@ def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, 
 
 
 def _default_pad_token(config: Any) -> int:
-    """A padding token for a model without one, such as GPT-2: a decoder's classifier pools the last token before it."""
+    """Return a padding token for a model without one, such as GPT-2, which pools the last token before padding."""
     ends = getattr(config, "eos_token_id", None)
     end = ends[0] if isinstance(ends, list) and ends else ends
     return end if isinstance(end, int) else 0
 
 
 def _attention(config: Any) -> str:
-    """torch's attention where the model supports it; never a kernel that a config names."""
+    """Return torch's attention if the model supports it. A kernel named by the config is never used."""
     model_types = import_transformers().AutoModelForSequenceClassification._model_mapping
     model_type = model_types.get(type(config), None)
     return "sdpa" if getattr(model_type, "_supports_sdpa", False) else "eager"
@@ -216,7 +216,7 @@ def _load_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_all_loaded(network: Any, info: Mapping[str, Any], folder: Path) -> None:
-    """Only the head may have new weights: a randomly initialized encoder would train, badly, without a message."""
+    """Check that only the head has new weights: a randomly initialized encoder would silently train badly."""
     prefix = f"{network.base_model_prefix}."
     mismatched = {str(name[0] if isinstance(name, tuple) else name) for name in info["mismatched_keys"]}
     missing = sorted(
@@ -239,7 +239,7 @@ def _prepare(network: Any, tuning: FineTuning) -> Pretrained:
 
 
 def freeze_layers(network: Any, what: Freeze) -> None:
-    """Freeze the first part of the encoder; the head is always trained, and a pooler counts as part of it."""
+    """Freeze the first part of the encoder. The head, including a pooler, is always trained."""
     if what == "none":
         return
     layers = _encoder_layers(network.base_model)
@@ -249,14 +249,14 @@ def freeze_layers(network: Any, what: Freeze) -> None:
     assert isinstance(num_frozen, int)
     trained = {id(parameter) for layer in layers[num_frozen:] for parameter in layer.parameters()}
     pooler = getattr(network.base_model, "pooler", None)
-    # id() rather than names, because tied parameters appear under several names.
+    # Compare by id() instead of by name, because tied parameters have several names.
     trained |= {id(parameter) for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())}
     for parameter in network.base_model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
 
 
 def _encoder_layers(encoder: nn.Module) -> nn.ModuleList:
-    """The stack of blocks: the longest ModuleList of the encoder."""
+    """Return the stack of blocks, which is the longest ModuleList of the encoder."""
     lists = [module for module in encoder.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UsageError("cannot identify the model's layers", got=type(encoder).__name__, try_="freeze=none")
@@ -264,14 +264,14 @@ def _encoder_layers(encoder: nn.Module) -> nn.ModuleList:
 
 
 def add_lora(network: Any, *, rank: int, dropout: float) -> Any:
-    """Add LoRA updates with peft; of the model itself, only the head is trained."""
+    """Add LoRA updates with peft. Of the original weights, only the head is trained."""
     try:
         import peft
     except ImportError as error:
         raise UsageError(
             "LoRA needs the extra lora", got=str(error), try_="pip install 'whet[lora]', or without lora="
         ) from None
-    # alpha = 2 * rank makes the scale of the updates independent of the rank, as in peft's own examples.
+    # alpha = 2 * rank makes the scale of the updates independent of the rank, as in the examples of peft.
     config = peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, lora_dropout=dropout)
     try:
         return peft.get_peft_model(network, config)
@@ -282,5 +282,5 @@ def add_lora(network: Any, *, rank: int, dropout: float) -> Any:
 
 
 def merge_lora(network: Any) -> Any:
-    """Add LoRA updates to the model's own matrices; a network without them is returned unchanged."""
+    """Merge LoRA updates into the matrices of the model. A network without LoRA is returned unchanged."""
     return network.merge_and_unload() if hasattr(network, "merge_and_unload") else network

@@ -1,4 +1,4 @@
-"""The text recipe: classify texts. torch is imported lazily, so that a plan needs no torch."""
+"""The text recipe: classify texts. torch is imported lazily, so that a plan can be made without it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,21 +39,21 @@ class TextRecipe(Recipe):
     goal = "accuracy"
     lower_is_better = ("cross_entropy",)
     _data: "TextData | None" = None
-    """The data that was loaded last: evaluations show the names of classes and the texts."""
+    """The data that was loaded last. Evaluations show its class names and texts."""
 
     def describe(self, config: TextConfig, data: "TextData | None" = None) -> Workload:
         if data is None:
             return text_config.describe(config)
         from whet.recipes.text.backbone import model_folder
 
-        # A hub model has been downloaded by now.
+        # A hub model has been downloaded at this point.
         workload = text_config.describe(config, model_folder(config.model) if config.is_pretrained else None)
         return text_config.describe_data(
             workload, config, num_samples=len(data.train["label"]), mean_length=data.mean_length, classes=data.classes
         )
 
     def assumptions(self, config: TextConfig) -> tuple[str, ...]:
-        """What `describe` assumes before anything is loaded."""
+        """Return the assumptions that `describe` makes before anything is loaded."""
         if not config.is_pretrained or local_folder(config.model) is not None:
             return ()
         return (f"model={config.model} is not a local folder, so the plan assumes BERT base; training uses real sizes",)
@@ -124,7 +124,7 @@ class TextRecipe(Recipe):
     def explain_changed_data(
         self, error: DataChangedError, config: TextConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
-        """Only the embedded texts change with an update of the installed libraries."""
+        """Return the error with its cause: only the embedded texts change when installed libraries are updated."""
         return explain_data_change(error, _EMBEDDED_DATA, versions) if config.is_embedded else error
 
     def inspect_data(
@@ -135,11 +135,11 @@ class TextRecipe(Recipe):
         return report_on_data(config, path, fix=fix, leave=leave)
 
     def example_input(self, metadata: dict[str, Any]) -> str:  # noqa: ARG002
-        """An example input for `whet predict`."""
+        """Return an example input for `whet predict`."""
         return "some text"
 
     def predict(self, config: TextConfig, metadata: dict[str, Any]) -> "tuple[Classifier, TextPredictor]":
-        """A model without its weights, and a predictor to call once it has them."""
+        """Return a model without trained weights and a predictor that uses it."""
         from whet.recipes.text.factory import load_model, load_tokenizer
         from whet.recipes.text.prediction import TextPredictor
 

@@ -1,6 +1,7 @@
 """Tokenizers: byte-level BPE trained on the texts, or the tokenizer of a pretrained model.
 
-Texts are encoded one by one: the batch calls of both libraries start threads, and a process with threads must not fork.
+Texts are encoded one by one: the batch methods of both libraries start threads, and a process with threads must not
+fork.
 """
 
 import json
@@ -18,13 +19,13 @@ from whet.recipes.text.backbone import import_transformers, quiet_transformers
 PAD_ID = 0
 _PAD = "<pad>"
 SEGMENT_OFFSET = 1 << 24
-"""Added to the ids of tokens in the second segment, so one column holds both; no vocabulary is that large."""
+"""Added to the ids of tokens in the second segment, so that one column holds both. No vocabulary is that large."""
 
 _FILE_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 class Tokenizer:
-    """Byte-level byte-pair encoding; every text can be encoded, because single bytes are tokens."""
+    """Byte-level byte-pair encoding. Every text can be encoded, because single bytes are tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -32,9 +33,9 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
-        """Train a tokenizer with at most `vocab_size` entries; deterministic in the texts."""
+        """Train a tokenizer with at most `vocab_size` entries. The result depends only on the texts."""
         engine = Engine(models.BPE())
-        # Case rarely distinguishes classes, and lower case makes one token of "Return" and "return".
+        # Case rarely distinguishes classes. In lower case, "Return" and "return" are one token.
         engine.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         engine.decoder = decoders.ByteLevel()
@@ -51,23 +52,23 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """Load what `to_json` wrote."""
+        """Load a tokenizer written by `to_json`."""
         try:
             return cls(Engine.from_str(text))
-        except Exception as error:  # The library raises bare Exception.
+        except Exception as error:  # The tokenizers library raises bare Exception.
             raise _saved_tokenizer_error(error) from error
 
     def to_json(self) -> str:
-        """Serialize the tokenizer, for the run folder."""
+        """Serialize the tokenizer for the run folder."""
         return self._engine.to_str()
 
     @property
     def vocab_size(self) -> int:
-        """Entries in the vocabulary, padding included."""
+        """The number of entries in the vocabulary, including padding."""
         return self._engine.get_vocab_size()
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Encode each text, truncated to `max_length`; an empty text becomes one padding token."""
+        """Encode each text, truncated to `max_length`. An empty text becomes one padding token."""
         return [self._engine.encode(text, add_special_tokens=False).ids[:max_length] or [PAD_ID] for text in texts]
 
     def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
@@ -82,7 +83,7 @@ class Tokenizer:
 
 
 class PretrainedTokenizer:
-    """A transformers tokenizer, with its files as text, for the run folder."""
+    """A transformers tokenizer, with the contents of its files for the run folder."""
 
     def __init__(self, engine: Any, files: dict[str, str]) -> None:
         self._engine = engine
@@ -90,14 +91,14 @@ class PretrainedTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
-        """Load the tokenizer from a model's folder."""
+        """Load the tokenizer from the folder of a model."""
         engine = _load_transformers_tokenizer(folder)
         if not engine.is_fast:
             raise UsageError(
                 "the model's tokenizer has no tokenizer.json", got=str(folder), try_="a model with a fast tokenizer"
             )
         with tempfile.TemporaryDirectory() as scratch:
-            # Saved by transformers itself, so the files are complete whatever the tokenizer class.
+            # Let transformers save the tokenizer, so that the files are complete for every tokenizer class.
             engine.save_pretrained(scratch)
             files = {
                 file.name: _without_source_path(file) for file in sorted(Path(scratch).iterdir()) if file.is_file()
@@ -106,7 +107,7 @@ class PretrainedTokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> "PretrainedTokenizer":
-        """Load what `to_json` wrote."""
+        """Load a tokenizer written by `to_json`."""
         try:
             files = {str(name): str(content) for name, content in json.loads(text)["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -116,17 +117,17 @@ class PretrainedTokenizer:
             return cls(_load_transformers_tokenizer(Path(scratch)), files)
 
     def to_json(self) -> str:
-        """Serialize the tokenizer, for the run folder."""
+        """Serialize the tokenizer for the run folder."""
         return json.dumps({"files": self.files})
 
     @property
     def vocab_size(self) -> int:
-        """Entries in the vocabulary, special tokens included."""
+        """The number of entries in the vocabulary, including special tokens."""
         return len(self._engine)
 
     @property
     def max_length(self) -> int:
-        """The most tokens that its model accepts; 10^6 if it declares no limit."""
+        """The maximum number of tokens that the model accepts; 10^6 if it declares no limit."""
         return int(min(self._engine.model_max_length, 10**6))
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
@@ -134,7 +135,7 @@ class PretrainedTokenizer:
         return [self._ids(text, None, max_length=max_length) for text in texts]
 
     def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Encode each pair of texts in the model's own format; the longer text is truncated first."""
+        """Encode each pair of texts in the format of the model. The longer text is truncated first."""
         return [self._ids(text, pair, max_length=max_length) for text, pair in zip(texts, pairs, strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -154,7 +155,7 @@ class PretrainedTokenizer:
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
-    """Write a tokenizer's files; names come from a run folder, so none may point outside of `folder`."""
+    """Write the files of a tokenizer. The names come from a run folder, so none may point outside of `folder`."""
     for name, content in files.items():
         if not name or not set(name) <= _FILE_NAME_CHARACTERS or name.startswith("."):
             raise WhetError("a saved tokenizer has an invalid file name", got=name[:100], try_="another run")
@@ -162,9 +163,9 @@ def write_files(files: dict[str, str], folder: Path) -> None:
 
 
 def _join_pair(first: list[int], second: list[int], *, separator: list[int], max_length: int) -> list[int]:
-    """Join two encoded texts; if they do not fit, the longer one is truncated first."""
+    """Join two encoded texts. If they do not fit, the longer one is truncated first."""
     room = max(2, max_length - len(separator))
-    # The first text gets what the second leaves free, and at least half.
+    # The first text gets the space that the second leaves free, and at least half.
     kept_first = max(room - len(second), room // 2)
     kept_second = room - min(len(first), kept_first)
     return [*first[:kept_first], *separator, *second[:kept_second]][:max_length]
@@ -185,7 +186,7 @@ def _load_transformers_tokenizer(folder: Path) -> Any:
 
 
 def _without_source_path(file: Path) -> str:
-    """The content of a tokenizer file without the folder it came from, on which a run must not depend."""
+    """Return the content of a tokenizer file without its source folder, which a run must not depend on."""
     text = file.read_text(encoding="utf-8")
     if file.name != "tokenizer_config.json":
         return text

@@ -1,4 +1,4 @@
-"""Generate one answer at a time in a worker thread; further requests wait."""
+"""Generate one answer at a time in a worker thread. Further requests wait."""
 
 import asyncio
 import threading
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_WAITING = 8
-"""Requests that may wait while one is answered."""
+"""The number of requests that may wait while one is answered."""
 
 
 class AnswerQueue:
-    """Runs generators of text chunks one after the other in a worker thread."""
+    """Runs generators of text chunks one after another in a worker thread."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._capacity = max_waiting + 1
@@ -27,9 +27,9 @@ class AnswerQueue:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responder")
 
     def stream(self, generate: Callable[[], Iterator[TextChunk]]) -> AsyncGenerator[TextChunk]:
-        """Return the chunks of an answer as they are generated. Closing or dropping the iterator cancels it.
+        """Return the chunks of an answer as they are generated. Closing or dropping the iterator cancels the answer.
 
-        The request is queued immediately, not at the first iteration: other requests could arrive in between.
+        The request is queued immediately, not at the first iteration, because another request could arrive in between.
         """
         self._check_capacity()
         loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class AnswerQueue:
 
         self._num_pending += 1
         future = self._thread.submit(work)
-        # A request counts until the thread is free again, not until the client disconnects.
+        # Count a request until the thread is free again, not only until the client disconnects.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done) if not loop.is_closed() else None)
 
         def cancel() -> None:
@@ -71,12 +71,13 @@ class AnswerQueue:
                 cancel()
 
         chunks = receive()
-        # The `finally` of a generator that was never started does not run: a client may disconnect before that.
+        # Clean up here too: a client may disconnect early, and `finally` of a generator that was never started does not
+        # run.
         weakref.finalize(chunks, cancel).atexit = False
         return chunks
 
     async def collect(self, generate: Callable[[], Iterator[TextChunk]], request: "Request") -> list[TextChunk] | None:
-        """Return all chunks; None if the client disconnected before the end."""
+        """Return all chunks, or None if the client disconnected before the end."""
 
         async def read_all() -> list[TextChunk]:
             async with aclosing(self.stream(generate)) as chunks:

@@ -28,7 +28,7 @@ _IGNORED_KEYS = {
     "prompt_cache_retention",
     "parallel_tool_calls",
 }
-"""Parameters that are accepted without effect on the answer."""
+"""Parameters that are accepted and ignored: they do not affect the answer."""
 _DEFAULT_VALUES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -39,7 +39,7 @@ _DEFAULT_VALUES = {
     "function_call": "none",
     "modalities": ["text"],
 }
-"""Unsupported parameters that are accepted with these values, which request nothing; also null, false and empty."""
+"""Unsupported parameters, accepted only with these values, which have no effect; also null, false and empty."""
 
 
 class BadRequestError(Exception):
@@ -75,7 +75,7 @@ class _Format(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The parameters that both kinds of requests have."""
+    """The parameters that both kinds of requests share."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -123,7 +123,7 @@ class ChatCompletionRequest(CompletionRequest):
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The conversation; the last turn is to be answered."""
+        """The conversation. The last turn is to be answered."""
         if self.messages[-1].role not in ("user", "tool"):
             raise BadRequestError("the last message must have the role user or tool", param="messages")
         return [Turn(_ROLES[message.role], message.text) for message in self.messages]
@@ -141,7 +141,7 @@ class TextCompletionRequest(CompletionRequest):
 
 
 def parse_request(kind: type[CompletionRequest], body: Any) -> Any:
-    """Validate a request; the error names the first invalid parameter."""
+    """Validate a request. The error names the first invalid parameter."""
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name, value in body.items():

@@ -1,4 +1,4 @@
-"""The bodies of completions, stream events and errors in OpenAI's format."""
+"""The JSON bodies of completions, stream events and errors in OpenAI's format."""
 
 import json
 import secrets
@@ -11,7 +11,7 @@ from whet.recipes.chat.server.requests import BadRequestError
 from whet.web.access import HttpError
 
 _CODES = {401: "invalid_api_key"}
-"""Error codes of OpenAI's server that clients check."""
+"""Error codes of OpenAI's server that clients check for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class CompletionResponse:
         return server_sent_event({**self._head(kind), "choices": [self._choice(content, finish_reason)]})
 
     def usage(self, usage: dict[str, int]) -> bytes:
-        """Return the token usage after the last chunk, which clients request with stream_options."""
+        """Return the token usage as an event after the last chunk; clients request it with stream_options."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return server_sent_event({**self._head(kind), "choices": [], "usage": usage})
 
@@ -70,7 +70,7 @@ def error_body(error: BadRequestError) -> dict[str, Any]:
 
 
 def error_format(path: str, error: HttpError) -> dict[str, Any] | None:
-    """Return the body for an error of the web server; None outside of /v1, for plain text."""
+    """Return the body for an error of the web server, or None outside of /v1, which answers in plain text."""
     if not f"{path}/".startswith("/v1/"):
         return None
     got = "" if error.got is None else f"; got: {error.got}"

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class StopSequences:
-    """Ends a streamed answer at given texts; text that may be the start of one is held back."""
+    """Ends a streamed answer at given texts. Holds back text that may be the beginning of a stop sequence."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
         self._held = ""
         self.is_stopped = False
-        """Whether a stop sequence occurred: the answer is complete."""
+        """Whether a stop sequence has occurred, which completes the answer."""
 
     def push(self, new_text: str) -> str:
         """Add text; return what certainly belongs to the answer.
@@ -112,7 +112,7 @@ class ChatRoutes:
             prompt = self._responder.prompt(params.turns, max_new_tokens=self._max_new_tokens(params))
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
-        # OpenAI's server rejects long conversations, too, instead of dropping turns silently.
+        # Reject long conversations, like OpenAI's server, instead of silently dropping turns.
         if prompt.num_dropped_turns:
             raise self._exceeds_context()
         return await self._answer(params, prompt, request, is_chat=True)
@@ -130,7 +130,7 @@ class ChatRoutes:
     ) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
-        # Read before the generator starts, so that an invalid parameter is reported with its status.
+        # Read the options before the stream starts, so that an invalid parameter still gets an error status.
         sampling, stops, max_new_tokens = params.sampling, params.stops, self._max_new_tokens(params)
 
         def generate() -> Iterator[TextChunk]:
@@ -216,7 +216,7 @@ def _too_long(why: str) -> BadRequestError:
 
 
 def _with_error_body(handler: Handler) -> Handler:
-    """Return bad requests as errors in OpenAI's format."""
+    """Wrap a handler so that a bad request becomes an error in OpenAI's format."""
 
     async def handle(request: "Request") -> "Response":
         try:

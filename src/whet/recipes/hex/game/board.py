@@ -7,20 +7,20 @@ from whet.base.errors import UsageError
 
 MIN_SIZE, MAX_SIZE = 2, 26
 EMPTY, BLUE, RED = 0, 1, 2
-"""Blue moves first."""
+"""The values of a cell. Blue moves first."""
 COLORS = ("empty", "blue", "red")
 NEIGHBORS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
 """Offsets (row, column) of the six neighbors of a cell."""
 
 Boards = NDArray[np.int8]
 Cells = NDArray[np.int64]
-"""Cells are numbered row by row: row * size + column."""
+"""Cell numbers, counted row by row: row * size + column."""
 NO_MOVE, SWAP = -1, -2
-"""In lists of moves: no move (padding), and red taking over blue's first stone (`rules.swap`)."""
+"""In lists of moves: NO_MOVE is padding, and SWAP is red taking over blue's first stone (`rules.swap`)."""
 
 
 def check_size(size: int) -> int:
-    """Return the size if it is valid; raise otherwise."""
+    """Return the size if it is valid, otherwise raise an error."""
     if not MIN_SIZE <= size <= MAX_SIZE:
         raise UsageError("no such board", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
     return size

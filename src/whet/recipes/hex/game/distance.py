@@ -1,11 +1,11 @@
-"""Chains of stones and two-distances to the edges for batches of boards.
+"""Chains of stones and two-distances to the edges, for batches of boards.
 
-The two-distance of Queenbee (van Rijswijck, 2002): an empty cell next to the edge has distance 1; others are one further
-than their second-nearest neighbor, because the opponent will block the nearest. A chain of own stones makes all cells
-around it neighbors, and a chain at the edge belongs to the edge.
+The two-distance is the one of Queenbee (van Rijswijck, 2002). An empty cell next to the edge has distance 1. Any other
+cell is one further than its second-nearest neighbor, because the opponent will block the nearest. A chain of the
+player's stones makes all cells around it neighbors, and a chain at the edge belongs to the edge.
 
 A cell is within k + 1 if two different neighbors are within k. A set contains two different cells if its smallest and
-largest cell numbers differ, so two maxima per cell and chain are enough, for all boards at once.
+largest cell numbers differ. Two maxima per cell and chain are therefore enough, for all boards at once.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, RED, Boards
 def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[Any]:
     """Reduce the six neighbors of each cell with `join`; values are (..., row, column, board)."""
     size = values.shape[-2]
+    # The start value must be neutral: 0 for a maximum of non-negative numbers, the cell itself for a minimum.
     joined = values.copy() if join is np.minimum else np.zeros_like(values)
     for down, right in NEIGHBORS:
         to, of = _overlap(down, right, size), _overlap(-down, -right, size)
@@ -36,7 +37,7 @@ def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
     columns = np.arange(batch)
     while True:
         least = np.where(stones, neighbor_max(labels, np.minimum), np.int16(no_stone))
-        # Pointer jumping: the label of the label doubles the distance each time.
+        # Pointer jumping: taking the label of the label doubles the distance in each iteration.
         flat = np.concatenate([least.reshape(no_stone, batch), np.full((1, batch), no_stone, dtype=np.int16)])
         least = flat[flat[:-1], columns].reshape(labels.shape)
         if np.array_equal(least, labels):
@@ -57,7 +58,7 @@ _BOARDS_PER_PASS = 1024
 
 
 def unreachable(size: int) -> int:
-    """Return the distance that stands for unreachable cells."""
+    """Return the distance that represents unreachable cells."""
     return 2 * size
 
 
@@ -71,12 +72,13 @@ def edge_distances(boards: Boards) -> NDArray[np.int16]:
 
 def _edge_distances(boards: Boards) -> NDArray[np.int16]:
     size, batch = boards.shape[-1], len(boards)
+    # The board is the last axis, so that numpy handles one cell of all boards in a contiguous loop.
     cells = np.ascontiguousarray(boards.transpose(1, 2, 0))
     transposed = cells.transpose(1, 0, 2)
     stones = np.concatenate([cells == BLUE, transposed == RED], axis=2)
     empty = np.concatenate([cells == EMPTY, transposed == EMPTY], axis=2)
     labels = chain_labels(stones)
-    # The board rotated by 180 degrees gives the distance from the last row.
+    # Rotating the board by 180 degrees gives the distance from the last row.
     both_ways = [np.concatenate([array, array[::-1, ::-1]], axis=2) for array in (stones, empty, labels)]
     first, last = np.split(_distance_from_first_row(*both_ways), 2, axis=2)
     distances = np.stack([first, last[::-1, ::-1]]).reshape(2, size, size, 2, batch)
@@ -97,7 +99,7 @@ def _distance_from_first_row(
     is_near[0] = True
     new = is_near & empty
     remaining, level = empty & ~new, 1
-    # Ascending and descending cell numbers: their maxima give the largest and the smallest cell.
+    # Use ascending and descending cell numbers: their maxima give the largest and the smallest cell.
     numbers = np.arange(1, size * size + 1, dtype=np.int16).reshape(1, size, size, 1)
     numbers = np.concatenate([numbers, numbers[:, ::-1, ::-1]])
     reached = numbers * new
@@ -106,6 +108,7 @@ def _distance_from_first_row(
         level += 1
         nearby = neighbor_max(reached)
         np.maximum(nearby, neighbor_max(groups.share(nearby)), out=nearby)
+        # The largest number and the mirrored smallest number add up to size^2 + 1 if they belong to the same cell.
         new = remaining & (nearby[0] > 0) & (nearby[0] + nearby[1] != size * size + 1)
         remaining &= ~new
         reached += numbers * new

@@ -12,7 +12,7 @@ _FIRST_EDGE, _LAST_EDGE = {BLUE: 0, RED: 2}, {BLUE: 1, RED: 3}
 
 
 class ChainTracker:
-    """Tracks chains of stones and the winner while a game is played, by union-find over cells and the four edges."""
+    """Tracks chains of stones and the winner during a game, with union-find over the cells and the four edges."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -41,7 +41,7 @@ class ChainTracker:
     def _root(self, node: int) -> int:
         parents = self._parents
         while parents[node] != node:
-            parents[node] = parents[parents[node]]  # Path halving.
+            parents[node] = parents[parents[node]]  # Path halving keeps the trees flat.
             node = parents[node]
         return node
 
@@ -51,7 +51,7 @@ class ChainTracker:
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """A legal game so far; create it with `replay` or `after`."""
+    """The moves of a legal, possibly unfinished game. Create it with `replay` or `after`."""
 
     size: int
     moves: tuple[int, ...] = ()
@@ -70,12 +70,12 @@ class Game:
 
     @property
     def may_swap(self) -> bool:
-        """Whether a swap is legal now."""
+        """Whether a swap is legal in this position."""
         return len(self.moves) == 1 and self.winner == EMPTY
 
     @property
     def legal(self) -> tuple[int, ...]:
-        """The legal cells."""
+        """The cells that are legal moves."""
         return tuple(cell for cell, color in enumerate(self.cells) if color == EMPTY) if self.winner == EMPTY else ()
 
     @property
@@ -86,7 +86,7 @@ class Game:
 
 
 def replay(moves: "tuple[int, ...] | list[int]", *, size: int) -> Game:
-    """Return the game after these moves; raise for the first illegal one."""
+    """Return the game after these moves. Raises an error for the first illegal move."""
     check_size(size)
     cells, chains, mover = [EMPTY] * size**2, ChainTracker(size), BLUE
     for number, move in enumerate(moves, start=1):

@@ -11,7 +11,7 @@ from whet.recipes.hex.game.players import Player, draw_moves
 from whet.recipes.hex.game.rules import Colors, Positions, legal, play, start, winners
 
 _GAMES_PER_PASS = 256
-"""Bounds memory: while unrolling, every position has a copy of all moves of its game."""
+"""Bounds memory: while games are unrolled, every position has a copy of all moves of its game."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Games:
     moves: NDArray[np.int16]
     """(games, longest): cells, or SWAP as the second move; NO_MOVE after the end."""
     winners: Colors
-    """(games,): EMPTY if unknown."""
+    """(games,): the winner of each game; EMPTY if unknown."""
 
     def __len__(self) -> int:
         return len(self.moves)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(games,): the number of moves."""
+        """(games,): the number of moves of each game."""
         return (self.moves != NO_MOVE).sum(axis=1)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Games":
@@ -43,17 +43,17 @@ class Games:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Positions with the move played and the result: training samples."""
+    """Positions with the move played and the result, used as training samples."""
 
     positions: Positions
     moves: Cells
-    """(batch,): the cell played; NO_MOVE at the end of a game or for a swap."""
+    """(batch,): the cell played; NO_MOVE at the end of a game and for a swap."""
     results: NDArray[np.float32]
     """(batch,): 1 if the mover won the game, otherwise 0."""
     games: NDArray[np.int64]
     """(batch,): the number of the game."""
     plies: NDArray[np.int64]
-    """(batch,): the number of moves before."""
+    """(batch,): the number of moves before the position."""
 
     def __len__(self) -> int:
         return len(self.moves)
@@ -64,9 +64,9 @@ class Verdict:
     """The result of replaying games."""
 
     is_legal: NDArray[np.bool_]
-    """(games,): moves onto empty cells only, a swap only as the second move, and no winner before the last move."""
+    """(games,): true if moves are on empty cells, a swap is only the second move, and only the last move wins."""
     winners: Colors
-    """(games,): the winner by connection at the end."""
+    """(games,): the winner by connection at the end of the game."""
 
 
 def as_moves(lists: Sequence[Sequence[int]]) -> NDArray[np.int16]:
@@ -90,7 +90,7 @@ def judge_games(moves: NDArray[np.int16], *, size: int) -> Verdict:
     final = _Stones.of(moves, lengths, size=size)
     ordered = np.sort(final.cells, axis=1)
     is_legal &= ~((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_MOVE)).any(axis=1)
-    # Stones stay, so an earlier winner is also the winner just before the last move.
+    # Stones are never removed, so an earlier winner is still the winner just before the last move.
     is_legal &= winners(_Stones.of(moves, lengths - 1, size=size).boards(size)) == EMPTY
     return Verdict(is_legal, np.where(is_legal, winners(final.boards(size)), np.int8(EMPTY)))
 
@@ -154,7 +154,7 @@ class _Stones:
 
     def boards(self, size: int) -> Boards:
         """Return the boards, (games, size, size)."""
-        # An extra cell at the end takes the entries without a stone (NO_MOVE is -1).
+        # Scatter into an extra cell at the end: entries without a stone have the index NO_MOVE, which is -1.
         boards = np.zeros((len(self.cells), size * size + 1), dtype=np.int8)
         np.put_along_axis(boards, self.cells.astype(np.int64), self.colors, axis=1)
         return np.ascontiguousarray(boards[:, :-1]).reshape(-1, size, size)
@@ -165,18 +165,18 @@ _GAMES_IN_STEP = 4096
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Randomness that makes games of a deterministic player differ."""
+    """Randomness that makes the games of a deterministic player differ."""
 
     random_opening: int = 1
     """The number of uniformly random moves at the start."""
     epsilon: float = 0.05
-    """The probability of a uniformly random move later."""
+    """The probability of a uniformly random move after the opening."""
     temperature: float = 0.5
-    """The temperature of sampling from the policy otherwise; 0 selects the best move."""
+    """The temperature of sampling from the policy for all other moves; 0 selects the best move."""
 
 
 def play_games(player: Player, *, size: int, count: int, seed: int, noise: Noise | None = None) -> Games:
-    """Let a player play complete games against itself; deterministic for a seed and count."""
+    """Let a player play complete games against itself. The result depends only on the seed and the count."""
     noise = noise or Noise()
     parts = [
         _play_in_step(player, size, min(_GAMES_IN_STEP, count - begin), np.random.default_rng([seed, begin]), noise)

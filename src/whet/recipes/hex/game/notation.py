@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<![a-z0-9])\d+\.")
 _WINNERS = {"1": BLUE, "b": BLUE, "blue": BLUE, "2": RED, "r": RED, "red": RED}
 _COLUMNS, _ROWS = "abcdefghijklmnopqrstuvwxyz", range(1, MAX_SIZE + 1)
 _NAMES = {f"{column}{row:0{digits}}": f"{column}{row}" for column in _COLUMNS for row in _ROWS for digits in (1, 2)}
-"""All spellings of a move, and its canonical name."""
+"""Maps all spellings of a move to its canonical name."""
 _MIN_SIZES = {name: max(ord(name[0]) - ord("a") + 1, int(name[1:])) for name in _NAMES.values()}
 _NAMES |= {"swap": "swap", "swap-pieces": "swap"}
 _MIN_SIZES |= {"swap": 0}
@@ -33,7 +33,7 @@ _RESIGNED = {":rb": RED, ":fb": RED, ":rw": BLUE, ":fw": BLUE}
 
 @dataclass(frozen=True, slots=True)
 class GameRecord:
-    """A game as written, not replayed."""
+    """A game as recorded, before it is replayed."""
 
     kind: Notation
     names: tuple[str, ...]

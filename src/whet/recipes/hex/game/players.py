@@ -45,22 +45,22 @@ class RandomPlayer:
 
 
 def best_moves(policy: NDArray[np.float32]) -> Cells:
-    """Return the most probable moves, (batch,); the first of equals."""
+    """Return the most probable moves, (batch,). The first of equal moves is chosen."""
     return policy.argmax(axis=1).astype(np.int64)
 
 
 def draw_moves(policy: NDArray[np.float32], generator: np.random.Generator, *, temperature: float = 1.0) -> Cells:
-    """Sample moves from a policy, (batch,); a lower temperature favors better moves, 0 selects the best."""
+    """Sample moves from a policy, (batch,). A lower temperature favors better moves; 0 selects the best."""
     if temperature <= 0:
         return best_moves(policy)
     with np.errstate(divide="ignore"):
         scores = np.log(policy.astype(np.float64)) / temperature
-    # The argmax of log-probabilities with Gumbel noise is a sample.
+    # Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample from the distribution.
     return (scores + generator.gumbel(size=scores.shape)).argmax(axis=1).astype(np.int64)
 
 
 _WINNING = 2
-"""The potential of a cell next to both edges."""
+"""The potential of a cell that is next to both edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class TwoDistancePlayer:
 
     name: str = "two-distance"
     sharpness: float = 0.5
-    """A move that is better by one is e ** sharpness times as probable. Like the next two, fitted to 13x13 games."""
+    """A move that is better by one is e ** sharpness times as probable. Fitted to 13x13 games, like the next two."""
     tempo: float = 1.0
     steepness: float = 0.3
     """The value is a logistic function of the difference of potentials."""
 
     def analyze(self, positions: Positions) -> Analysis:
-        # Moves that win immediately come first, then moves that prevent the opponent's immediate win.
+        # Moves that win immediately come first, then moves that prevent an immediate win of the opponent.
         own, opponent = potentials(positions)
         wins, must = own == _WINNING, opponent == _WINNING
         score = -(own + opponent) + 1000.0 * must + 1_000_000.0 * wins
@@ -98,4 +98,4 @@ def potentials(positions: Positions) -> tuple[NDArray[np.int16], NDArray[np.int1
 
 NETLESS_PLAYERS: dict[str, Player] = {"random": RandomPlayer(), "two-distance": TwoDistancePlayer()}
 PLAYABLE_SIZES = tuple(range(3, 20))
-"""Board sizes offered to people."""
+"""The board sizes that users can choose from."""

@@ -21,7 +21,7 @@ SPLITS = ("train", "val", "test")
 
 
 def game_keys(games: Games, *, seed: int) -> list[bytes]:
-    """Return a 16-byte hash for each game; a game and its rotation by 180 degrees have the same."""
+    """Return a 16-byte hash of each game. A game and its rotation by 180 degrees have the same hash."""
     is_cell = games.moves >= 0
     rotated = np.where(is_cell, cell_maps(games.size)[TURNED][np.where(is_cell, games.moves, 0)], games.moves)
     salt = seed.to_bytes(16, "little", signed=True)
@@ -41,7 +41,7 @@ def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArr
 FORMAT = "whet hex positions 1"
 MANIFEST, POSITIONS, GAMES = "manifest.json", "positions.bin", "games.bin"
 GAME_ROW = np.dtype([("begin", "<u8"), ("length", "<u2"), ("split", "u1"), ("winner", "u1")])
-"""One game: its first position, their number, the index of its split and the winner."""
+"""One game: its first position, the number of positions, the index of its split, and the winner."""
 
 
 class PositionFile(FrozenModel):
@@ -59,22 +59,22 @@ class PositionCounts(FrozenModel):
 
 
 class PositionManifest(FrozenModel):
-    """The contents of manifest.json; it is written last, so a folder with a manifest is complete."""
+    """The contents of manifest.json. It is written last, so a folder with a manifest is complete."""
 
     format: str
     size: int
     size_source: str
-    """How the size was determined."""
+    """A description of how the size was determined."""
     seed: int
     val_share: float
     test_share: float
     source: str
     orientation: Orientation
     num_read: int
-    """Games in the records, valid or not."""
+    """The number of games in the records, valid or not."""
     num_won_by_blue: int
     repeated: int
-    """Duplicate games (also if rotated by 180 degrees), which are skipped."""
+    """The number of skipped duplicates, including games rotated by 180 degrees."""
     rejected: dict[str, int]
     rejected_examples: dict[str, list[str]]
     splits: dict[str, PositionCounts]
@@ -102,11 +102,11 @@ def read_manifest(folder: Path) -> PositionManifest:
 
 _SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
 _UNPACKED = ((np.arange(256)[:, None] >> _SHIFTS) & 3).astype(np.int8)
-"""The four cells of every byte value."""
+"""A lookup table with the four cells of every byte value."""
 
 
 def row_type(size: int) -> np.dtype[np.void]:
-    """Return the type of one position: little-endian and without gaps."""
+    """Return the dtype of one position: little-endian, without padding."""
     return np.dtype(
         [
             ("board", "u1", (num_bytes(size),)),
@@ -138,7 +138,7 @@ def unpack_boards(packed: NDArray[np.uint8], *, size: int) -> Boards:
 
 
 def as_rows(samples: Samples) -> NDArray[np.void]:
-    """Return samples as they are written."""
+    """Return samples in the format of the position file."""
     rows = np.zeros(len(samples), dtype=row_type(samples.positions.size))
     rows["board"] = pack_boards(samples.positions.boards)
     rows["mover"] = samples.positions.movers
@@ -181,7 +181,7 @@ class PositionSet:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: a hash over the hashes of the files."""
+        """A hash over the hashes of the files, which identifies the content."""
         facts = sorted((name, file.sha256) for name, file in self.manifest.files.items())
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -207,7 +207,7 @@ class PositionSet:
         )
 
     def augmented(self, numbers: NDArray[np.int64], *, seed: int, epoch: int) -> Samples:
-        """Read positions, each transformed by a symmetry that depends on seed, epoch and its number."""
+        """Read positions and transform each by a symmetry that depends on the seed, the epoch and its number."""
         return transform_samples(self.batch(numbers), symmetries_of(numbers, seed=seed, epoch=epoch))
 
     def _check_files(self) -> None:
@@ -229,7 +229,7 @@ class PositionSet:
 
 
 def transform_samples(samples: Samples, symmetry: Symmetries) -> Samples:
-    """Apply a symmetry to samples; the result for the mover stays the same."""
+    """Apply a symmetry to samples. The result for the mover does not change."""
     return Samples(
         positions=transform(samples.positions, symmetry),
         moves=transform_moves(samples.moves, symmetry, size=samples.positions.size),

@@ -41,13 +41,13 @@ class ImportOptions(FrozenModel):
     val_share: float = Field(default=0.05, ge=0, le=0.5)
     test_share: float = Field(default=0.05, ge=0, le=0.5)
     max_bad: int | None = Field(default=None, ge=0)
-    """Invalid games to skip; more are an error. Default: a tenth."""
+    """The number of invalid games to skip; more are an error. Default: one tenth of the games."""
 
 
 def import_records(
     path: Path, *, into: Path | None, options: ImportOptions | None = None, progress: Progress | None = None
 ) -> PositionManifest:
-    """Import a file or folder of games into the new folder `into`; without it, only report on the games."""
+    """Import a file or folder of games into the new folder `into`. Without `into`, only report on the games."""
     options = options or ImportOptions()
     source = open_records(path, size=options.size)
     importer = _Importer(source, options, name=path.name, progress=progress)
@@ -74,7 +74,7 @@ def import_records(
 
 
 class _Importer:
-    """Reads the games of a source once, skips duplicates and counts."""
+    """Reads the games of a source once, skips duplicates and counts the rest."""
 
     def __init__(self, source: RecordFiles, options: ImportOptions, *, name: str, progress: Progress | None) -> None:
         self._source, self._options, self._name, self._progress = source, options, name, progress
@@ -89,7 +89,7 @@ class _Importer:
         return np.concatenate([np.zeros(0, dtype=GAME_ROW), *self._games])
 
     def rows(self) -> Iterator[NDArray[np.void]]:
-        """Yield the positions of all imported games, as they are written."""
+        """Yield the positions of all imported games in the format of the position file."""
         num_imported = 0
         for games in self._source.games(self._rejected):
             self._num_valid += len(games)

@@ -1,4 +1,4 @@
-"""Read recorded games from files: board size, orientation, and what is wrong with them."""
+"""Read recorded games from files: board size, orientation and defects."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from whet.run.disk import open_regular_file
 
 
 class Orientation(FrozenModel):
-    """Which edges the first player connects in a file; inferred by replaying games both ways."""
+    """The edges that the first player connects in a file, inferred by replaying the games both ways."""
 
     is_mirrored: bool
-    """Whether the first player connects left and right: rows and columns are then exchanged on reading."""
+    """Whether the first player connects left and right. Rows and columns are then exchanged when reading."""
     num_complete: int
-    """Games that are won by their last stone with this orientation."""
+    """The number of games that are won by their last stone with this orientation."""
     num_complete_otherwise: int
     num_sampled: int
 
@@ -35,7 +35,7 @@ class Orientation(FrozenModel):
 
 
 def find_orientation(games: Sequence[Sequence[int]], *, size: int) -> Orientation:
-    """Choose the orientation with which more games are legal and won by their last stone; the usual one if equal."""
+    """Return the orientation in which more games are legal and won by their last stone; the usual one if equal."""
     moves = as_moves(games)
     usual, other = (
         _num_complete(judge_games(orient_moves(moves, size=size, is_mirrored=is_mirrored), size=size))
@@ -56,7 +56,7 @@ def _num_complete(verdict: Verdict) -> int:
 
 
 def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> NDArray[np.int16]:
-    """Return moves such that the first player connects top and bottom; a swap stays a swap."""
+    """Return the moves such that the first player connects top and bottom. A swap stays a swap."""
     is_cell = (moves >= 0) & (moves < size * size)
     if not is_mirrored:
         return moves
@@ -78,7 +78,7 @@ REASONS = {
 
 @dataclass
 class RejectedGames:
-    """Counts of rejected games by reason, with a few examples."""
+    """Counts rejected games by reason, with a few examples."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class RecordFiles:
     orientation: Orientation
 
     def games(self, rejected: RejectedGames) -> Iterator[Games]:
-        """Yield the valid games in order, in batches; count the others in `rejected`."""
+        """Yield the valid games in order, in batches. Count all other games in `rejected`."""
         batch: list[tuple[str, GameRecord]] = []
         for where, line in _lines(self.files):
             try:
@@ -165,7 +165,7 @@ def open_records(path: Path, *, size: int | None = None) -> RecordFiles:
 
 
 def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
-    """Return the size of the first record that has one, else the smallest size that contains all moves."""
+    """Return the size stated by the first record that has one, else the smallest size that contains all moves."""
     largest, num_games = 0, 0
     for _, game in _readable(files):
         if game.size is not None:
@@ -196,7 +196,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _lines(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Yield lines that are not empty or comments, with file and line number; very long lines are truncated."""
+    """Yield lines with file and line number, without empty lines and comments. Very long lines are truncated."""
     for path in files:
         with open_regular_file(path, follows_links=True) as file:
             number = 0

@@ -10,21 +10,21 @@ from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, EMPTY, RED, Boards, Cells, check_size
 
 Colors = NDArray[np.int8]
-"""(batch,): EMPTY (nobody), BLUE or RED."""
+"""(batch,): EMPTY (no player), BLUE or RED."""
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Boards and their movers, which the stones alone do not determine after a swap."""
+    """Boards and their movers. After a swap, the stones alone do not determine the mover."""
 
     boards: Boards
     """(batch, size, size): EMPTY, BLUE, RED."""
     movers: Colors
-    """(batch,): BLUE or RED."""
+    """(batch,): the player to move, BLUE or RED."""
 
     @property
     def size(self) -> int:
-        """Cells along a side."""
+        """The number of cells along a side."""
         return int(self.boards.shape[-1])
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ def legal(boards: Boards) -> NDArray[np.bool_]:
 
 
 def play(positions: Positions, moves: Cells) -> Positions:
-    """Return the positions after one move on each; raise for an illegal move."""
+    """Return the positions after one move on each. Raises an error for an illegal move."""
     cells = positions.boards.reshape(len(positions), positions.size**2).copy()
     index = np.arange(len(positions))
     moves = np.asarray(moves)
@@ -61,16 +61,16 @@ def play(positions: Positions, moves: Cells) -> Positions:
 
 
 def may_swap(positions: Positions) -> NDArray[np.bool_]:
-    """Whether red may take over blue's first stone, (batch,)."""
+    """Return whether red may take over blue's first stone, (batch,)."""
     num_stones = (positions.boards != EMPTY).sum(axis=(1, 2))
     return np.asarray((num_stones == 1) & (positions.movers == RED) & (positions.boards == BLUE).any(axis=(1, 2)))
 
 
 def swap(positions: Positions) -> Positions:
-    """Let red take over blue's first stone; then blue is to move.
+    """Let red take over blue's first stone. Blue moves next.
 
-    Pieces are swapped, not players: the stone is mirrored on the long diagonal and becomes red, so that its position
-    relative to red's edges is the one it had relative to blue's.
+    The pieces are swapped, not the players: the stone is mirrored on the long diagonal and becomes red, so that its
+    position relative to red's edges equals its former position relative to blue's edges.
     """
     if not may_swap(positions).all():
         first = int(np.argmin(may_swap(positions)))
@@ -86,20 +86,20 @@ def swap(positions: Positions) -> Positions:
 # boards that are decided leave early.
 
 _BOARDS_PER_PASS = 16_384
-"""As many boards as fit into a core's cache."""
+"""The number of boards that fit into the cache of a core."""
 
 Words = NDArray[Any]
 """(rows, boards) of uint16 or uint32; bit c is column c."""
 
 
 def winners(boards: Boards) -> NDArray[np.int8]:
-    """Return the winners, (batch,): BLUE, RED or EMPTY. For an illegal board with two winners it is BLUE."""
+    """Return the winners, (batch,): BLUE, RED or EMPTY. An illegal board with two winners counts as BLUE."""
     result = np.full(len(boards), EMPTY, dtype=np.int8)
     for begin in range(0, len(boards), _BOARDS_PER_PASS):
         chunk = boards[begin : begin + _BOARDS_PER_PASS]
         part = result[begin : begin + _BOARDS_PER_PASS]
         size = chunk.shape[-1]
-        # Cells first, so that one cell of all boards is contiguous.
+        # Put cells first, so that one cell of all boards is contiguous in memory.
         cells = np.ascontiguousarray(chunk.reshape(len(chunk), -1).T).view(np.uint8).reshape(size, size, len(chunk))
         part[connects(_pack_rows(cells >> 1, by_column=True))] = RED
         part[connects(_pack_rows(cells & 1, by_column=False))] = BLUE
@@ -107,7 +107,7 @@ def winners(boards: Boards) -> NDArray[np.int8]:
 
 
 def connects(stones: Words) -> NDArray[np.bool_]:
-    """Whether the stones connect the first row to the last, (boards,)."""
+    """Return whether the stones connect the first row to the last, (boards,)."""
     size, count = stones.shape
     connected = np.zeros(count, dtype=np.bool_)
     active = np.arange(count)
@@ -116,6 +116,7 @@ def connects(stones: Words) -> NDArray[np.bool_]:
     while True:
         for row in range(1, size):
             above = reached[row - 1]
+            # A cell has two neighbors in the row above, at the same column and the next, hence the shift by one bit.
             reached[row] = _fill(stones[row], (above | (above >> 1) | reached[row]) & stones[row], size=size)
         is_connected = reached[-1] != 0
         connected[active[is_connected]] = True
@@ -126,13 +127,14 @@ def connects(stones: Words) -> NDArray[np.bool_]:
         is_active = (reached != before).any(axis=0) & ~is_connected
         if not is_active.any():
             return connected
+        # Compacting the arrays costs a copy, so do it only if many boards are decided.
         if is_active.mean() < 0.7:
             active, stones, reached = active[is_active], stones[:, is_active], reached[:, is_active]
 
 
 def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
-    """Return all stones of a row that are in an unbroken line with a seed; seeds are stones."""
-    # Toward higher bits: the carry of an addition runs from the lowest seed of a line to its end.
+    """Return all stones of a row that are in an unbroken line with a seed. Seeds must be stones."""
+    # Toward higher bits: the carry of an addition propagates from the lowest seed of a line to its end.
     filled = stones & (~(stones + seeds) | seeds)
     lines, shift = stones.copy(), 1
     while True:  # Toward lower bits, doubling the distance each time.
@@ -144,7 +146,7 @@ def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
 
 
 def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
-    """Pack zeros and ones, (row, column, board), into a word per row, or per column: the transpose is Hex for red."""
+    """Pack zeros and ones, (row, column, board), into one word per row, or per column (the board as red sees it)."""
     size, _, count = stones.shape
     # A carry out of the word is harmless, so 16 columns fit into 16 bits.
     words: Words = np.zeros((size, count), dtype=np.uint16 if size <= 16 else np.uint32)
@@ -163,7 +165,7 @@ _SWAPPED_COLORS = np.array([EMPTY, RED, BLUE], dtype=np.int8)
 
 
 def place_stones(boards: Boards, moves: Cells) -> Boards:
-    """Return copies with a stone of the mover on each, still in the same perspective."""
+    """Return copies with a stone of the mover placed on each, in the same perspective."""
     after = boards.copy()
     after.reshape(len(after), after.shape[-1] ** 2)[np.arange(len(after)), moves] = BLUE
     return after
@@ -175,10 +177,10 @@ def flip_perspective(boards: Boards) -> Boards:
 
 
 def mover_has_won(boards: Boards) -> NDArray[np.bool_]:
-    """Whether the player in whose perspective a board is has won, (batch,)."""
+    """Return whether the player whose perspective a board has is the winner, (batch,)."""
     return np.asarray(winners(boards) == BLUE)
 
 
 def as_positions(boards: Boards) -> Positions:
-    """Return boards in the mover's perspective as positions with blue to move."""
+    """Return boards from the mover's perspective as positions with blue to move."""
     return Positions(boards, np.full(len(boards), BLUE, dtype=np.int8))

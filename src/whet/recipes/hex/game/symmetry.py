@@ -1,6 +1,7 @@
 """The four symmetries of Hex: identity, rotation by 180 degrees, and reflection on each diagonal.
 
-A reflection exchanges the edges, so it also exchanges the colors of stones and mover. The mover's chances stay the same.
+A reflection exchanges the edges, so it also exchanges the colors of the stones and the mover. The mover's chances do
+not change.
 """
 
 from functools import cache
@@ -13,13 +14,13 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, RED, Cells
 from whet.recipes.hex.game.rules import Positions
 
 IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED = range(4)
-"""MIRRORED is on the diagonal from a1, MIRRORED_TURNED on the other."""
+"""MIRRORED reflects on the diagonal from a1, MIRRORED_TURNED on the other diagonal."""
 SYMMETRIES = (IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED)
 """Each is its own inverse, and the composition of i and j is i ^ j."""
 
 T = TypeVar("T", bound=np.generic)
 Symmetries = int | NDArray[np.int64]
-"""One for all positions, or one for each."""
+"""One symmetry for all positions, or one for each position."""
 
 
 @cache
@@ -45,7 +46,7 @@ def transform(positions: Positions, symmetry: Symmetries) -> Positions:
 
 
 def transform_moves(moves: Cells, symmetry: Symmetries, *, size: int) -> Cells:
-    """Apply a symmetry to moves, (batch,); negative numbers (no move) stay."""
+    """Apply a symmetry to moves, (batch,). Negative numbers (no move) do not change."""
     moves = np.asarray(moves)
     moved = cell_maps(size)[_each(symmetry, len(moves)), np.maximum(moves, 0)]
     return np.where(moves < 0, moves, moved)
@@ -53,7 +54,8 @@ def transform_moves(moves: Cells, symmetry: Symmetries, *, size: int) -> Cells:
 
 def transform_policy(policy: NDArray[T], symmetry: Symmetries, *, size: int) -> NDArray[T]:
     """Apply a symmetry to values per cell, (batch, cells)."""
-    # Each symmetry is its own inverse, so the image of a cell is also where its new value comes from.
+    # Gather instead of scatter: each symmetry is its own inverse, so the image of a cell is also the source of its
+    # value.
     return np.take_along_axis(policy, cell_maps(size)[_each(symmetry, len(policy))], axis=1)
 
 

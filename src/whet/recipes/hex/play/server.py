@@ -38,7 +38,7 @@ class PlayRoutes:
         self._player, self._sizes = player, tuple(sizes)
         self._about = {"player": player.name, "sizes": list(sizes), "size": size, "color": color}
         self._files = page_files() | page_files(STATIC)
-        # One at a time: a search uses the whole machine.
+        # One request at a time, because a search uses the whole machine.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="player")
 
     def routes(self) -> list["BaseRoute"]:
@@ -54,7 +54,7 @@ class PlayRoutes:
         ]
 
     def close(self) -> None:
-        """Stop a running search; otherwise Python would wait for it at exit."""
+        """Stop a running search, which Python would otherwise wait for at exit."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         if (stop := getattr(self._player, "stop", None)) is not None:
             stop()

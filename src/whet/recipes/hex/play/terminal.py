@@ -1,4 +1,4 @@
-"""A game in the terminal."""
+"""Play a game in the terminal."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -53,20 +53,20 @@ HELP = (
 
 @dataclass
 class TerminalGame:
-    """A game of a person against a player."""
+    """A game of a user against a player."""
 
     player: Player
     size: int
     color: int = BLUE
-    """The person's color."""
+    """The color of the user."""
     seed: int = 0
     is_over: bool = field(default=False, init=False)
-    """Whether the person has quit."""
+    """Whether the user has quit."""
     _moves: tuple[int, ...] = field(default=(), init=False)
     _resigned: bool = field(default=False, init=False)
 
     def begin(self) -> list[str]:
-        """Return the first lines."""
+        """Return the lines to show at the start."""
         edges = "top and bottom" if self.color == BLUE else "left and right"
         return [
             f"you are {COLORS[self.color]} and connect {edges}; blue moves first. Type help for the commands.",
@@ -74,7 +74,7 @@ class TerminalGame:
         ]
 
     def enter(self, line: str) -> list[str]:
-        """Execute a line and return the output; an invalid command changes nothing."""
+        """Execute a command line and return the output. An invalid command changes nothing."""
         words = line.strip().lower().split()
         if not words:
             return []
@@ -112,7 +112,7 @@ class TerminalGame:
         return view_game(self.player, self._moves, size=self.size, seed=self.seed)
 
     def _continue(self) -> list[str]:
-        """Let the player reply if it is its turn, and return the board."""
+        """Let the player reply if it is the player's turn, and return the board."""
         view, lines = self._view(), []
         if view.winner is None and view.mover != COLORS[self.color]:
             assert view.reply is not None
@@ -141,7 +141,7 @@ class TerminalGame:
         if self._resigned:
             self._resigned = False
             return self._continue()
-        # Return to the last position with the person to move.
+        # Return to the last position in which it was the user's turn.
         for length in range(len(self._moves) - 1, -1, -1):
             if replay(self._moves[:length], size=self.size).mover == self.color:
                 self._moves = self._moves[:length]

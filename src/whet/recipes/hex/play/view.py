@@ -1,4 +1,4 @@
-"""The state of a game as shown to a person: board, hints and the player's reply."""
+"""The state of a game as shown to the user: the board, hints, and the player's reply."""
 
 import hashlib
 from collections.abc import Sequence
@@ -32,29 +32,29 @@ class GameView(FrozenModel):
 
     size: int
     cells: tuple[int, ...]
-    """Row by row: 0 empty, 1 blue, 2 red."""
+    """The cells row by row: 0 empty, 1 blue, 2 red."""
     moves: tuple[str, ...]
-    """Names of cells, or "swap"."""
+    """The names of the cells played, or "swap"."""
     mover: str
     winner: str | None
     may_swap: bool
     last: int | None
-    """The last stone."""
+    """The cell of the last stone."""
     chain: tuple[int, ...]
-    """The winning chain."""
+    """The cells of the winning chain."""
     blue_wins: float
-    """The player's estimate of blue's chance."""
+    """The player's estimate of the probability that blue wins."""
     suggestions: tuple[Suggestion, ...]
-    """The best first."""
+    """Suggested moves, best first."""
     reply: str | None
-    """The player's move: a cell, or "swap"."""
+    """The player's move: the name of a cell, or "swap"."""
     record: str
     """A HexWorld link to the game."""
     player: str
 
 
 def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0) -> GameView:
-    """Return the game after some moves; raise for an illegal one."""
+    """Return the game after some moves. Raises an error for an illegal move."""
     game = replay(tuple(moves), size=size)
     common = {
         "size": size,
@@ -87,14 +87,14 @@ def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0)
 
 
 def _reply(player: Player, game: Game, policy: NDArray[np.float32], value: float, seed: int) -> int:
-    """Return the player's move: a swap if that is better for it, a sampled move early in the game, else the best."""
+    """Return the player's move: a swap if that is better, a sampled move early in the game, else the best move."""
     if game.may_swap:
         swapped = player.analyze(game.after(SWAP).position)
         if 1 - float(swapped.value[0]) > value:
             return SWAP
     if len(game.moves) >= _VARIED_PLIES:
         return int(best_moves(policy)[0])
-    # Depends on game and seed only, so that repeated requests give the same move.
+    # The draw depends only on the game and the seed, so that repeated requests give the same move.
     digest = hashlib.sha256(repr((seed, game.moves)).encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     return int(draw_moves(policy, generator, temperature=_VARIATION)[0])

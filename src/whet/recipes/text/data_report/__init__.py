@@ -1,1 +1,1 @@
-"""The report of `whet data text`: find defects in labeled texts, and write a cleaned copy. No torch."""
+"""The report of `whet data text`: detect defects in labeled texts, and write a cleaned copy. No torch."""

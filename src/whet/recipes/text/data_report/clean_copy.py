@@ -25,7 +25,7 @@ _KIND_OF_CODE = {code: kind for kind, code in KIND_CODES.items()}
 _MAX_SHOWN = 2_000
 _LINE_FORMATS = ("JSON lines", "CSV", "TSV")
 _UNREADABLE = frozenset({"not-utf8", "not-a-row", "truncated", "columns", "long"})
-"""Rows of these kinds cannot be copied."""
+"""Kinds of defects whose rows cannot be copied."""
 
 
 def report_on_data(config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:
@@ -43,16 +43,16 @@ def report_on_data(config: TextConfig, path: Path, *, fix: Path | None, leave: t
 
 
 def write_clean_copy(inspector: DatasetInspector, out: Path, *, leave: frozenset[str] = frozenset()) -> CleanCopyResult:
-    """Write a cleaned copy of an inspected dataset: a file for a file, a folder for several.
+    """Write a cleaned copy of an inspected dataset: a file for a single file, otherwise a folder.
 
     Args:
-        leave: kinds of defects that are not fixed.
+        leave: The kinds of defects to leave unfixed.
     """
     return _CleanCopyWriter(inspector, out, leave=leave).run()
 
 
 def _check_output(out: Path, sources: Iterable[TextSource]) -> None:
-    """Check before anything is read that the copy replaces nothing and is not inside of the original."""
+    """Check, before anything is read, that the copy replaces nothing and is not inside of the original."""
     sources = tuple(sources)
     for path in (out, *([_change_list_path(out)] if len(sources) == 1 else [])):
         if path.exists() or path.is_symlink():
@@ -75,7 +75,7 @@ def _check_leave(leave: Iterable[str]) -> None:
 
 
 def _change_list_path(out: Path) -> Path:
-    """The list of changes next to a cleaned file."""
+    """Return the path of the list of changes, next to the cleaned file."""
     return out.with_name(f"{out.stem}.removed.jsonl")
 
 
@@ -86,7 +86,7 @@ class _CleanCopyWriter:
         self._sources = inspector.index.sources
         self._num_kept = self._num_changed = 0
         codes = bytearray(0 if _KIND_OF_CODE.get(code) in leave else code for code in inspector.removal_codes)
-        # The row that each removed duplicate repeats, -1 for none.
+        # For each row, the row that a removed duplicate repeats; -1 for none.
         self._others = array("q", [-1]) * len(codes)
         for duplicate in self._index.hashes.removable():
             if not codes[duplicate.row] and duplicate.kind not in leave:
@@ -123,7 +123,7 @@ class _CleanCopyWriter:
         return [self._out / name for name in names]
 
     def _change_list(self, changes: IO[bytes]) -> Iterator[bytes]:
-        """Yield the list of changes. It is written last, so a file that changed meanwhile aborts the whole copy."""
+        """Yield the list of changes. It is written last, so that a changed input file aborts the whole copy."""
         for source, state in zip(self._sources, self._inspector.file_states, strict=True):
             if file_state(source.path) != state:
                 raise WhetError(
@@ -133,7 +133,7 @@ class _CleanCopyWriter:
         yield from iter(lambda: changes.read(1024**2), b"")
 
     def _copy(self, number: int, first_row: int, changes: IO[bytes]) -> Iterator[bytes]:
-        """Yield the lines of a source's copy."""
+        """Yield the lines of the copy of a source."""
         source, row = self._sources[number], first_row
         fields, names = read_header(source) if source.format in ("CSV", "TSV") else ([], [])
         if fields:
@@ -154,16 +154,16 @@ class _CleanCopyWriter:
     def _fix_row(
         self, samples: list[TextSample], reader: SampleReader, *, first_row: int, changes: IO[bytes]
     ) -> dict[str, Any] | None:
-        """Return the fixed cells of a row, the same object if nothing changed; None if the row is removed."""
+        """Return the fixed cells of a row, the same object if nothing changed, or None if the row is removed."""
         cells, kept = samples[0].row.cells, []
         for position, sample in enumerate(samples):
             row = first_row + position
             where, code = self._index.where(row), self._codes[row]
-            # A code means that the whole sample is removed; otherwise its cells are fixed.
+            # A nonzero code removes the whole sample. Otherwise its cells are fixed.
             why = [_KIND_OF_CODE[code]] if code else []
             if not why:
                 fixed, why = self._fix_sample(cells, sample, reader)
-                # A text that is empty after fixing (only HTML, say) is removed too.
+                # Also remove a text that is empty after fixing, for example one with only HTML.
                 if not why or not emptiness(_sample_text(fixed, sample, reader)):
                     cells = fixed
                     kept.append(position)
@@ -180,7 +180,7 @@ class _CleanCopyWriter:
     def _fix_sample(
         self, cells: dict[str, Any], sample: TextSample, reader: SampleReader
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the cells with this sample's text and label fixed, and the kinds of defects."""
+        """Return the cells with the text and label of this sample fixed, and the kinds of defects."""
         columns = reader.columns
         assert columns is not None
         why: set[str] = set()
@@ -229,7 +229,7 @@ def _format_row(row: TextRow, cells: dict[str, Any], *, source: TextSource, name
 
 
 def _cell_of_sample(cell: Any, sample: TextSample) -> Any:
-    """Where a row holds several samples, a cell is a list with one entry for each."""
+    """Return the entry of a sample. If a row holds several samples, a cell is a list with one entry for each."""
     return cell[sample.number - 1] if sample.number and isinstance(cell, list) else cell
 
 
@@ -247,7 +247,7 @@ def _with_cell(cells: dict[str, Any], name: str, value: str, sample: TextSample)
 
 
 def _select_samples(cells: dict[str, Any], num_samples: int, kept: list[int]) -> dict[str, Any]:
-    """Keep some samples of a row: every list of that length has one entry per sample."""
+    """Keep some samples of a row. Every list of length `num_samples` has one entry per sample."""
     return {
         name: [value[position] for position in kept] if isinstance(value, list) and len(value) == num_samples else value
         for name, value in cells.items()
@@ -260,7 +260,7 @@ def _shown_row(sample: TextSample) -> str:
 
 
 def _file_names(sources: tuple[TextSource, ...]) -> list[str]:
-    """Name the copies: the original names for line formats, otherwise JSON lines named after the split."""
+    """Return the names of the copies: unchanged for line formats, otherwise JSON Lines named after the split."""
     names = []
     for source in sources:
         if source.format in _LINE_FORMATS:

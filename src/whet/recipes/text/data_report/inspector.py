@@ -1,4 +1,4 @@
-"""Inspect a dataset: check every row once, then all rows together."""
+"""Inspect a dataset: check every row once, then compare all rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -56,24 +56,24 @@ from whet.recipes.text.readers.sources import find_sources
 
 KIND_CODES = {kind: code for code, kind in enumerate(DEFECT_KINDS, start=1)}
 LabelCounts = Counter[tuple[str, str]]
-"""Rows by label and split."""
+"""The number of rows by label and split."""
 
 _SPLIT_NUMBERS = {"train": TRAIN, "val": VAL, "test": TEST, "all": TRAIN}
 _LIST_SEPARATOR = "\x1f"
-"""Joins the labels of a list, so that it is stored as one cell."""
+"""Joins the labels of a list, so that the list is stored as one cell."""
 _MAX_TAGGED_LABELS = 2_000
-"""With more labels, texts are not searched for their label: each label needs a pattern of its own."""
+"""With more labels, texts are not searched for their label, because each label needs a separate pattern."""
 _MAIN_SCRIPT_SHARE = 0.95
-"""If fewer texts are in one script, the dataset is taken for multilingual."""
+"""If fewer texts than this are in one script, the dataset is considered multilingual."""
 _UNLABELED = "unlabeled"
-"""A row of a test file without a label column: no defect, and nothing to compare."""
+"""A row of a test file without a label column. It is not a defect, and there is nothing to compare."""
 
 
 class LabelDecisions(NamedTuple):
-    """What `--fix` does with labels."""
+    """The decisions of `--fix` about labels."""
 
     corrections: dict[str, str]
-    """Misspelled labels and the correct ones."""
+    """Maps misspelled labels to the correct ones."""
     removed: dict[str, str]
     """Labels whose rows are removed, with the kind of defect."""
 
@@ -84,14 +84,14 @@ class DatasetInspector:
     def __init__(self, path: Path, *, overrides: ColumnOverrides | None = None, separator: str | None = AUTO) -> None:
         self.index = RowIndex(find_sources(path))
         self.file_states = tuple(file_state(source.path) for source in self.index.sources)
-        """State of each file before it was read, so that a clean copy can detect a change."""
+        """The state of each file before it was read, so that a clean copy can detect a change."""
         self.overrides = overrides or ColumnOverrides()
         self.removal_codes = bytearray()
-        """For each row the code of the kind for which `--fix` removes it, 0 for none; duplicates are not included."""
+        """For each row, the code of the defect for which `--fix` removes it; 0 for none and for duplicates."""
         self.corrections: dict[str, str] = {}
-        """Misspelled labels and the correct ones."""
+        """Maps misspelled labels to the correct ones."""
         self.mixed_endings: dict[int, int] = {}
-        """Files with mixed line endings, each with a row that has the second kind."""
+        """Files with mixed line endings, and for each the first row with the second kind of ending."""
         self._findings = FindingCollector()
         self._separator = validate_separator(separator)
         self._columns: list[ColumnNames] = []
@@ -147,7 +147,7 @@ class DatasetInspector:
         defects = text_defects(text if sample.pair is None else f"{text} {sample.pair}")
         for defect in defects:
             self._add(defect, row, shows=snippet(text))
-        # Fixed before comparing: broken characters would hide duplicates.
+        # Fix the text before comparing it: broken characters would hide duplicates.
         normalized = normalize_text(*fix_pair(text, sample.pair)) if defects else normalize_text(text, sample.pair)
         exact = text if sample.pair is None else f"{text}\0{sample.pair}"
         index.hashes.add(exact, normalized, label=label, split=split)
@@ -159,6 +159,7 @@ class DatasetInspector:
             self._check_group(sample.group, split=split, row=row)
 
     def _check_line(self, sample: TextSample, *, row: int, source: int) -> None:
+        # Check each line once, for its first sample.
         if sample.number > 1:
             return
         if sample.row.has_bom:
@@ -178,12 +179,12 @@ class DatasetInspector:
             self._mentions.add_text(normalized, sample.labels, row=row)
 
     def _check_group(self, group: str, *, split: int, row: int) -> None:
-        # A bit mask of splits per group: two integers, whatever the length of its name.
+        # Store a bit mask of splits per group: two integers, regardless of the length of the name.
         key, bit = hash(group), 1 << split
         before = self._splits_of_group.setdefault(key, bit)
         if not before & bit:
             self._splits_of_group[key] = before | bit
-            # Report a group once, when its second split is seen.
+            # Report a group once, when it appears in its second split.
             if before.bit_count() == 1:
                 self._add("group-leak", row, shows=group)
 
@@ -239,7 +240,7 @@ class DatasetInspector:
 
     @property
     def is_multi_label(self) -> bool:
-        """Whether cells name several labels, or none."""
+        """Whether cells contain several labels, or none."""
         return self._separator is not None and any(len(self._label_names(cell)) != 1 for cell in self.index.labels)
 
     def _report(self, counts: LabelCounts) -> DataReport:
@@ -289,7 +290,7 @@ def check_labels(
     index: RowIndex,
     findings: FindingCollector,
 ) -> LabelDecisions:
-    """Find headers, typos, labels that occur once, and labels of one split; `first_rows` has a row of each label."""
+    """Report headers, typos, labels that occur once, and labels of one split. `first_rows` has a row of each label."""
     totals = label_totals(counts)
 
     def add(kind: str, name: str, shows: str, *, count: int = 1) -> None:
@@ -318,7 +319,7 @@ def check_labels(
 
 
 def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
-    """Find texts in another script, if nearly all are in one."""
+    """Report texts in another script, if nearly all texts are in one script."""
     counts = Counter(index.script)
     del counts[0]
     total = sum(counts.values())
@@ -335,13 +336,13 @@ def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return size and modification time, which change when a file does."""
+    """Return the size and modification time, which change when the file changes."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
-    """Return the serious defects of a corpus in memory, without locations; run before each training."""
+    """Return the serious defects of a corpus in memory, without locations. Run before each training."""
     findings, hashes = FindingCollector(), TextHashes()
     counts: Counter[str] = Counter()
     names = [name.casefold() for name in corpus.classes]
@@ -349,7 +350,7 @@ def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
         for row, labels in enumerate(_label_sets(part)):
             pair = part.pairs[row] if part.pairs else None
             normalized = normalize_text(*fix_pair(part.texts[row], pair))
-            # Only equality of label sets matters; the mask keeps the hash within int32, non-negative.
+            # Only equality of label sets matters. The mask keeps the hash non-negative and within int32.
             hashes.add(f"{part.texts[row]}\0{pair}", normalized, label=hash(labels) & 0x7FFFFFFF, split=split)
             counts.update(corpus.classes[label] for label in labels)
             if any(states_label(normalized, names[label]) for label in labels):

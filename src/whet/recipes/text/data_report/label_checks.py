@@ -1,4 +1,4 @@
-"""Checks of labels: headers, typos, and labels that appear in their own texts."""
+"""Checks of labels: headers, typos, and labels that appear in the texts."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ _RARE_ROWS = 3
 _HEADER_SHARE = 0.001
 _MAX_HEADER_LENGTH = 100
 _MAX_COMPARED_LABELS = 3_000
-"""The search for typos compares all pairs, so with more labels only the normalized spelling is compared."""
+"""Detecting typos compares all pairs. With more labels than this, only normalized spellings are compared."""
 _PUNCTUATION = re.compile(r"[\s_\-./]+")
 
 _TAG_KEYS = "label|class|category|intent|sentiment|topic|tag|target|answer|gold"
@@ -20,14 +20,14 @@ _WORDS = re.compile(r"\w+")
 _MAX_TEXT_LENGTH = 5_000
 _MAX_MENTIONED_LABELS = 2_000
 _MIN_OTHER_TEXTS = 200
-"""Texts of other labels without the name, before its presence means anything."""
+"""The number of other texts without the name that is required before its presence is significant."""
 
 
 # --- label cells ------------------------------------------------------------------------------------------------------
 
 
 def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
-    """Whether a row holds the names of its own columns, or usual column names.
+    """Return whether a row contains the names of its columns, or usual column names.
 
     >>> is_header("text", "label", columns=("text", "label")), is_header("Sentence", "Category", columns=("a", "b"))
     (True, True)
@@ -40,16 +40,16 @@ def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
 
 
 def header_labels(counts: Mapping[str, int], *, label_column: str | None) -> list[str]:
-    """Return rare labels that are column names: probably headers of concatenated files."""
+    """Return rare labels that are column names. They are probably headers of concatenated files."""
     total = sum(counts.values())
     names = {*LABEL_NAMES, (label_column or "label").casefold()}
     return [label for label, count in counts.items() if label.casefold() in names and count <= _HEADER_SHARE * total]
 
 
 def misspelled(counts: Mapping[str, int]) -> dict[str, str]:
-    """Map labels that are probably misspelled to the correct one.
+    """Map labels that are probably misspelled to the correct label.
 
-    Misspelled labels differ from a more frequent one only in case and punctuation, or are rare and one typo away.
+    A misspelled label differs from a more frequent one only in case and punctuation, or is rare and one typo away.
 
     >>> misspelled({"positive": 500, "postive": 2, "Negative": 5, "negative": 480, "type 1": 400, "type 2": 1})
     {'Negative': 'negative', 'postive': 'positive'}
@@ -69,7 +69,7 @@ def misspelled(counts: Mapping[str, int]) -> dict[str, str]:
 
 
 def single_split_labels(counts: Mapping[tuple[str, str], int]) -> dict[str, str]:
-    """Return labels that occur more than once but in one of several splits only, with that split."""
+    """Return labels that occur more than once but only in one of several splits, with that split."""
     if len({split for _, split in counts}) < 2:
         return {}
     splits: dict[str, set[str]] = {}
@@ -85,9 +85,9 @@ def _normalized(label: str) -> str:
 
 
 def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, int]) -> str | None:
-    """Return the frequent label that a rare one probably stands for."""
+    """Return the frequent label that a rare label is probably a typo of, or None."""
     for other in by_frequency:
-        # Candidates are sorted by frequency: once one is too rare, all later ones are.
+        # Candidates are sorted by frequency: once one is too rare, all later ones are too.
         if counts[label] > max(_RARE_ROWS, _RARE_SHARE * counts[other]) or counts[other] < 10 * counts[label]:
             return None
         if other != label and _is_typo(label.casefold(), other.casefold()):
@@ -96,19 +96,19 @@ def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, in
 
 
 def _is_typo(one: str, other: str) -> bool:
-    """Whether two names are within a typo of each other: one edit from four letters on, two from eight."""
+    """Return whether two names are a typo apart: one edit from four letters on, two edits from eight."""
     shorter = min(len(one), len(other))
     max_edits = 2 if shorter >= 8 else 1 if shorter >= 4 else 0
     if abs(len(one) - len(other)) > max_edits or [c for c in one if c.isdigit()] != [c for c in other if c.isdigit()]:
         return False
-    # "relevant" and "irrelevant" are two labels.
+    # "relevant" and "irrelevant" are different labels, not typos.
     if one.endswith(other) or other.endswith(one):
         return False
     return max_edits > 0 and _edit_distance(one, other, limit=max_edits) <= max_edits
 
 
 def _edit_distance(one: str, other: str, *, limit: int) -> int:
-    """Optimal string alignment distance (insert, delete, replace, swap neighbors); stops beyond `limit`."""
+    """Return the optimal string alignment distance (insert, delete, replace, swap neighbors). Stop beyond `limit`."""
     before: list[int] = []
     line = list(range(len(other) + 1))
     for row, char in enumerate(one, start=1):
@@ -144,7 +144,7 @@ def _tag_pattern(label: str) -> re.Pattern[str]:
 
 
 def states_label(text: str, label: str) -> bool:
-    """Whether a normalized text contains its normalized label as a tag.
+    """Return whether a normalized text contains its normalized label as a tag.
 
     >>> states_label("we won the match (sport)", "sport"), states_label("sport: we won", "sport")
     (True, True)
@@ -155,7 +155,7 @@ def states_label(text: str, label: str) -> bool:
 
 
 class LabelMentions:
-    """Counts which labels are mentioned by name in texts of their own label, and in other texts."""
+    """Counts the labels that are mentioned by name in texts of the same label, and in other texts."""
 
     def __init__(self) -> None:
         self._label_of_word: dict[str, str] = {}
@@ -164,7 +164,7 @@ class LabelMentions:
         self._first_rows: dict[str, list[int]] = {}
 
     def add_label(self, label: str) -> None:
-        """Search for this label, if it is one word that a text could contain."""
+        """Search texts for this label, if it is a single word."""
         word = label.casefold()
         is_word = len(word) >= 3 and not word.isdigit() and _WORDS.fullmatch(word)
         if is_word and len(self._label_of_word) < _MAX_MENTIONED_LABELS:
@@ -183,7 +183,7 @@ class LabelMentions:
                 self._others[label] += 1
 
     def only_own(self, counts: Counter[str]) -> dict[str, list[int]]:
-        """Return the labels that only their own texts mention, with the first of these rows."""
+        """Return the labels that are mentioned only in texts of the same label, with the first of these rows."""
         total = sum(counts.values())
         return {
             label: rows

@@ -13,11 +13,11 @@ class DefectKind(NamedTuple):
     """A kind of defect."""
 
     description: str
-    """What is counted."""
+    """The description of what is counted."""
     action: FixAction
-    """What `--fix` does: removes the row, changes it, or leaves it alone."""
+    """What `--fix` does with the row: remove it, change it, or leave it."""
     is_serious: bool = False
-    """Whether it is reported before a training starts."""
+    """Whether the defect is reported before training starts."""
 
 
 DEFECT_KINDS: dict[str, DefectKind] = {
@@ -61,18 +61,18 @@ DEFECT_KINDS: dict[str, DefectKind] = {
     "two-labels": DefectKind("rows whose text has another label in another row", "removed", is_serious=True),
     "group-leak": DefectKind("groups that are in several splits", "left", is_serious=True),
 }
-"""In the order of the report."""
+"""The kinds of defects, in the order of the report."""
 
 
 class FindingExample(FrozenModel):
     """A row that shows a finding."""
 
     where: str
-    """FILE:LINE."""
+    """The location as FILE:LINE."""
     other: str | None = None
-    """The row that it repeats or contradicts."""
+    """The location of the row that this row repeats or contradicts."""
     shows: str | None = None
-    """A piece of the text, or the reason."""
+    """An excerpt of the text, or the reason."""
 
 
 class DataFinding(FrozenModel):
@@ -139,7 +139,7 @@ class FindingCollector:
         self._examples: dict[str, list[FindingExample]] = {kind: [] for kind in DEFECT_KINDS}
 
     def wants_example(self, kind: str) -> bool:
-        """Whether another example would be kept; callers skip making one otherwise."""
+        """Return whether another example would be kept. Callers use this to avoid building unused examples."""
         return len(self._examples[kind]) < self.MAX_EXAMPLES
 
     def add(self, kind: str, example: FindingExample | None = None, *, count: int = 1) -> None:
@@ -149,7 +149,7 @@ class FindingCollector:
             self._examples[kind].append(example)
 
     def findings(self) -> tuple[DataFinding, ...]:
-        """Return what was counted, in the order of `DEFECT_KINDS`."""
+        """Return the counted defects, in the order of `DEFECT_KINDS`."""
         return tuple(
             DataFinding(
                 kind=kind,
@@ -185,7 +185,7 @@ def clean_copy_lines(result: CleanCopyResult) -> list[str]:
 
 
 def serious_lines(findings: Sequence[DataFinding], *, where: str, max_lines: int = 3) -> list[str]:
-    """Format the serious findings in a few warnings, shown before a training."""
+    """Format the serious findings as a few warnings, shown before training."""
     serious = [finding for finding in findings if finding.is_serious]
     if not serious:
         return []

@@ -23,7 +23,7 @@ TRAIN, VAL, TEST = 0, 1, 2
 
 
 class Duplicate(NamedTuple):
-    """A row and another one that it repeats."""
+    """A row and the row that it repeats."""
 
     kind: str
     row: int
@@ -40,7 +40,7 @@ class TextHashes:
         self.split = array("b")
 
     def add(self, exact: str, normalized: str, *, label: int, split: int) -> None:
-        """Add a row; rows with a negative label are compared with nothing."""
+        """Add a row. A row with a negative label is not compared with any other row."""
         self.exact.append(hash(exact))
         self.normalized.append(hash(normalized))
         self.label.append(label)
@@ -51,12 +51,12 @@ class TextHashes:
         self.add("", "", label=-1, split=split)
 
     def duplicates(self) -> Iterator[Duplicate]:
-        """Yield every row that repeats another."""
+        """Yield every row that repeats another row."""
         for rows in self._equal_rows():
             yield from self._in_group(rows)
 
     def removable(self) -> Iterator[Duplicate]:
-        """Yield the rows to remove, so that each text is in one split, once, and with one label."""
+        """Yield the rows to remove, so that each text occurs once, in one split and with one label."""
         for rows in self._equal_rows():
             highest = max(self.split[row] for row in rows)
             by_split: defaultdict[int, list[int]] = defaultdict(list)
@@ -77,13 +77,13 @@ class TextHashes:
                     yield from (match for match in self._in_group(inside) if match.kind.endswith("duplicate"))
 
     def _equal_rows(self) -> Iterator[list[int]]:
-        """Yield groups of rows with the same normalized text, in the order of the file."""
+        """Yield groups of rows with the same normalized text, in file order."""
         import numpy as np
 
         labels = np.frombuffer(self.label, dtype=np.int32) if self.label else np.empty(0, dtype=np.int32)
         rows = np.flatnonzero(labels >= 0)
         hashes = np.frombuffer(self.normalized, dtype=np.int64)[rows] if len(rows) else np.empty(0, dtype=np.int64)
-        # Stable, so that rows of equal texts stay in file order.
+        # Use a stable sort, so that rows with equal texts stay in file order.
         order = np.argsort(hashes, kind="stable")
         hashes, rows = hashes[order], rows[order]
         bounds = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1], [True])))
@@ -116,7 +116,7 @@ class TextHashes:
                 first_with.setdefault((split, label), row)
                 in_this_split.setdefault(exact, row)
                 by_label.setdefault(label, row)
-            # Splits are visited in ascending order, so these are all lower ones.
+            # Splits are visited in ascending order, so these are all lower splits.
             in_lower_splits = {**in_this_split, **in_lower_splits}
         if len(by_label) > 1:
             for row in rows:
@@ -125,13 +125,13 @@ class TextHashes:
 
 
 class RowIndex:
-    """Where each row is, by its number in reading order, and what is remembered of it."""
+    """The location of each row, by its number in reading order, and a few facts about it."""
 
     def __init__(self, sources: tuple[TextSource, ...]) -> None:
         self.sources = sources
         self.hashes = TextHashes()
         self.labels: list[str] = []
-        """Distinct label cells, as written."""
+        """The distinct label cells, unchanged."""
         self._label_numbers: dict[str, int] = {}
         self._source = array("H")
         self._line = array("Q")
@@ -145,7 +145,7 @@ class RowIndex:
         return len(self._line)
 
     def add(self, sample: TextSample, *, source: int) -> None:
-        """Add the location of a row; its text is added to `hashes`."""
+        """Add the location of a row. Its text is added to `hashes` separately."""
         self._source.append(source)
         self._line.append(sample.row.line)
         self._number.append(sample.number)
@@ -155,7 +155,7 @@ class RowIndex:
         return self._source.count(source)
 
     def label_number(self, cell: str) -> int:
-        """Return the number of a label cell, a new one if it is seen for the first time."""
+        """Return the number of a label cell. A new cell gets the next number."""
         number = self._label_numbers.setdefault(cell, len(self.labels))
         if number == len(self.labels):
             if number >= MAX_LABELS:
@@ -168,7 +168,7 @@ class RowIndex:
         return number
 
     def where(self, row: int) -> str:
-        """Locate a row as FILE:LINE, with the number of the text where a line has several."""
+        """Return the location of a row as FILE:LINE, with the number of the text if a line has several."""
         index = self._source[row]
         source = self.sources[index]
         if source.format == "class folders":
@@ -200,7 +200,7 @@ def length_stats(values: "array[int]") -> LengthStats | None:
 
 
 def label_totals(counts: Counter[tuple[str, str]]) -> Counter[str]:
-    """Sum counts by label and split over the splits."""
+    """Sum the counts over the splits."""
     totals: Counter[str] = Counter()
     for (label, _), count in counts.items():
         totals[label] += count

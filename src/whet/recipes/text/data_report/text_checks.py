@@ -74,14 +74,14 @@ def fix_text(text: str, kinds: set[str]) -> str:
     if "mojibake" in kinds:
         text = fix_mojibake(text)
     if "html" in kinds:
-        # Repeated, because "&amp;lt;br&amp;gt;" is a tag that was escaped twice.
+        # Repeat, because "&amp;lt;br&amp;gt;" is a tag that was escaped twice.
         while _TAG.search(text) or _ENTITY.search(text):
             text = _ENTITY.sub(lambda match: html.unescape(match[0]), _TAG.sub(" ", text))
     return text
 
 
 def fix_pair(text: str, pair: str | None) -> tuple[str, str | None]:
-    """Fix a text and its second half for the duplicate search: broken characters would hide duplicates."""
+    """Fix a text and its second text for duplicate detection, because broken characters would hide duplicates."""
     return _fix_all(text), None if pair is None else _fix_all(pair)
 
 
@@ -116,7 +116,7 @@ _MATH = "\u03c0\u03a9\u221e\u2211\u220f\u222b\u00b1\u2264\u2265\u00b5\u2260\u220
 
 
 def _between(table: Mapping[str, int], low: int, high: int, *, without: str = "") -> str:
-    """A character class of the characters that decode these bytes."""
+    """Return a character class of the characters that these bytes decode to."""
     return f"[{re.escape(''.join(c for c, byte in table.items() if low <= byte <= high and c not in without))}]"
 
 
@@ -141,7 +141,7 @@ _FROM_MAC = re.compile(
 
 
 def has_mojibake(text: str) -> bool:
-    """Whether a text contains characters decoded in the wrong encoding.
+    """Return whether a text contains characters decoded in the wrong encoding.
 
     >>> [has_mojibake(text) for text in ("caf\\u00c3\\u00a9", "it\\u201a\\u00c4\\u00f4s", "\\u00e9 2\\u221a\\u03c0")]
     [True, True, False]
@@ -161,7 +161,7 @@ def fix_mojibake(text: str) -> str:
 
 
 def _repeat_until_stable(text: str, pattern: re.Pattern[str], table: Mapping[str, int]) -> str:
-    """Some texts were decoded wrongly twice. Each pass shortens the text, so the loop ends."""
+    """Replace matches until none is left: some texts were decoded wrongly twice. Each pass shortens the text."""
     while (fixed := pattern.sub(lambda match: _decode(match[0], table), text)) != text:
         text = fixed
     return text
@@ -227,7 +227,7 @@ _SYMBOLS = "symbols"
 """Mathematical letters and emoji, which occur in texts of every script."""
 
 SCRIPTS = ("", *dict.fromkeys(name for _, name in _RANGES if name != _SYMBOLS))
-"""Names by number; 0 stands for texts without letters."""
+"""The names of scripts by number. 0 is for texts without letters."""
 _NUMBER = {name: number for number, name in enumerate(SCRIPTS)}
 LATIN = _NUMBER["Latin"]
 

@@ -14,7 +14,7 @@ _BATCH_ROWS = 1_000
 
 
 def read_columnar(source: TextSource) -> Iterator[TextRow]:
-    """Read every row, numbered from 1; class indices are replaced by the names of the classes."""
+    """Read every row, numbered from 1. Class indices are replaced with the names of the classes."""
     names = {**_names_in_schema(_schema(source)), **source.class_names}
     line = 0
     for batch in _batches(source):
@@ -46,7 +46,7 @@ def _class_name(value: Any, names: tuple[str, ...] | None) -> Any:
         return value
     if isinstance(value, list):
         return [_class_name(each, names) for each in value]
-    # These datasets use -1 for "no label".
+    # These datasets use -1 for a missing label.
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
@@ -75,7 +75,7 @@ def _batches(source: TextSource) -> Iterator[Any]:
                 yield from file.iter_batches(batch_size=_BATCH_ROWS)
             return
         with _open_arrow(arrow, source.path) as reader:
-            # Readers of streams are iterable, readers of files are indexed.
+            # Stream readers are iterable; file readers are indexed.
             batches = (
                 reader
                 if hasattr(reader, "read_next_batch")
@@ -87,7 +87,7 @@ def _batches(source: TextSource) -> Iterator[Any]:
 
 
 def _open_arrow(arrow: Any, path: Path) -> Any:
-    """Open a memory-mapped file: only the rows in use take memory."""
+    """Open a file memory-mapped, so that only the rows in use take memory."""
     mapped = arrow.memory_map(str(path))
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
@@ -96,7 +96,7 @@ def _open_arrow(arrow: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def _arrow_errors(path: Path) -> Iterator[None]:
-    """Convert pyarrow's errors, all of them ValueErrors or OSErrors."""
+    """Convert the errors of pyarrow, all of which are ValueErrors or OSErrors."""
     try:
         yield
     except (OSError, ValueError) as error:

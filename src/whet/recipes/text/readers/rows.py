@@ -1,6 +1,6 @@
 """Rows of JSON lines, CSV and TSV files, read line by line.
 
-A file is never loaded whole. An invalid byte or an unclosed quote is an error of its own row, and the rows after it are
+A file is never loaded completely. An invalid byte or an unclosed quote is an error of one row; the rows after it are
 still read.
 """
 
@@ -20,25 +20,25 @@ SplitName = Literal["train", "val", "test"]
 FileFormat = Literal["JSON lines", "CSV", "TSV", "Parquet", "Arrow", "class folders"]
 
 MAX_ROW_BYTES = 64 * 1024**2
-"""A longer line is an error: reading it whole could exhaust the memory."""
+"""The size limit of a line. Reading a longer one could exhaust memory."""
 UTF8_BOM = b"\xef\xbb\xbf"
 _MAX_RECORD_LINES = 1_000
-"""A quoted text with more line breaks is taken for an unclosed quote."""
+"""A quoted text with more line breaks than this is considered an unclosed quote."""
 _SKIP_BYTES = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowError:
-    """What is wrong with a row itself."""
+    """A defect that concerns the row itself."""
 
     kind: str
     """The kind of defect in a data report."""
     what: str
-    """Completes "row 12 of FILE ..."."""
+    """The end of the sentence "row 12 of FILE ..."."""
     got: str
     try_: str
     is_usable: bool = False
-    """Whether the cells of the row can be used all the same."""
+    """Whether the cells of the row can be used anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,29 +48,29 @@ class TextSource:
     path: Path
     format: FileFormat
     split: SplitName | None
-    """None: the rows are still to be split."""
+    """The split of the rows; None if they still have to be split."""
     delimiter: str = ""
     class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Columns that hold class indices, with the names of the classes."""
+    """The names of the classes for each column that holds class indices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRow:
-    """The cells of a row by column; none if the row has an error that leaves it unusable."""
+    """The cells of a row by column; empty if the row has an error that makes it unusable."""
 
     line: int
     """The line on which the row begins, from 1; the number of the row in a format without lines."""
     cells: dict[str, Any]
     raw: str = ""
-    """The row as it is in the file, without its line ending; empty in a format without lines."""
+    """The unchanged text of the row without its line ending; empty in a format without lines."""
     ending: str = ""
-    """`\\n`, `\\r\\n`, or nothing at the end of a file."""
+    """The line ending: LF, CRLF, or empty at the end of a file."""
     num_bytes: int = 0
     error: RowError | None = None
     has_bom: bool = False
-    """Whether a byte order mark precedes it."""
+    """Whether a byte order mark precedes the row."""
     name: str = ""
-    """The name of the file, where each row is a file."""
+    """The name of the file, if each row is a file."""
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class TextLine:
 
 
 def read_lines(source: TextSource) -> Iterator[TextLine]:
-    """Read every line of a file; invalid UTF-8 is decoded as U+FFFD and reported as the line's error."""
+    """Read every line of a file. Invalid UTF-8 is decoded as U+FFFD and reported as an error of the line."""
     try:
         file = open_regular_file(source.path, follows_links=True)
     except OSError as cause:
@@ -104,7 +104,7 @@ def read_lines(source: TextSource) -> Iterator[TextLine]:
             number += 1
             error = None
             size = len(data)
-            # readline returned at its limit: the line is longer, and its rest is skipped in pieces.
+            # readline stopped at its limit: skip the rest of this line in pieces.
             if size == MAX_ROW_BYTES and not data.endswith(b"\n"):
                 size += _skip_line(file)
                 data = b""
@@ -177,7 +177,7 @@ def read_json_lines(source: TextSource) -> Iterator[TextRow]:
 
 
 def _json_error(text: str, error: Exception) -> RowError:
-    # A line that stops inside its object was cut off; any other was never JSON.
+    # A line that ends inside an object was cut off. Any other invalid line was never JSON.
     is_truncated = text.lstrip().startswith("{") and not text.rstrip().endswith("}")
     return RowError(
         kind="truncated" if is_truncated else "not-a-row",
@@ -200,7 +200,7 @@ class _Record(NamedTuple):
 
 def read_delimited(source: TextSource) -> Iterator[TextRow]:
     """Read every record after the header."""
-    # csv's limit is global to the process; the length of lines is limited by read_lines.
+    # The limit of the csv module is global to the process. read_lines limits the length of lines instead.
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = _LineBuffer(read_lines(source))
     header: list[str] = []
@@ -245,7 +245,7 @@ def write_record(fields: Sequence[str], *, delimiter: str) -> str:
 
 
 class _LineBuffer:
-    """An iterator of lines that can take lines back."""
+    """An iterator of lines that lets the caller push lines back."""
 
     def __init__(self, lines: Iterator[TextLine]) -> None:
         self._lines = lines
@@ -267,7 +267,7 @@ def _read_record(lines: _LineBuffer, *, delimiter: str, width: int) -> _Record |
     if first.error is not None or '"' not in first.text:
         return _Record([first], plain, first.error)
     if delimiter == "\t" and len(plain) == width and not all(map(_is_quoted_or_plain, plain)):
-        # Many TSV files do not use quoting, so a quote is a character of the text.
+        # Many TSV files do not use quoting, so a quote is part of the text.
         return _Record([first], plain)
     consumed = [first]
 
@@ -282,7 +282,7 @@ def _read_record(lines: _LineBuffer, *, delimiter: str, width: int) -> _Record |
     try:
         fields = next(csv.reader(feed(), delimiter=delimiter, strict=True))
     except csv.Error as error:
-        # Only the first line is lost to an unclosed quote; the rows that the parser swallowed are read again.
+        # An unclosed quote invalidates only its first line. The rows that the parser swallowed are read again.
         lines.put_back(consumed[1:])
         return _Record([first], [], _csv_error(str(error)))
     return _Record(consumed, fields, next((line.error for line in consumed if line.error is not None), None))

@@ -1,4 +1,4 @@
-"""Turn rows into labeled texts: find the columns, parse the labels."""
+"""Convert rows to labeled texts: choose the columns and parse the labels."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ PAIR_NAMES = (
     *(("text_a", "text_b"), ("sentence_a", "sentence_b"), ("text", "text_pair"), ("question", "sentence")),
 )
 _MAX_COLUMNS = 1_000
-"""The search for a label column stops here: JSON rows may introduce new keys without end."""
+"""The number of keys after which the search for a label column stops, because JSON rows may add keys without limit."""
 
 AUTO = "auto"
 SEPARATORS = ("|", ";", ",")
@@ -37,7 +37,7 @@ _MAX_LIST_LENGTH = 10_000
 
 
 class ColumnOverrides(BaseModel):
-    """Columns named by the user. Text and label are guessed if None; pair and group are then absent."""
+    """Columns named by the user. If None, text and label are detected, and pair and group are absent."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,13 +48,13 @@ class ColumnOverrides(BaseModel):
 
 
 class ColumnNames(BaseModel):
-    """The columns of a file, as it spells them."""
+    """The columns of a file, with the spelling of the file."""
 
     model_config = ConfigDict(frozen=True)
 
     text: str
     label: str | None
-    """None for unlabeled rows, such as the test rows of a contest."""
+    """The label column; None for unlabeled rows, such as the test rows of a competition."""
     pair: str | None = None
     group: str | None = None
 
@@ -71,7 +71,7 @@ class ColumnNames(BaseModel):
 def find_columns(
     names: Iterable[str], overrides: ColumnOverrides, *, path: Path, needs_label: bool = True
 ) -> ColumnNames:
-    """Choose the columns of a file: those named by the user, otherwise by their usual names."""
+    """Return the columns of a file: those named by the user, otherwise columns with usual names."""
     spelling: dict[str, str] = {}
     for name in names:
         spelling.setdefault(str(name).strip().lower(), str(name))
@@ -131,7 +131,7 @@ def _guess_column(
 
 
 def parse_label_list(cell: Any) -> list[str] | None:
-    """Return the labels of a cell that is a list, or a text that spells one; None for any other cell.
+    """Return the labels of a cell that is a list or a text that spells a list; None for any other cell.
 
     >>> parse_label_list(["a", "b"]), parse_label_list('["a", "b"]'), parse_label_list("['a', 'b']")
     (['a', 'b'], ['a', 'b'], ['a', 'b'])
@@ -146,7 +146,7 @@ def parse_label_list(cell: Any) -> list[str] | None:
             cell = json.loads(text)
         except (ValueError, RecursionError):
             try:
-                # A Python list, as pandas writes it; literal_eval accepts literals only.
+                # Parse a Python list, as written by pandas. literal_eval accepts only literals.
                 cell = ast.literal_eval(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 return None
@@ -154,7 +154,7 @@ def parse_label_list(cell: Any) -> list[str] | None:
 
 
 def label_text(value: Any) -> str:
-    """Format a value as a label; 1.0 is read as 1, which is how tables with missing values store it.
+    """Format a value as a label. 1.0 becomes 1, because tables with missing values store integers as floats.
 
     >>> label_text(" a "), label_text(1.0), label_text(None), label_text(3)
     ('a', '1', '', '3')
@@ -167,7 +167,7 @@ def label_text(value: Any) -> str:
 
 
 def split_label(label: str, separator: str) -> list[str]:
-    """Split a label into the names in it.
+    """Split a label into the names that it contains.
 
     >>> split_label("a | b|", "|")
     ['a', 'b']
@@ -176,7 +176,9 @@ def split_label(label: str, separator: str) -> list[str]:
 
 
 def detect_separator(labels: Iterable[str]) -> str | None:
-    """Return the separator of multi-label cells if there clearly is one: the names are fewer than their combinations.
+    """Return the separator of multi-label cells, or None if there is no clear one.
+
+    A separator is clear if there are fewer names than combinations of names.
 
     >>> detect_separator(["toxic|insult", "toxic", "insult", "threat", "toxic|threat"])
     '|'
@@ -189,14 +191,14 @@ def detect_separator(labels: Iterable[str]) -> str | None:
             continue
         names = {name for label in distinct for name in split_label(label, separator)}
         num_alone = sum(name in distinct for name in names)
-        # "Smith, John" and "Smith, Jane" share names too: with commas, most names must also occur alone.
+        # "Smith, John" and "Smith, Jane" share a name too. With commas, most names must therefore also occur alone.
         if len(names) < len(distinct) and (separator != "," or 2 * num_alone >= len(names)):
             return separator
     return None
 
 
 def validate_separator(separator: str | None) -> str | None:
-    """Reject an empty `label_separator`."""
+    """Return the separator. Raises an error for an empty `label_separator`."""
     if separator == "":
         raise UsageError("label_separator is empty", got="''", try_="label_separator='|', or null for none")
     return separator
@@ -207,27 +209,27 @@ def validate_separator(separator: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSample:
-    """A text with its labels and its row, or only the row if that is unusable."""
+    """A text with its labels and its row; only the row if it is unusable."""
 
     row: TextRow
     text: str
     pair: str | None
     labels: tuple[str, ...]
-    """As written: one, or the entries of a list; none if the cell is empty."""
+    """The unchanged labels: one, or the entries of a list; none if the cell is empty."""
     is_list: bool
     """Whether the label cell is a list, which may be empty."""
     group: str | None
     number: int = 0
-    """From 1, where a row holds several samples; 0 otherwise."""
+    """The number of the sample, from 1, if a row holds several; otherwise 0."""
 
     @property
     def error(self) -> RowError | None:
-        """The error that makes the row unusable, if any."""
+        """The error that makes the row unusable, or None."""
         return None if self.row.error is None or self.row.error.is_usable else self.row.error
 
 
 class SampleReader:
-    """Iterates over the samples of a source; `columns` is known once the first row was read."""
+    """Iterates over the samples of a source. `columns` is known once the first row has been read."""
 
     def __init__(self, source: TextSource, overrides: ColumnOverrides) -> None:
         self.source = source
@@ -245,17 +247,17 @@ class SampleReader:
                 yield from _samples(row, self.columns, where=self.where(row))
 
     def where(self, row: TextRow) -> str:
-        """Locate a row as PATH:LINE, which editors can open."""
+        """Return the location of a row as PATH:LINE, which editors can open."""
         return f"{self.source.path}/{row.name}" if row.name else f"{self.source.path}:{row.line}"
 
     def _find_columns(self, row: TextRow) -> None:
-        """Find the columns from the first rows; the label column may appear in a later JSON row."""
-        # The first call looks at many rows (`column_names`), later ones at the row itself.
+        """Determine the columns from the first rows. In JSON, the label column may appear in a later row."""
+        # The first call examines many rows (`column_names`), later calls only the given row.
         names = self._names | dict.fromkeys(row.cells if self._names else column_names(self.source))
         if len(names) == len(self._names) or len(self._names) > _MAX_COLUMNS:
             return
         self._names = names
-        # Test rows may have no labels, as in contests.
+        # Test rows may have no labels, as in competitions.
         needs_label = self.source.split != "test"
         if self.columns is None:
             self.columns = find_columns(names, self._overrides, path=self.source.path, needs_label=needs_label)
@@ -272,7 +274,7 @@ def _samples(row: TextRow, columns: ColumnNames, *, where: str) -> Iterator[Text
     pair = None if columns.pair is None else cell_text(cells.get(columns.pair))
     listed = parse_label_list(label)
     if isinstance(text, list) and listed is not None and len(text) == len(listed):
-        # Sentences of one document, each with its label: the document is their group, so they stay in one split.
+        # A document with one label per sentence: use the document as group, so that its sentences stay in one split.
         for number, (sentence, name) in enumerate(zip(text, listed, strict=True), start=1):
             yield TextSample(
                 row=row,

@@ -1,4 +1,4 @@
-"""Find the files behind a path, with the format and split of each, and read their rows."""
+"""Locate the files of a path, with the format and split of each, and read their rows."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def read_rows(source: TextSource) -> Iterator[TextRow]:
 
 
 def column_names(source: TextSource) -> list[str]:
-    """Return the columns of a source: those of its header, or of the first rows, each of which may lack some."""
+    """Return the columns of a source: from its header, or from the first rows, because each row may lack some."""
     if source.format in ("CSV", "TSV"):
         return read_header(source)[1]
     num_rows = _SAMPLED_ROWS if source.format == "JSON lines" else 1
@@ -53,7 +53,7 @@ def column_names(source: TextSource) -> list[str]:
 
 
 def find_sources(path: Path) -> tuple[TextSource, ...]:
-    """Return the source of a file, or the sources in a folder, in one of the layouts listed in `docs/data.md`."""
+    """Return the source of a file, or the sources in a folder with one of the layouts in `docs/data.md`."""
     if not path.is_dir():
         return (_file_source(path, split=None),)
     try:
@@ -89,7 +89,7 @@ def split_name(name: str) -> SplitName | None:
 
 
 def _split_files(folder: Path) -> list[TextSource]:
-    """Files named train, val and test, each possibly in several shards."""
+    """Return files named train, val and test, each possibly in several shards."""
     if not folder.is_dir():
         return []
     named = [
@@ -104,7 +104,7 @@ def _split_files(folder: Path) -> list[TextSource]:
 
 
 def _check_shards(files: list[Path], *, split: str) -> None:
-    """Several files of a split must be shards ("1-of-2"); otherwise they may be the same rows twice."""
+    """Check that several files of a split are shards ("1-of-2"). Otherwise they may contain the same rows twice."""
     if len(files) > 1 and any(not _SHARD.search(file.stem) for file in files):
         names = ", ".join(file.name for file in files)
         raise UsageError(
@@ -113,8 +113,8 @@ def _check_shards(files: list[Path], *, split: str) -> None:
 
 
 def _split_folders(folder: Path) -> list[TextSource]:
-    """Folders named train, val and test, with class folders or saved datasets inside."""
-    # Sorted, so that the order of rows does not depend on the file system.
+    """Return folders named train, val and test, which contain class folders or saved datasets."""
+    # Sort, so that the order of rows does not depend on the file system.
     named = [
         (split, child) for child in sorted(folder.iterdir()) if child.is_dir() and (split := split_name(child.name))
     ]
@@ -127,7 +127,7 @@ def _split_folders(folder: Path) -> list[TextSource]:
 
 
 def _saved_dataset(folder: Path, *, split: SplitName | None) -> list[TextSource]:
-    """A dataset saved by Hugging Face datasets: Arrow files, and JSON files that describe them."""
+    """Return a dataset saved by Hugging Face datasets: Arrow files, and JSON files that describe them."""
     if (folder / "dataset_dict.json").exists():
         splits = _read_json(folder / "dataset_dict.json").get("splits")
         if not isinstance(splits, list):
@@ -159,7 +159,7 @@ def _saved_dataset(folder: Path, *, split: SplitName | None) -> list[TextSource]
 
 
 def _split_in_file_name(stem: str) -> SplitName | None:
-    """The cache of datasets names files after dataset and split: `name-train-00000-of-00002`."""
+    """Return the split in a file name of the datasets cache, such as `name-train-00000-of-00002`."""
     parts = _SHARD.sub("", stem).lower().split("-")
     return next((_SPLIT_OF_NAME[part] for part in reversed(parts) if part in _SPLIT_OF_NAME), None)
 
@@ -233,7 +233,7 @@ def _read_text_file(file: Path, *, number: int) -> TextRow:
 
 
 def _file_source(path: Path, *, split: SplitName | None) -> TextSource:
-    """Detect the format from the first bytes of a file; its suffix is ignored."""
+    """Detect the format from the first bytes of a file. The suffix is ignored."""
     head = _head(path)
     if head.startswith(b"PAR1"):
         return TextSource(path=path, format="Parquet", split=split)
@@ -247,7 +247,7 @@ def _file_source(path: Path, *, split: SplitName | None) -> TextSource:
     if text[0] in "{[":
         return TextSource(path=path, format="JSON lines", split=split)
     header = text.split("\n", 1)[0]
-    # In this order: a tab hardly ever occurs inside of a column name.
+    # Try the tab first: it hardly ever occurs inside of a column name.
     delimiter = next((mark for mark in "\t,;|" if mark in header), ",")
     file_format: FileFormat = "TSV" if delimiter == "\t" else "CSV"
     return TextSource(path=path, format=file_format, split=split, delimiter=delimiter)
@@ -257,7 +257,7 @@ def _head(path: Path) -> bytes:
     try:
         with open_regular_file(path, follows_links=True) as file:
             head = file.read(_HEAD_BYTES)
-            # Skip leading white space, however long it is.
+            # Skip leading white space of any length.
             while head and not head.strip() and (more := file.read(_HEAD_BYTES)):
                 head = more
             return head
