@@ -33,7 +33,7 @@ from whet.plan.values import (
 
 
 def _parse_switch(value: Any) -> Any:
-    """Accept true and false for on and off: YAML reads a bare `on` as true."""
+    """Accept true and false for on and off, because YAML reads a bare `on` as true."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -42,7 +42,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "plateau"]
 Switch = Annotated[OnOff, BeforeValidator(_parse_switch)]
 BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 
-# Names of other tools for our keys.
+# Keys as other tools name them, mapped to the keys of whet.
 ALIASES = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -53,7 +53,7 @@ _SCHEDULE = "how the learning rate falls after the warm-up"
 
 
 class OptionsModel(BaseModel):
-    """A group of options. A subclass changes defaults and descriptions without declaring the option again:
+    """A group of options. A subclass can change defaults and descriptions without declaring the options again:
 
     >>> class Config(CommonConfig):
     ...     defaults = {"epochs": 5}
@@ -61,7 +61,7 @@ class OptionsModel(BaseModel):
     5
     """
 
-    # coerce_numbers_to_str: `name=2024` on the command line is parsed as a number, but names are text.
+    # coerce_numbers_to_str: the command line parses `name=2024` as a number, but names are text.
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -72,18 +72,18 @@ class OptionsModel(BaseModel):
         super().__pydantic_init_subclass__(**kwargs)
         own, descriptions = cls.__dict__.get("defaults", {}), cls.__dict__.get("descriptions", {})
         for name in {**own, **descriptions}:
-            # A copy: the field is shared with the base class.
+            # Copy the field, because it is shared with the base class.
             field = copy.copy(cls.model_fields[name])
             field.default = own.get(name, field.default)
             field.description = descriptions.get(name, field.description)
             cls.model_fields[name] = field
-        # pydantic compiles a validator per class: without a rebuild it would keep the old defaults.
+        # pydantic compiles one validator per class. Rebuild it; otherwise it would keep the old defaults.
         if own:
             cls.model_rebuild(force=True)
 
 
 class TrainingOptions(OptionsModel):
-    """What the user decides about training; a plan changes nothing here."""
+    """The options that decide what is trained. A plan never changes them."""
 
     global_batch_size: BatchSize = Field(
         description="samples of one optimizer step; auto measures which, and scales lr"
@@ -107,23 +107,23 @@ class TrainingOptions(OptionsModel):
 class SessionOptions(TrainingOptions):
     """The training keywords of `whet.Session` and `whet.train`."""
 
-    # Strict: a keyword from Python has its type already, and "3" for 3 is a mistake.
+    # Validate strictly: a Python keyword already has a type, so "3" instead of 3 is a mistake.
     model_config = ConfigDict(strict=True)
 
     warmup_steps: NonNegativeInt = Field(0, description="steps until the full learning rate")
     shuffle: bool = Field(True, description="draw another order of the samples for each epoch")
 
     def total_steps(self, num_samples: int | None) -> int | None:
-        """Optimizer steps of the whole run; None if the data has no length and no limit is set."""
+        """Return the optimizer steps of the whole run, or None if the data has no length and no limit is set."""
         if num_samples is None:
             return self.max_steps
-        # The last batch of an epoch may be smaller, and is one step too.
+        # Round up, because a smaller last batch of an epoch is a step too.
         steps = self.epochs * -(-num_samples // self.global_batch_size)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 class CommonConfig(TrainingOptions):
-    """The options of every recipe. "auto" leaves a setting of the plan to the plan."""
+    """The options of every recipe. "auto" lets the plan decide a setting."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 32,
@@ -132,13 +132,13 @@ class CommonConfig(TrainingOptions):
         "clip": 1.0,
     }
     group_aliases: ClassVar[dict[str, str]] = {}
-    """Groups of keys whose name alone means one of them: arch=gpt for arch.kind=gpt."""
+    """Short forms of keys in groups: {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
 
     data: str | None = Field(None, description="file or folder with the data; the recipe's embedded data if not given")
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
     init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
 
-    # A function of the step cannot come from a command line.
+    # Unlike SessionOptions, a recipe accepts only the names of schedules: a command line cannot pass a function.
     schedule: ScheduleName = Field("linear", description=_SCHEDULE)
     optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
         "adamw", description="how weights are updated"
@@ -152,7 +152,7 @@ class CommonConfig(TrainingOptions):
         1, description="train this many times, with seed, seed + 1, ..., and report mean and spread (whet train)"
     )
 
-    # Settings of the plan: one that is given is never changed by a rule or a measurement.
+    # Settings of the plan. No rule or measurement changes a setting that the user has given.
     micro_batch: BatchSize | Auto = Field("auto", description="samples that go through the model at once")
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
@@ -192,5 +192,5 @@ class CommonConfig(TrainingOptions):
 
     @classmethod
     def plan_keys(cls) -> tuple[str, ...]:
-        """The keys that are settings of the plan."""
+        """Return the keys that are settings of the plan."""
         return tuple(name for name in cls.model_fields if name in SETTING_NAMES)

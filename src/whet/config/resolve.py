@@ -15,7 +15,7 @@ from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
 from whet.plan.workload import AutoBatch
 
-# What pydantic's errors mean, in a user's words.
+# pydantic error types, and the expected value in terms that a user knows.
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -36,23 +36,23 @@ Options = TypeVar("Options", bound=OptionsModel)
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Generic[C]):
-    """A recipe's config, and which keys the user gave: a plan never changes those."""
+    """The config of a recipe, and the keys that the user has given. A plan never changes these keys."""
 
     config: C
     given: tuple[str, ...]
     is_batch_open: bool = False
-    """global_batch_size=auto: until it is measured, the config has the recipe's default, which lr is meant for."""
+    """Whether global_batch_size=auto is still unmeasured. Until then the config has the default size of the recipe."""
     batch: AutoBatch | None = None
-    """The measurement."""
+    """The measured global batch size, or None if it was not measured."""
 
     @property
     def overrides(self) -> dict[str, Scalar]:
-        """The given keys that are settings of the plan."""
+        """The settings of the plan that the user has given."""
         chosen = {key: getattr(self.config, key) for key in self.config.plan_keys() if key in self.given}
         return {key: value for key, value in chosen.items() if value != "auto"}
 
     def with_batch(self, chosen: AutoBatch) -> "ResolvedConfig[C]":
-        """Return it with the measured global batch size and the learning rate scaled to it."""
+        """Return a copy with the measured global batch size and the learning rate scaled to it."""
         config = self.config.model_copy(update={"global_batch_size": chosen.batch, "lr": chosen.rates[0]})
         return replace(self, config=config, is_batch_open=False, batch=chosen)
 
@@ -60,9 +60,9 @@ class ResolvedConfig(Generic[C]):
 def resolve_config(
     model: type[C], args: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
 ) -> ResolvedConfig[C]:
-    """Return the config of a recipe from a file and key=value arguments; every key is checked before anything runs.
+    """Return the config of a recipe from a file and key=value arguments. All keys are checked.
 
-    `can_measure` allows global_batch_size=auto: the caller will measure it.
+    `can_measure` allows global_batch_size=auto. The caller must then measure the size.
     """
     parsed = parse_args(args)
     from_file = _apply_aliases(flatten(read_config_file(file)), model.group_aliases) if file else {}
@@ -70,25 +70,25 @@ def resolve_config(
     known = known_keys(model)
     for keys, where in ((from_file, str(file)), (from_args, "the command line"), (parsed.dropped, "the command line")):
         _check_keys(keys, known, f"unknown key in {where}")
-    # `~key` drops the file's value, so that the default counts.
+    # `~key` drops the value in the file, so that the default applies.
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
         if not can_measure:
             raise auto_batch_error("this command does not measure")
-        # The default takes its place until the size is measured; lr is meant for the default.
+        # Use the default until the size is measured. The default learning rate belongs to the default size.
         del flat["global_batch_size"]
     return ResolvedConfig(config=_validate(model, nest(flat)), given=tuple(sorted(flat)), is_batch_open=is_batch_open)
 
 
 def read_options(model: type[Options], keywords: Mapping[str, object]) -> Options:
-    """Return options from Python keywords; an unknown one is rejected with a suggestion."""
+    """Return options from Python keywords. An unknown keyword raises an error with a suggestion."""
     _check_keys(keywords, known_keys(model), "unknown keyword")
     return _validate(model, dict(keywords))
 
 
 def auto_batch_error(why: str) -> UsageError:
-    """Return the error for global_batch_size=auto where it cannot be measured."""
+    """Return the error for a command that cannot measure global_batch_size=auto."""
     return UsageError(
         "global_batch_size=auto has to be measured",
         got=why,
@@ -109,7 +109,7 @@ def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldIn
 
 
 def _group_model(annotation: Any) -> type[BaseModel] | None:
-    # A group may be optional: `arch: TextArch | None`.
+    # Look inside unions too, because a group may be optional: `arch: TextArch | None`.
     for part in (annotation, *get_args(annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
@@ -117,7 +117,7 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Replace other tools' names of keys, and torch's names of precisions, by ours."""
+    """Replace key names of other tools, and torch dtype names of precisions, with the names of whet."""
     aliases = {**ALIASES, **group_aliases}
     for alias, key in aliases.items():
         if alias in values and key in values:
@@ -135,7 +135,7 @@ def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], error: str)
             continue
         if key in groups:
             raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
-        # "layers" is probably meant to be "arch.layers", however similar other keys are.
+        # Prefer a key in a group: "layers" most likely means "arch.layers", even if another key is spelled similarly.
         in_group = next((name for name in known if name.endswith(f".{key}")), None)
         meant = in_group or closest_match(key, known)
         hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
@@ -150,12 +150,12 @@ def _validate(model: type[Options], values: dict[str, Any]) -> Options:
 
 
 def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
-    """Explain the first wrong value: what it should have been, with an example."""
+    """Return an error for the first invalid value, with the expected values and an example."""
     details = error.errors()
     key = _key_of_error(details[0], known)
     if details[0]["type"] == "missing":
         return UsageError(f"{key} is missing", got=f"no {key}", try_=f"{key}=... ({known[key].description})")
-    # A union reports one error per member: list each expectation once, in order.
+    # A union reports one error per member. List each expected value once, in order.
     expected = dict.fromkeys(_expected_text(detail) for detail in details if _key_of_error(detail, known) == key)
     field = known.get(key)
     hint = None
@@ -166,7 +166,7 @@ def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) 
 
 
 def _key_of_error(detail: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
-    """Return the longest known key that an error is about; its location also names the branch of a union."""
+    """Return the longest known key in the location of an error. The location also contains the branch of a union."""
     parts = [str(part) for part in detail["loc"]]
     keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((key for key in keys if key in known), keys[-1] if keys else "the config")

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from whet.base.errors import UsageError
 
+# Limits against files that are not configs. A config has a few kilobytes and two or three levels.
 _MAX_FILE_BYTES = 100_000
 _MAX_FILE_DEPTH = 20
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a config file as nested mappings, without running anything in it."""
+    """Read a config file as nested mappings. Tags that would run code are not supported."""
     suffix = path.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise UsageError(
@@ -36,7 +37,7 @@ def _read_text(path: Path) -> str:
         raise UsageError("the config file cannot be read", got=f"{path}: not a file", try_="check the path")
     try:
         with path.open("rb") as file:
-            # One byte more than allowed, to notice a larger file without reading all of it.
+            # Read one byte more than allowed, to detect a larger file without reading all of it.
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(
@@ -62,7 +63,7 @@ def _parse_toml(text: str, path: Path) -> Any:
     except RecursionError:
         raise _too_deep_error(path) from None
     except ValueError as error:
-        # tomllib raises it for a number of thousands of digits.
+        # tomllib raises ValueError for a number with thousands of digits.
         raise UsageError(f"{path} is not valid TOML", got=str(error), try_="lr = 1e-4") from None
 
 
@@ -71,7 +72,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
     try:
         depth = 0
-        # Checked on events, before anything is built: deep nesting takes minutes, and aliases can expand a small file
+        # Check the event stream before building values: deep nesting takes minutes, and aliases can expand a small file
         # to gigabytes.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
@@ -86,15 +87,15 @@ def _parse_yaml(text: str, path: Path) -> Any:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UsageError(f"{path} is not valid YAML", got=f"{place}{problem}", try_="lr: 1e-4") from None
     except ValueError as error:
-        # PyYAML raises it for a value that looks like a date but is none.
+        # PyYAML raises ValueError for a value that looks like a date but is invalid, such as 2024-13-01.
         raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
 
 
 def _nesting_depth(content: Any) -> int:
-    """Return how deeply groups are nested, computed without recursion."""
+    """Return the nesting depth of groups."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
-        # Breadth first, one level at a time: a file nested 100,000 deep must not overflow the stack.
+        # Go breadth first instead of recursing, because a file nested 100,000 levels deep must not overflow the stack.
         level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
     return depth - 1
 
@@ -107,6 +108,7 @@ def _too_deep_error(path: Path) -> UsageError:
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+# int() is slow for long numbers and rejects those with over 4,300 digits.
 _MAX_DIGITS = 300
 _MAX_LIST_DEPTH = 20
 _CONSTANTS = {"null": None, "none": None, "true": True, "false": False}
@@ -114,16 +116,16 @@ _CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
 
 
 class ParsedArgs(NamedTuple):
-    """Values by dotted key, and keys that are reset to their default."""
+    """Values by dotted key, and the keys to reset to their defaults."""
 
     values: dict[str, Any]
     dropped: tuple[str, ...]
 
 
 def parse_args(args: Iterable[str]) -> ParsedArgs:
-    """Parse key=value arguments; a later one wins.
+    """Parse key=value arguments. The last value of a key wins.
 
-    `+key=value` and `++key=value` set a key too (as in Hydra); `~key` resets it to its default.
+    As in Hydra, `+key=value` and `++key=value` set a key too, and `~key` resets it to its default.
 
     >>> parse_args(["lr=1e-4", "arch.layers=4", "data_paths=[a,b]", "ema=True", "seed=7", "~seed"])
     ParsedArgs(values={'lr': 0.0001, 'arch.layers': 4, 'data_paths': ['a', 'b'], 'ema': True}, dropped=('seed',))
@@ -136,7 +138,7 @@ def parse_args(args: Iterable[str]) -> ParsedArgs:
             values.pop(key, None)
             dropped[key] = None
             continue
-        # Hydra's + and ++ add a key; here every key is declared, so they mean the same as a plain one.
+        # In Hydra, + and ++ add a key. Here every key is declared, so they mean the same as no prefix.
         name, equals, text = word.lstrip("+").partition("=")
         if not equals:
             meant = f"data={word}" if _is_file(word) else f"{word}=VALUE"
@@ -152,13 +154,13 @@ def _is_file(word: str) -> bool:
 
 
 def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
-    """Parse a value: null, true or false, a number, a list, or else the text itself.
+    """Parse null, true, false, a number or a list. Return any other text unchanged.
 
     >>> parse_value("1e-4", ""), parse_value("null", ""), parse_value("[1,[a,'b,c']]", ""), parse_value("3.0", "")
     (0.0001, None, [1, ['a', 'b,c']], 3.0)
     """
     text = text.strip()
-    # Quotes keep a value as text: name="42".
+    # A quoted value stays text: name="42".
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     if text.startswith("["):
@@ -169,7 +171,7 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
         return [parse_value(item, word, depth=depth + 1) for item in _split_items(text[1:-1], word)]
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    # A longer one becomes a float below, which validation rejects.
+    # A longer integer becomes a float below, which validation rejects.
     if _INTEGER.fullmatch(text) and len(text) <= _MAX_DIGITS:
         return int(text)
     try:

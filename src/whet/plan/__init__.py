@@ -1,1 +1,3 @@
-"""Workload, settings with value, reason, source and evidence, and the rules that decide them; no torch."""
+"""The workload, the settings of a plan with their reasons and evidence, and the rules that decide them.
+
+This package does not import torch, so a plan can be made for another machine."""

@@ -17,20 +17,20 @@ class Hazard:
     id: str
     what: str
     issue: str
-    """Number in pytorch/pytorch, as "#177116"; that of the fix if there is no issue."""
+    """Issue in pytorch/pytorch, such as "#177116", or the pull request with the fix if there is no issue."""
     answer: str
-    """What whet does, or what you can do."""
+    """What whet does about the bug, or what the user can do."""
     is_avoided: bool = False
-    """Whether whet avoids it, unless your own code triggers it."""
+    """Whether whet avoids the bug. The user's code may still trigger it."""
     fixed_in: Release | None = None
-    """The first torch without it; None where no fix is known."""
+    """First release of torch that fixes the bug, or None if no fix is known."""
     macos_from: Release | None = None
     macos_until: Release | None = None
-    """The first macOS without it."""
+    """First release of macOS without the bug, or None if all later releases have it."""
     families: tuple[str, ...] = ()
-    """GPU families; empty means all."""
+    """Affected GPU families. Empty means all families."""
     needs: frozenset[str] = ANY_WORKLOAD
-    """What a workload must have: kinds of layers, "half" precision, "fp16", many "rows", a "huge batch"."""
+    """Traits of a workload that triggers the bug: layer kinds, "half", "fp16", "rows" or "huge batch"."""
 
 
 _COMPARE_WITH_CPU = "to check, train a few steps with --device cpu as well and compare the losses"
@@ -292,7 +292,7 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
 )
 
-# Bugs of older torch: (fixed in, issue, what).
+# Bugs of older releases of torch, as (fixed in, issue, what).
 BEFORE_2_11: tuple[tuple[str, str, str], ...] = (
     ("2.11", "#174861", "attention in half precision with grouped queries damaged memory"),
     ("2.10", "#165257", "random in-place operators wrote wrong places of tensors that are not contiguous"),

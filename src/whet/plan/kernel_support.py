@@ -1,6 +1,6 @@
-"""Which layers and shapes whet's own CUDA kernels support.
+"""The layers and shapes that the CUDA kernels of whet support.
 
-A workload lists its layers by the names below; the rules K3 to K8 and M6 read them.
+A workload lists its layers by the names below. The rules K3 to K8 and M6 read them.
 """
 
 from whet.machine.facts import Machine
@@ -9,28 +9,29 @@ from whet.plan.workload import Workload
 
 # Attention over at most MAX_SHORT_LENGTH positions with rotary embeddings.
 SHORT_ROTARY_ATTENTION = "short rotary attention"
-# Attention within spans: packed texts, and rows that hold several documents.
+# Attention within spans of a row, such as packed texts or several documents.
 SPAN_ATTENTION = "span attention"
 # Group norms followed by SiLU or ReLU.
 GROUP_NORM_ACTIVATION = "group norm and activation"
-# Norms of a residual sum: a layer's output, optionally with dropout, plus its input; with or without weights.
+# The norm of a residual sum: the output of a layer, optionally with dropout, plus its input.
 ADD_NORM = "add and norm"
 
-# What one program of the kernel holds; more would need a loop over blocks, as in torch's kernels.
+# Positions that fit into one program of the kernel. More would need a loop over blocks, as in torch's kernels.
 MAX_SHORT_LENGTH = 128
 _SHORT_HEAD_SIZES = (32, 64, 128)
-# With heads of 128 the backward kernel spills registers.
+# 128 is missing, because the backward kernel would spill registers.
 _SPAN_HEAD_SIZES = (32, 64)
 
-# Per program, unless one group has more: 64 bytes in half precision, two memory sectors.
+# Channels per program, unless one group has more: 64 bytes in half precision, which are two memory sectors.
 _MAX_CHANNELS = 32
-# What the registers of a program hold without spilling.
+# Elements that the registers of a program hold without spilling.
 _MAX_ELEMENTS = 16_384
-# Of a row that a program holds together with its gradients.
+# Width of a row that a program can hold together with its gradients.
 _MAX_WIDTH = 4096
 
-# The CUDA compute capability (major) that the kernels were written for and measured on.
+# The major CUDA compute capability that the kernels were written for and measured on.
 _KERNEL_CAPABILITY = "9"
+# torch's varlen attention needs flash attention (capability 8.0) and torch 2.10.
 _FLASH_CAPABILITY = 8.0
 _VARLEN_TORCH = 2, 10
 _HALF_PRECISIONS = ("bf16", "fp16")
@@ -55,7 +56,7 @@ def supports_span_attention(head_size: int) -> bool:
 
 
 def supports_unpadded_attention(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
-    """Whether attention over packed samples needs no padding: torch's varlen kernel, half precision on CUDA."""
+    """Whether torch's varlen kernel can compute attention over packed samples: only in half precision on CUDA."""
     if not (workload.can_pack and workload.lengths_vary) or device != "cuda" or precision not in _HALF_PRECISIONS:
         return False
     accelerator = machine.accelerator(device)
@@ -67,7 +68,7 @@ def supports_unpadded_attention(machine: Machine, workload: Workload, *, device:
 
 
 def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, lengths: object) -> str | None:
-    """Return why whet's own attention kernels suit these layers; None if they do not.
+    """Return the reason to use whet's attention kernels for these layers, or None if they do not fit.
 
     >>> attention_kernel_reason((SPAN_ATTENTION,), lengths_vary=True, lengths="packed few")
     'packed texts: attention stays within each text'
@@ -82,7 +83,7 @@ def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, leng
 
 
 def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> bool:
-    """Whether whet's own norm kernels are known to be fast on this device."""
+    """Whether whet's norm kernels are known to be fast on this device."""
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
     is_known = device == "cuda" and capability.partition(".")[0] == _KERNEL_CAPABILITY
@@ -90,7 +91,7 @@ def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> boo
 
 
 def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None:
-    """Return why whet's own norm kernels suit these layers; None if they do not.
+    """Return the reason to use whet's norm kernels for these layers, or None if they do not fit.
 
     >>> norm_kernel_reason((GROUP_NORM_ACTIVATION,), layout="channels_last")
     'norm and activation in one kernel without copies'
@@ -101,32 +102,32 @@ def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None
 
 
 def supports_group_norm(num_cells: int, width: int, num_groups: int) -> bool:
-    """Whether a group fits one program, whose tiles have powers of two as sides.
+    """Whether a group fits into one program of the kernel. The sides of its tiles are powers of two.
 
     >>> supports_group_norm(13 * 13, 128, 8), supports_group_norm(7 * 7, 24, 4), supports_group_norm(64 * 64, 512, 8)
     (True, False, False)
     """
-    # A power of two is the same number with one bit set.
+    # `size & (size - 1)` is 0 only if a single bit is set, that is, for a power of two.
     size = width // num_groups
     return size & (size - 1) == 0 and sum(cell_tiles(num_cells)) * size <= _MAX_ELEMENTS
 
 
 def groups_per_program(num_cells: int, num_groups: int, size: int) -> int:
-    """Return how many groups of `size` channels one program takes: a power of two that divides `num_groups`.
+    """Return the number of groups of `size` channels per program, a power of two that divides `num_groups`.
 
     >>> [groups_per_program(169, *g) for g in ((8, 16), (3, 16), (8, 128))], groups_per_program(676, 8, 16)
     ([2, 1, 1], 1)
     """
     most = min(_MAX_CHANNELS, _MAX_ELEMENTS // sum(cell_tiles(num_cells)))
     count = 1
-    # More groups per program mean fewer, longer memory accesses, until registers run out.
+    # More groups per program give fewer and longer memory accesses, until the registers run out.
     while num_groups % (2 * count) == 0 and 2 * count * size <= most:
         count *= 2
     return count
 
 
 def cell_tiles(num_cells: int) -> tuple[int, int]:
-    """Return the sides of two tiles that hold all cells: the first is full, the second may be empty.
+    """Return the sides of two tiles that hold all cells. The first tile is full, the second may be empty.
 
     >>> cell_tiles(169), cell_tiles(64), cell_tiles(1)
     ((128, 64), (64, 0), (1, 0))
@@ -137,7 +138,9 @@ def cell_tiles(num_cells: int) -> tuple[int, int]:
 
 
 def supports_add_norm(width: int) -> bool:
-    """Whether the kernels for add and norm support rows of `width`: a row fits a program, dropout draws four at once.
+    """Whether the add and norm kernels support rows of `width`.
+
+    A row must fit into one program, and its width must be a multiple of 4, because dropout draws 4 numbers at once.
 
     >>> [supports_add_norm(width) for width in (768, 384, 30, 16_384)]
     [True, True, False, False]

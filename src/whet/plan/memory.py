@@ -1,14 +1,14 @@
-"""Memory that a training step needs, predicted from the workload."""
+"""Predict the memory of a training step from the workload."""
 
 from whet.plan.workload import GRADIENT_BYTES, Workload
 
-# Contexts, kernels and workspaces before the first tensor; 768 MB is typical of a CUDA context with cuBLAS.
+# Contexts, kernels and workspaces before the first tensor. 768 MB is typical for a CUDA context with cuBLAS.
 CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
 
-# Under autocast most, not all, activations are halved: norms, softmax and losses stay float32.
+# Autocast does not halve all activations: norms, softmax and losses stay in float32.
 _ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
 
-# With activation checkpointing only the inputs of blocks stay, plus one block's activations during backward.
+# Activation checkpointing keeps only the inputs of blocks, plus the activations of one block in the backward pass.
 _CHECKPOINTING_SHARE = 0.3
 
 
@@ -21,13 +21,13 @@ def predict_memory_parts(
     is_checkpointed: bool = False,
     num_shards: int = 1,
 ) -> dict[str, int] | None:
-    """Predict the parts of a training step's peak memory; None if the size of activations is unknown.
+    """Predict the peak memory of a training step by part, or return None if the size of activations is unknown.
 
     `num_shards` is the number of processes that weights, gradients and optimizer state are sharded over.
     """
     if workload.activation_bytes is None:
         return None
-    # Measured or counted in float32 for one sample of the maximum length, so this is an upper bound.
+    # activation_bytes is measured in float32 for one sample of the maximum length, so this is an upper bound.
     activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
     if is_checkpointed:
         activations *= _CHECKPOINTING_SHARE
@@ -49,7 +49,7 @@ def predict_memory(
     is_checkpointed: bool = False,
     num_shards: int = 1,
 ) -> int | None:
-    """Predict the peak bytes of a training step; None if the size of activations is unknown."""
+    """Predict the peak bytes of a training step, or return None if the size of activations is unknown."""
     parts = predict_memory_parts(
         workload,
         micro_batch=micro_batch,

@@ -1,4 +1,4 @@
-"""Plan: the settings of one run, decided by rules, measurements and the user's overrides."""
+"""The plan of a run: settings decided by rules, measurements and the user's overrides."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 class Plan(FrozenModel, SettingValues):
-    """How one workload is executed on one machine.
+    """The settings with which one workload is executed on one machine.
 
     The value of a setting is an attribute (`plan.precision`); `plan.settings["precision"]` also has its reason, source
     and evidence.
@@ -30,14 +30,14 @@ class Plan(FrozenModel, SettingValues):
     conditions: Conditions
     workload: Workload
     overrides: Mapping[str, Scalar] = Field(default_factory=dict)
-    """Settings that the user chose."""
+    """Settings that the user has chosen."""
     measured: Mapping[str, MeasuredSetting] = Field(default_factory=dict)
     settings: Mapping[str, Setting]
     warnings: tuple[str, ...] = ()
     hazards: tuple[str, ...] = ()
-    """Ids of the known wrong results that apply to this torch on this machine (docs/hazards.md)."""
+    """Ids of the known bugs that apply to this machine and this version of torch (docs/hazards.md)."""
     trials: tuple[TuneTrial, ...] = ()
-    """Every candidate that was measured for it."""
+    """All candidates that were measured for this plan."""
 
     def __str__(self) -> str:
         from whet.plan.render import plan_lines
@@ -46,7 +46,7 @@ class Plan(FrozenModel, SettingValues):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one optimizer step in each process. It follows from the micro-batch, so it is no setting."""
+        """Micro-batches per optimizer step in each process. It follows from the micro-batch, so it is not a setting."""
         return -(-self.workload.share // self.micro_batch)
 
 
@@ -61,18 +61,18 @@ def make_plan(
 ) -> Plan:
     """Plan a workload on a machine: overrides take precedence over measurements, measurements over rules.
 
-    Needs no torch, and the machine need not be this one.
+    This needs no torch, and the machine can be another one.
     """
-    # None leaves a setting open, as if it were not given.
+    # None means that the user has not given the setting.
     overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
     measured, conditions = measured or {}, conditions or Conditions()
     _check_setting_names({*overrides, *measured})
-    # Filled while the rules run: each sees the settings decided before it.
+    # The rules fill this mapping one by one, so that each rule sees the settings decided before it.
     settings: dict[str, Setting] = {}
     context = RuleContext(machine=machine, conditions=conditions, workload=workload, settings=settings)
     for rule in ALL_RULES:
         settings[rule.setting] = _decide(rule, context, overrides, measured)
-        # Both settings are known now, and all later rules depend on the device.
+        # Check the device here: `device` and `on_device_failure` are decided, and all later rules depend on the device.
         if rule.setting == "on_device_failure":
             _resolve_missing_device(context, settings)
     return Plan(
@@ -89,7 +89,7 @@ def make_plan(
 
 
 def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
-    """Return the plan with further overrides; settings that depend on them are decided again."""
+    """Return the plan with more overrides. Settings that depend on them are decided again."""
     return make_plan(
         plan.machine,
         plan.workload,
@@ -106,9 +106,9 @@ def with_auto_batch(plan: Plan, chosen: AutoBatch | None) -> Plan:
 
 
 def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> Plan:
-    """Return the plan after the run itself forced a change, such as running out of memory.
+    """Return the plan with changes that were forced at run time, for example by running out of memory.
 
-    These take precedence over the user's overrides too, and the run reports them.
+    They take precedence over the user's overrides, and the run reports them.
     """
     settings = {
         **plan.settings,
@@ -124,7 +124,7 @@ def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> 
 def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: str) -> Plan:
     """Return the plan with the largest even split of the global batch into micro-batches of `at_most` samples."""
     whole = plan.workload.global_batch_size
-    # Equal parts: with 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
+    # Split evenly: for 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
     num_parts = -(-whole // at_most)
     micro = -(-whole // num_parts)
     evidence = {"problem": problem, "before": plan.micro_batch}
@@ -142,7 +142,7 @@ def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: 
 
 
 def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
-    """Return the plan with half the evaluation batch; raise an error if that is one sample already."""
+    """Return the plan with half the evaluation batch. Raise an error if the batch is a single sample."""
     before = plan.eval_batch
     if before == 1:
         raise InsufficientMemoryError(
@@ -155,7 +155,7 @@ def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
 
 def read_plan(data: object, *, where: str) -> Plan:
     """Read a plan from its JSON; `where` names the source in errors."""
-    # Checked before validation, which would complain about the first unknown key instead.
+    # Check the format version first: validation would only report the first unknown key.
     version = data.get("format_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise WhetError(
@@ -178,7 +178,7 @@ def read_plan(data: object, *, where: str) -> Plan:
 def _decide(
     rule: Rule, context: RuleContext, overrides: Mapping[str, Scalar], measured: Mapping[str, MeasuredSetting]
 ) -> Setting:
-    # The rule runs even if its value is overridden, so that the plan can show what it would have chosen.
+    # Run the rule even if its value is overridden, so that the plan can show the value it would have chosen.
     by_rule = rule.decide(context)
     evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
     if rule.setting in overrides:
@@ -190,7 +190,7 @@ def _decide(
         reason = "set by you" if value == by_rule.value else f"set by you; the rule would choose {by_rule.value}"
         return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})
     if rule.setting in measured:
-        # The evidence of the measurement replaces the rule's: it is what the decision is based on.
+        # The decision is based on the measurement, so its evidence replaces that of the rule.
         best = measured[rule.setting]
         return Setting(value=best.value, reason=best.reason, source="measured", evidence=best.evidence)
     return Setting(value=by_rule.value, reason=by_rule.reason, source="rule", evidence=evidence)
@@ -204,7 +204,7 @@ def _check_setting_names(names: set[str]) -> None:
 
 
 def _resolve_missing_device(context: RuleContext, settings: dict[str, Setting]) -> None:
-    """Reject a device that the machine lacks; or use the CPU instead, if on_device_failure=cpu."""
+    """Raise an error if the machine lacks the device, or use the CPU if on_device_failure=cpu."""
     if context.device_type == "cpu" or context.accelerator is not None:
         return
     if context.on_device_failure == "cpu" and context.device_type in ("mps", "cuda"):

@@ -1,4 +1,4 @@
-"""Plans as text: the table of settings, and one setting explained."""
+"""Render plans as text: the table of settings, and the explanation of one setting."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ from whet.plan.setting import Setting
 from whet.plan.workload import Workload
 
 SettingRow = tuple[str, str, str, str]
-"""A setting for the terminal: name, value, why, from."""
+"""One line of the settings table: name, value, reason, source."""
 
 _MIN_REASON_WIDTH = 24
-# A corrupt plan may hold a reason of megabytes, which would take a minute to wrap.
+# A corrupt plan may contain a reason of several megabytes, which would take a minute to wrap.
 _MAX_REASON = 4_100
 _MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
 
@@ -34,7 +34,7 @@ def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
 
 
 def workload_line(workload: Workload) -> str:
-    """The workload in one line."""
+    """Return the workload as one line."""
     batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
     trained = f"{format_count(workload.num_parameters)} parameters"
     frozen = f" ({format_count(workload.num_frozen)} more are frozen)" if workload.num_frozen else ""
@@ -47,17 +47,17 @@ def workload_line(workload: Workload) -> str:
 
 
 def settings_rows(plan: Plan) -> list[SettingRow]:
-    """One row for each setting: name, value, why, from; without settings that do not apply to the device."""
+    """Return one row per setting, without settings that do not apply to the device."""
     return [
         (name, format_value(setting.value), setting.reason, _source_text(setting))
         for name, setting in plan.settings.items()
-        # An override is always shown, even where it has no effect.
+        # Always show an override, even if it has no effect on this device.
         if setting.value not in (None, "unused") or setting.source == "you"
     ]
 
 
 def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
-    """The rows below a header, reasons wrapped to the width; stacked where a table would be too narrow to read."""
+    """Return a table of the rows with wrapped reasons, or stacked rows if the terminal is too narrow for a table."""
     if not rows:
         return []
     table = [("setting", "value", "why", "from"), *rows]
@@ -65,7 +65,7 @@ def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
     why = width - name - value - source - 6
     if why < _MIN_REASON_WIDTH:
         return [line for row in rows for line in _stacked_row(row, width=width)]
-    # No wider than the longest reason, so that the last column stays near.
+    # Make the column no wider than the longest reason, so that the last column stays close to it.
     why = min(why, max(len(row[2]) for row in table))
     lines: list[str] = []
     for row in table:
@@ -76,7 +76,7 @@ def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
 
 
 def format_value(value: object) -> str:
-    """A setting's value as text; null is "none"."""
+    """Return the value of a setting as text. None becomes "none"."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -95,7 +95,7 @@ def _source_text(setting: Setting) -> str:
 
 
 def explain_setting(plan: Plan, name: str) -> str:
-    """Explain one setting of a plan: value, evidence, and the documentation of its rule."""
+    """Explain one setting of a plan with its value, its evidence and the documentation of its rule."""
     if name == "global_batch_size":
         return _explain_auto_batch(plan)
     rule = next((rule for rule in ALL_RULES if rule.setting == name), None)
@@ -121,7 +121,7 @@ def explain_setting(plan: Plan, name: str) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """The predicted memory of a step, part by part."""
+    """Return the predicted memory of a step by part, as lines."""
     workload, micro = plan.workload, plan.micro_batch
     parts = predict_memory_parts(
         workload,

@@ -1,6 +1,6 @@
-"""What a rule is: a function from facts to a decision. Its docstring becomes its page in docs/rules/.
+"""Rules: functions from facts to a decision, whose docstrings become pages in docs/rules/.
 
-A rule's docstring has a fixed form: one line that says what is decided, then the sections Why, When wrong,
+The docstring of a rule has a fixed form: a first line that names the decision, then the sections Why, When wrong,
 Override and Sources.
 """
 
@@ -19,7 +19,7 @@ SECTIONS = ("Why", "When wrong", "Override", "Sources")
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext(SettingValues):
-    """Everything a rule may look at: machine, current conditions, workload, and the settings decided before it."""
+    """The inputs of a rule: machine, current conditions, workload, and the settings decided before it."""
 
     machine: Machine
     conditions: Conditions
@@ -28,7 +28,7 @@ class RuleContext(SettingValues):
 
     @property
     def device_type(self) -> str:
-        """The decided device without an index: "cuda:1" is "cuda"."""
+        """The decided device without its index: "cuda" for "cuda:1"."""
         return self.device.partition(":")[0]
 
     @property
@@ -43,13 +43,13 @@ class RuleContext(SettingValues):
         local = self.workload.local_size
         if self.device_type == "cpu":
             return local
-        # With more processes than devices, several share one device's memory.
+        # If there are more processes than devices, several processes share the memory of one device.
         count = sum(accelerator.kind == self.device_type for accelerator in self.machine.accelerators)
         return -(-local // max(1, count))
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Facts about the decided device; None on the CPU."""
+        """Facts about the decided device, or None for the CPU."""
         return self.machine.accelerator(self.device_type)
 
 
@@ -64,7 +64,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One rule: what it decides, how, and its documentation."""
+    """One rule: the setting it decides, its function and its documentation."""
 
     id: str
     setting: str
@@ -79,11 +79,11 @@ class Rule:
 
 
 def rule(rule_id: str, setting: str) -> Callable[[Callable[[RuleContext], Decision]], Rule]:
-    """Decorator that turns a documented function into the rule that decides `setting`."""
+    """Return a decorator that turns a documented function into the rule for `setting`."""
 
     def make(decide: Callable[[RuleContext], Decision]) -> Rule:
         what, sections = _parse_docstring(inspect.getdoc(decide) or "")
-        # Checked at import, so that an incomplete rule fails every test, not only the one of the docs.
+        # Check at import, so that an incomplete rule fails every test and not only the test of the docs.
         missing = [name for name in SECTIONS if not sections.get(name)]
         assert setting in DECLARED, f"rule {rule_id}: declare {setting} in plan/values.py"
         assert what, f"rule {rule_id} needs a first line"

@@ -1,4 +1,4 @@
-"""Setting: a value with its reason, source and evidence; and the trials of a measurement."""
+"""A setting with its value, reason, source and evidence, and the trials of a measurement."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -13,9 +13,9 @@ Source = Literal["rule", "measured", "you"]
 
 
 class Setting(FrozenModel):
-    """One setting of a run, and why it has its value.
+    """One setting of a run, with the reason for its value.
 
-    `evidence` holds the facts a rule looked at, or repeats, median and spread of a measurement.
+    `evidence` holds the facts that a rule used, or the repeats, median and spread of a measurement.
     """
 
     value: Scalar
@@ -25,7 +25,7 @@ class Setting(FrozenModel):
 
 
 class MeasuredSetting(FrozenModel):
-    """A value that a measurement chose. It takes precedence over the rule, and the user's override over it."""
+    """A value chosen by a measurement. It takes precedence over the rule, but not over the user's override."""
 
     value: Scalar
     reason: str
@@ -35,33 +35,36 @@ class MeasuredSetting(FrozenModel):
 Verdict = Literal[
     "faster", "likely", "no gain", "not worth it", "unclear", "cut off", "disagrees", "failed", "not tried"
 ]
-"""faster: significant, and large enough to matter. likely: a gain by its interval, but not yet significant; the final
-plan is compared as a whole. no gain: too small to matter, or slower. not worth it: the run is too short to repay the
-cost. unclear: the time budget ran out. cut off: stopped because it was very slow. disagrees: computes other results.
+"""The verdict on a candidate.
+
+faster: the gain is significant and large enough to matter. likely: the interval shows a gain that is not significant
+yet; the final plan is compared as a whole. no gain: slower, or the gain is too small. not worth it: the run is too
+short to repay the cost. unclear: the time budget ran out. cut off: the candidate was stopped because it was very slow.
+disagrees: the candidate computes different results.
 """
 
 
 class TuneTrial(FrozenModel):
-    """One candidate of a measurement and its result, whether faster or not."""
+    """One candidate of a measurement and its result."""
 
     setting: str
-    """What was varied; "plan" where whole plans were compared."""
+    """The varied setting, or "plan" for a comparison of whole plans."""
     settings: Mapping[str, Scalar]
-    """All settings that differed from the rule-based plan."""
+    """All settings that differ from the rule-based plan."""
     against: Mapping[str, Scalar] = Field(default_factory=dict)
-    """The same for the plan it was compared with; empty for the rule-based plan itself."""
+    """Settings of the baseline that differ from the rule-based plan. Empty if that plan is the baseline."""
     verdict: Verdict
     note: str
     repeats: NonNegativeInt = 0
-    """Pairs of steps, each pair on the same batches."""
+    """Number of step pairs. Both steps of a pair use the same batches."""
     median_seconds: NonNegativeFloat | None = None
-    """Of one optimizer step."""
+    """Median seconds of one optimizer step."""
     baseline_seconds: NonNegativeFloat | None = None
     speedup: NonNegativeFloat | None = None
-    """The baseline's time divided by this one's: above 1 is faster."""
+    """Step time of the baseline divided by that of this candidate. Values above 1 are faster."""
     interval: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    """Distribution-free confidence interval of the speed-up."""
+    """Distribution-free confidence interval of the speedup."""
     preparation_seconds: NonNegativeFloat | None = None
     peak_bytes: NonNegativeInt | None = None
     spent_seconds: NonNegativeFloat = 0.0
-    """What the trial cost."""
+    """Seconds spent on the trial."""

@@ -1,4 +1,4 @@
-"""The settings of a plan as typed attributes: `plan.precision`, and which values each may have."""
+"""The settings of a plan as typed attributes such as `plan.precision`, with their allowed values."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -35,19 +35,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """The values that a setting may have, as text and as a test."""
+    """The allowed values of a setting, as text and as a predicate."""
 
     text: str
     holds: Callable[[Scalar], bool]
 
 
 def one_of(*values: Scalar) -> Constraint:
-    """One of a few values."""
+    """Return the constraint that allows only these values."""
     return Constraint(text=" or ".join(map(str, values)), holds=lambda value: value in values)
 
 
 def integer(least: int, most: int = 2**53) -> Constraint:
-    """An integer from `least` to `most`."""
+    """Return the constraint that allows integers from `least` to `most`."""
     return Constraint(
         text=f"a whole number, {least} or more" if most == 2**53 else f"a whole number from {least} to {most}",
         holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
@@ -56,7 +56,7 @@ def integer(least: int, most: int = 2**53) -> Constraint:
 
 POSITIVE = Constraint(
     text="a number above 0",
-    # bool is a subclass of int, but True is no number here.
+    # bool is a subclass of int, but True is not a number here.
     holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
 )
 DEVICE_NAME = Constraint(
@@ -66,10 +66,10 @@ DEVICE_NAME = Constraint(
 
 
 class SettingValue(Generic[T]):
-    """Descriptor that reads the value of the setting with the attribute's name.
+    """Descriptor that reads the value of the setting with the same name as the attribute.
 
-    The type argument is the type of the value. A Literal also says which values are allowed; other types name a
-    constraint. A value may be None where the type says so: the rule leaves it to torch or to other settings.
+    The type argument is the type of the value. A Literal lists the allowed values; other types need a constraint. If
+    the type includes None, a rule can leave the setting to torch or to other settings.
     """
 
     def __init__(self, constraint: Constraint | None = None) -> None:
@@ -79,7 +79,7 @@ class SettingValue(Generic[T]):
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> T:
-        # Not a plain attribute: settings are frozen values that also carry reason and evidence.
+        # Read from `settings`, because a setting also has a reason and evidence.
         settings: Mapping[str, Setting] = holder.settings
         if self._name not in settings:
             raise WhetError("the plan lacks a setting", got=f"no {self._name}", try_="another run folder, or --fresh")
@@ -87,7 +87,7 @@ class SettingValue(Generic[T]):
 
     @property
     def constraint(self) -> Constraint:
-        """The values that a user or a measurement may choose."""
+        """The values that the user or a measurement may choose."""
         return self._constraint or one_of(*get_args(self._type))
 
     def allows(self, value: Scalar) -> bool:
@@ -97,12 +97,12 @@ class SettingValue(Generic[T]):
 
     @property
     def _type(self) -> Any:
-        # typing sets __orig_class__ on an instance of a subscripted generic class.
+        # typing sets __orig_class__ on instances of a subscripted generic class.
         return get_args(self.__orig_class__)[0]  # type: ignore[attr-defined]
 
 
 class SettingValues:
-    """The value of every setting as a typed attribute; `settings` also holds reason, source and evidence."""
+    """The value of every setting as a typed attribute. `settings` also holds reasons, sources and evidence."""
 
     settings: Mapping[str, Setting]
 
@@ -145,7 +145,7 @@ class SettingValues:
     causal_mask = SettingValue[CausalMask]()
 
 
-# Every setting with its type and constraint, in the order of decision.
+# All settings with their types and constraints, in the order of decision.
 DECLARED: Mapping[str, SettingValue[Any]] = {
     name: value for name, value in vars(SettingValues).items() if isinstance(value, SettingValue)
 }

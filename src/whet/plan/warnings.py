@@ -1,4 +1,4 @@
-"""Warnings of a plan, and the known PyTorch bugs that apply to a machine and a workload."""
+"""The warnings of a plan, and the known PyTorch bugs that apply to a machine and a workload."""
 
 from collections.abc import Iterator
 
@@ -8,19 +8,20 @@ from whet.plan.hazard_table import HAZARDS, Hazard, Release
 from whet.plan.memory import predict_memory
 from whet.plan.rule import RuleContext
 
-# Rows over which one matrix product may sum on M1 and M2 (pytorch/pytorch#177116).
+# Maximum rows that a matrix product can sum over without errors on M1 and M2 (pytorch/pytorch#177116).
 ROW_LIMIT = 32_768
 
-# From this length on, one head's attention matrix of one sample takes 4 MB and more in float32.
+# At this length, the attention matrix of one head and one sample takes 4 MB in float32.
 _LONG_SEQUENCE = 1024
 _HAZARDS_PAGE = "docs/hazards.md"
+# A plan shows few hazards in full, so that they do not hide other warnings.
 _MAX_HAZARD_LINES = 2
 _HUGE_BATCH = 65_536
 _HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def plan_warnings(context: RuleContext) -> Iterator[str]:
-    """Yield one line for each risk in the decided settings, whether a rule or the user decided them."""
+    """Yield one line for each risk in the settings, whether a rule or the user decided them."""
     device, workload, micro, limit = context.device_type, context.workload, context.micro_batch, context.memory_gb
     precision = context.precision
     needed = predict_memory(
@@ -62,24 +63,24 @@ def plan_warnings(context: RuleContext) -> Iterator[str]:
 
 
 def known_hazards(machine: Machine, device: str) -> tuple[Hazard, ...]:
-    """Return the known wrong results of this torch, macOS and chip; an unknown version counts as affected."""
+    """Return the known bugs of this torch, macOS and chip. An unknown version counts as affected."""
     if device.partition(":")[0] != "mps":
         return ()
     return tuple(hazard for hazard in HAZARDS if _applies(hazard, machine))
 
 
 def relevant_hazards(hazards: tuple[Hazard, ...], context: RuleContext) -> tuple[Hazard, ...]:
-    """Return those that this workload is known to trigger under the decided settings."""
+    """Return the hazards that this workload is known to trigger with the decided settings."""
     traits = _traits(context)
     return tuple(hazard for hazard in hazards if hazard.needs and hazard.needs <= traits)
 
 
 def hazard_lines(context: RuleContext) -> Iterator[str]:
-    """Yield the hazards that this workload triggers, and a line that points to the full list."""
+    """Yield the hazards that this workload triggers, then a line that points to the full list."""
     hazards = known_hazards(context.machine, context.device_type)
     if not hazards:
         return
-    # A micro-batch with too many rows was not planned: the user asked for it, or the batch cannot be split.
+    # No rule plans a micro-batch with too many rows: the user set it, or the batch cannot be split. So report it.
     met = [hazard for hazard in relevant_hazards(hazards, context) if not hazard.is_avoided or "rows" in hazard.needs]
     for hazard in met[:_MAX_HAZARD_LINES]:
         answer = _row_limit_advice(context) if "rows" in hazard.needs else hazard.answer
@@ -113,13 +114,13 @@ def _applies(hazard: Hazard, machine: Machine) -> bool:
     macos = _parse_release(machine.os.version)
     if macos is None:
         return True
-    # Both ends are optional: some bugs came with a macOS release, some went with one.
+    # Both bounds are optional: some bugs appeared with a macOS release, some were fixed by one.
     is_old_enough = hazard.macos_until is None or macos < hazard.macos_until
     return is_old_enough and (hazard.macos_from is None or macos >= hazard.macos_from)
 
 
 def _traits(context: RuleContext) -> frozenset[str]:
-    """Return which of the hazards' preconditions hold; only layers that were detected count."""
+    """Return the traits of the workload that hazards need. Layers count only if they were detected."""
     workload, precision, micro = context.workload, context.precision, context.micro_batch
     has = {
         "dropout": workload.has_dropout,

@@ -1,4 +1,4 @@
-"""Workload: what is trained, as far as a plan needs to know. A plan changes nothing here."""
+"""The workload: the facts about a training that a plan needs. A plan never changes them."""
 
 from typing import Literal
 
@@ -18,43 +18,43 @@ class BatchPoint(FrozenModel):
 
     batch: PositiveInt
     samples_per_second: PositiveFloat | None = None
-    """None where no step could be measured."""
+    """Measured rate, or None if no step could be measured."""
     low: PositiveFloat | None = None
     high: PositiveFloat | None = None
     confidence: float = 0.0
-    """That the true median lies between the two."""
+    """Probability that the true median lies between `low` and `high`."""
     steps: NonNegativeInt = 0
     micro_batch: PositiveInt | None = None
     peak_bytes: NonNegativeInt | None = None
     note: str = ""
-    """Why there is no number."""
+    """Reason why there is no rate."""
 
 
 class AutoBatch(FrozenModel):
-    """The global batch size that was measured for global_batch_size=auto, with the learning rates scaled to it.
+    """The measured batch size for global_batch_size=auto, with the learning rates scaled to it.
 
     It is measured once and stored with the run, so that a resumed run trains with the same batch.
     """
 
     batch: PositiveInt
     base_batch: PositiveInt
-    """The batch size that the given learning rate was meant for."""
+    """Batch size that the given learning rate is meant for."""
     base_rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """Learning rates as given, one for each group of parameters."""
+    """Given learning rates, one per parameter group."""
     rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
     """Learning rates used in training."""
     factor: PositiveFloat
-    """rates / base_rates."""
+    """Ratio of `rates` to `base_rates`."""
     scaling: Scaling
     reason: str
     rate_reason: str
     points: tuple[BatchPoint, ...] = ()
-    """All that were measured, the smallest first."""
+    """All measured batch sizes, smallest first."""
     spent_seconds: NonNegativeFloat = 0.0
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its reason, for the user."""
+        """The choice and its reason as lines for the user."""
         return f"global batch {self.reason}", self.rate_reason
 
 
@@ -68,53 +68,53 @@ class Workload(FrozenModel):
     """Frozen parameters: they take memory, but have neither gradient nor optimizer state."""
     global_batch_size: PositiveInt
     num_samples: PositiveInt | None = None
-    """Samples of one epoch; None when the data has no length."""
+    """Samples per epoch, or None if the data has no length."""
     num_steps: PositiveInt | None = None
     """Optimizer steps of the whole run."""
     max_length: PositiveInt = 1
-    """Rows that one sample puts through a matrix product: tokens for text, 1 for a vector."""
+    """Rows that one sample adds to a matrix product: the number of tokens for text, 1 for a vector."""
     mean_length: float | None = None
     lengths_vary: bool = False
     sample_bytes: PositiveInt | None = None
     """Size of one sample on the device."""
     activation_bytes: PositiveInt | None = None
-    """What one sample of the maximum length keeps for the backward pass, in float32."""
+    """Bytes that one sample of the maximum length keeps for the backward pass, in float32."""
     optimizer_bytes: int = ADAM_STATE_BYTES
-    """Optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
+    """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     can_pack: bool = False
-    """The model accepts concatenated samples without padding."""
+    """Whether the model accepts concatenated samples without padding."""
     needs_decoding: bool = False
-    """Samples must be read or decoded on the CPU (images, audio), so workers may pay off."""
+    """Whether samples must be read or decoded on the CPU (images, audio), so that workers may help."""
     has_dropout: bool = False
     has_batchnorm: bool = False
     is_causal: bool = False
     layers: tuple[str, ...] = ()
-    """Kinds of layers that plan/hazard_table.py and plan/kernel_support.py refer to, as far as they were detected."""
+    """Detected layer kinds, by their names in plan/hazard_table.py and plan/kernel_support.py."""
     world_size: PositiveInt = 1
     """Processes that share each global batch."""
     local_size: PositiveInt = 1
-    """Those of them on this machine."""
+    """Number of these processes on this machine."""
     batch: AutoBatch | None = None
-    """How the global batch size was measured, for global_batch_size=auto."""
+    """Measurement of the global batch size, or None without global_batch_size=auto."""
 
     @property
     def share(self) -> int:
-        """Samples of a global batch per process, at most."""
+        """Maximum samples of a global batch per process."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
     def static_bytes(self) -> int:
-        """Weights, gradients and optimizer state in float32: what a run needs before the first sample."""
+        """Bytes of weights, gradients and optimizer state in float32, needed before the first sample."""
         return self.weight_bytes + self.num_parameters * (GRADIENT_BYTES + self.optimizer_bytes)
 
     @property
     def weight_bytes(self) -> int:
-        """All weights in float32, including the frozen ones."""
+        """Bytes of all weights in float32, including frozen ones."""
         return (self.num_parameters + self.num_frozen) * WEIGHT_BYTES
 
     @property
     def data_bytes(self) -> int | None:
-        """Size of the whole data set on the device."""
+        """Bytes of the whole data set on the device, or None if unknown."""
         if self.num_samples is None or self.sample_bytes is None:
             return None
         return self.num_samples * self.sample_bytes

@@ -1,4 +1,4 @@
-"""The guard in front of every page and server of whet.
+"""The web server of whet, with access checks in front of every page.
 
 access       checks of a request: host, origin, key, limits
 guard        all checks around an application, in their order

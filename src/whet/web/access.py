@@ -1,9 +1,9 @@
 """Access checks of a request: host, origin, key and limits.
 
-A browser reaches the loopback address from any page it shows: such a page may send requests there, and a page whose
-name resolves to 127.0.0.1 (DNS rebinding) may even read the responses. The first is detected by Origin and
-Sec-Fetch-Site, which pages cannot forge, the second by Host. Ports do not separate sites: a page of another server on
-this machine is "same-site", and its requests carry our cookie. So only "same-origin" is accepted.
+Any page in a browser can send requests to the loopback address. A page whose name resolves to 127.0.0.1 (DNS
+rebinding) can even read the responses. Origin and Sec-Fetch-Site, which pages cannot forge, detect the first attack;
+Host detects the second. Ports do not separate sites: a page of another server on this machine is "same-site", and its
+requests carry our cookie. So only "same-origin" is accepted.
 """
 
 import hmac
@@ -19,7 +19,7 @@ READ_METHODS = frozenset(("GET", "HEAD"))
 
 
 class HttpError(WhetError):
-    """A request that is refused, with its status. Handlers raise it too: `HttpError(404, "no such run", ...)`."""
+    """A refused request and its status. Handlers raise it too: `HttpError(404, "no such run", ...)`."""
 
     def __init__(self, status: int, what: str, *, got: object = None, try_: str | None = None) -> None:
         super().__init__(what, got=None if got is None else str(got)[:200], try_=try_)
@@ -33,42 +33,42 @@ class HttpError(WhetError):
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Generous for a page and its programs; a client that exceeds them is disconnected."""
+    """Limits for clients, generous for a browser. A client that exceeds them is disconnected."""
 
     header_bytes: int = 16 * 1024
-    """The request line and all headers."""
+    """Maximum bytes of the request line and all headers."""
     num_headers: int = 64
     body_bytes: int = 64 * 1024
     connections: int = 128
-    """At once. One more disconnects the oldest client without a request (macOS allows 256 open files in all)."""
+    """Maximum open connections; one more disconnects the oldest idle client. macOS allows 256 open files per process."""
     receive_seconds: float = 10.0
-    """From the start of a request (or a connection) to its last byte."""
+    """Maximum time from the start of a request or connection to the last byte of the request."""
     idle_seconds: float = 15.0
-    """Between two requests on one connection."""
+    """Maximum time between two requests on one connection."""
     stall_seconds: float = 10.0
-    """Without reading a byte of a response that is ready."""
+    """Maximum time in which a client reads no byte of a waiting response."""
 
 
 class ServerKey:
-    """The secret of one server: a random token, and what is derived from it.
+    """The secret of one server: a random token, and the tickets and cookie derived from it.
 
-    The token itself is for programs (`Authorization: Bearer`) and is in a file that only its owner can read. A link
-    contains a ticket that opens the server once, so it is worthless in a browser history or a log. The cookie that a
-    browser gets in exchange is a third value. The token cannot be derived from a ticket or a cookie.
+    Programs send the token (`Authorization: Bearer`), which is in a file that only its owner can read. A link contains
+    a ticket that works once, so a link in a browser history or a log is useless. The browser exchanges the ticket for
+    a cookie. The token cannot be derived from a ticket or a cookie.
     """
 
     def __init__(self, token: str | None = None) -> None:
-        """A new key, or that of a running server from its token."""
+        """Create a new key, or recreate the key of a running server from its token."""
         self.token = token or secrets.token_urlsafe(32)
         self._spent: set[str] = set()
 
     def ticket(self) -> str:
-        """A one-time ticket for a link. Any process with the token can make one that the server accepts."""
+        """Return a one-time ticket for a link. Any process that has the token can create tickets."""
         nonce = secrets.token_urlsafe(12)
         return f"{nonce}.{self._sign('link', nonce)}"
 
     def spend(self, ticket: str) -> bool:
-        """Whether the ticket is valid; it is not a second time."""
+        """Use up a ticket. Return whether it was valid; a used ticket is invalid."""
         nonce, _, signature = ticket.partition(".")
         is_ours = _constant_time_equal(signature, self._sign("link", nonce))
         if not is_ours or nonce in self._spent:
@@ -78,15 +78,15 @@ class ServerKey:
 
     @property
     def cookie(self) -> str:
-        """The cookie of a browser."""
+        """The cookie value that identifies a browser."""
         return self._sign("cookie", "")
 
     def is_token(self, value: str) -> bool:
-        """Whether it is the token."""
+        """Whether `value` is the token."""
         return _constant_time_equal(value, self.token)
 
     def is_cookie(self, value: str) -> bool:
-        """Whether it is the cookie."""
+        """Whether `value` is the cookie."""
         return _constant_time_equal(value, self.cookie)
 
     def _sign(self, purpose: str, nonce: str) -> str:
@@ -114,30 +114,30 @@ class RequestInfo:
         return [value.decode("latin-1") for key, value in self._headers if key.lower() == wanted]
 
     def one(self, name: str) -> str | None:
-        """The value of a header that occurs once, else None."""
+        """Return the value of a header that occurs exactly once, or None."""
         values = self.all(name)
         return values[0] if len(values) == 1 else None
 
     @property
     def is_navigation(self) -> bool:
-        """Whether the user opens this as a page of its own, which no other page can read."""
+        """Whether the browser opens this URL as a top-level page, which no other page can read."""
         modes, targets = self.all("sec-fetch-mode"), self.all("sec-fetch-dest")
         return self.method in READ_METHODS and modes == ["navigate"] and targets == ["document"]
 
 
 def check_host(request: RequestInfo, hosts: Iterable[str]) -> None:
-    """Refuse a request that names another host."""
+    """Raise HttpError if the request names another host."""
     host = request.one("host")
     if host is None or host.lower() not in hosts:
         got = ", ".join(request.all("host")) or "no Host"
         raise HttpError(421, "wrong host name for this server", got=got, try_="the address that it printed")
     if not request.path.startswith("/"):
-        # An absolute URL in the request line takes precedence over Host; OPTIONS may also send "*".
+        # An absolute URL in the request line would take precedence over Host. OPTIONS may also send "*".
         raise HttpError(400, "a path must begin with /", got=request.path, try_="/")
 
 
 def check_origin(request: RequestInfo, hosts: Iterable[str]) -> None:
-    """Refuse a request from another page; programs that are not browsers send neither header."""
+    """Raise HttpError if a page of another origin sent the request. Only browsers send the checked headers."""
     origins = request.all("origin")
     if any(origin.lower() not in {f"http://{host}" for host in hosts} for origin in origins):
         raise _cross_origin(", ".join(origins))
@@ -151,7 +151,7 @@ def check_origin(request: RequestInfo, hosts: Iterable[str]) -> None:
 
 
 def is_same_origin(request: RequestInfo) -> bool:
-    """Whether a browser states the origin; after `check_origin`, so it is ours."""
+    """Whether a browser sent the origin. Call it after `check_origin`, which accepts only our origin."""
     return bool(request.all("origin") or request.all("sec-fetch-site"))
 
 
@@ -160,4 +160,5 @@ def _cross_origin(got: str) -> HttpError:
 
 
 def _constant_time_equal(one: str, other: str) -> bool:
+    # The time of `==` depends on the first difference, which would let an attacker guess a secret byte by byte.
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))

@@ -1,7 +1,7 @@
-"""Deadlines of client connections, which uvicorn does not set.
+"""Deadlines for client connections, which uvicorn does not have.
 
-A client that sends its request byte by byte, sends nothing, or does not read its response holds a file descriptor and
-memory. All connections are checked twice a second, while there are any, and such clients are disconnected.
+A client that sends its request slowly, sends nothing, or does not read its response occupies a file descriptor and
+memory. The monitor checks all connections twice a second and disconnects such clients.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ class ConnectionMonitor:
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.num_closed = 0
-        """How many clients were disconnected so far."""
+        """Number of clients disconnected so far."""
         self._open: dict[MonitoredConnection, None] = {}
         self._is_checking = False
 
     def connection(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
     ) -> Any:
-        """Called by uvicorn for each new connection."""
+        """Return the protocol of a new connection. uvicorn calls this."""
         return MonitoredConnection(self, config, server_state, app_state, _loop)
 
     def add(self, connection: "MonitoredConnection") -> None:
-        """Add a connection; one too many disconnects the oldest one without a request in progress."""
+        """Add a connection. If there are too many, disconnect the oldest idle one."""
         self._open[connection] = None
         if len(self._open) > self.limits.connections:
             waiting = (one for one in self._open if one.is_idle)
@@ -49,7 +49,7 @@ class ConnectionMonitor:
         self._open.pop(connection, None)
 
     def disconnect(self, connection: "MonitoredConnection") -> None:
-        """Close a connection at once, whatever it still has to send."""
+        """Close a connection at once and drop unsent data."""
         self.num_closed += 1
         self.remove(connection)
         connection.transport.abort()
@@ -65,7 +65,7 @@ class ConnectionMonitor:
 
 
 class MonitoredConnection(H11Protocol):
-    """One connection, and since when it is waiting for its client."""
+    """One connection, with the time since when it has waited for its client."""
 
     def __init__(self, monitor: ConnectionMonitor, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -81,6 +81,7 @@ class MonitoredConnection(H11Protocol):
 
     def is_overdue(self, now: float, limits: ClientLimits) -> bool:
         """Whether the client took too long to send a request or to read a response."""
+        # A write buffer that does not shrink means that the client does not read.
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent:
             self._stalled_since = None
@@ -96,18 +97,18 @@ class MonitoredConnection(H11Protocol):
         return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Handle a new client."""
         super().connection_made(transport)
         self._receiving_since = time.monotonic()
         self._monitor.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Handle the end of the connection."""
         self._monitor.remove(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Bytes have arrived; the request may be complete now."""
+        """Handle received bytes, which may complete a request."""
         super().handle_events()
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             if self._receiving_since is None and (self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY):
@@ -116,15 +117,15 @@ class MonitoredConnection(H11Protocol):
             self._receiving_since = None
 
     def on_response_complete(self) -> None:
-        """A response is complete. The next request may begin late, but must then arrive in time."""
+        """Handle a complete response. The next request may begin late, but must then arrive in time."""
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._receiving_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP like any other error."""
+        """Respond to invalid HTTP with the same format as for other errors."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
-            self.transport.close()  # A response is in progress: there is no room for another.
+            self.transport.close()  # A response is in progress, so another one cannot be sent.
             return
         error = HttpError(400, "invalid HTTP request", got=msg, try_="HTTP/1.1")
         body = error.body()

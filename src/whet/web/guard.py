@@ -1,8 +1,8 @@
-"""The guard in front of every page and server of whet: all checks around an ASGI application, in this order.
+"""The ASGI application that checks every request to a page or server of whet.
 
-Host, path, number of headers, method, origin, key, type and size of the body; then the application; then the headers
-that every response carries. Errors are three lines of plain text for the client, or JSON where its programs expect
-that; `on_failure` gets unexpected exceptions in full.
+It checks, in this order, host, path, number of headers, method, origin, key, and type and size of the body. Then it
+calls the application, and adds the common headers to the response. A client gets an error as three lines of text, or
+as JSON if `error_format` provides it. `on_failure` gets unexpected exceptions.
 """
 
 import json
@@ -26,7 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-# The JSON of an error at a path; None for plain text.
+# Returns the JSON of an error at a path, or None for plain text.
 ErrorFormat = Callable[[str, HttpError], object | None]
 
 CONTENT_SECURITY_POLICY = (
@@ -41,7 +41,7 @@ _HEADERS = {
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
 }
-# The browser must request `/` from here: after an HTTP redirect it would not send a SameSite=Strict cookie.
+# Redirect by HTML, because the browser would not send a SameSite=Strict cookie after an HTTP redirect.
 _ENTRY = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>whet</title>'
     '<meta http-equiv="refresh" content="0;url=/"><p><a href="/">whet</a></html>\n'
@@ -49,7 +49,7 @@ _ENTRY = (
 
 
 class RequestGuard:
-    """An ASGI application that passes permitted requests to another one."""
+    """An ASGI application that passes permitted requests to another application."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RequestGuard:
         error_format: ErrorFormat | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`hosts` are our names with port; requests with methods other than `methods` are refused."""
+        """Wrap `app`. `hosts` are the accepted host names with port, `methods` the accepted methods."""
         self._app = app
         self._key = key
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -71,7 +71,7 @@ class RequestGuard:
         self._error_format = error_format
         self._on_failure = on_failure
         ports = {host.rpartition(":")[2] for host in self._hosts}
-        # Servers on one host share cookies, whatever their ports.
+        # Browsers share cookies between all ports of a host, so the name of the cookie must be unique.
         self._cookie_name = "whet-" + "-".join(sorted(ports))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class RequestGuard:
         response = _GuardedResponse(send)
         try:
             request = RequestInfo(scope)
-            # Host and origin before the key: a foreign page must not learn whether a key is right.
+            # Check host and origin before the key, so that a foreign page cannot learn whether a key is valid.
             self._check(request)
             if self._is_entry(request):
                 await response.page(_ENTRY, cookie=f"{self._cookie_name}={self._key.cookie}")
@@ -117,13 +117,13 @@ class RequestGuard:
             raise HttpError(400, "websockets are not supported", got="Upgrade: websocket", try_="plain HTTP")
 
     def _is_entry(self, request: RequestInfo) -> bool:
-        """Whether this opens a link with a valid ticket; an invalid one raises unless the browser has the cookie."""
+        """Return whether the request has a valid ticket. Raise if the ticket is invalid and there is no cookie."""
         if request.is_websocket or request.path != "/" or not request.query.startswith(b"token="):
             return False
         if self._has_cookie(request):
             return False
         if request.method != "GET" or request.all("sec-purpose"):
-            return False  # A preview or prefetch must not use up the link.
+            return False  # A preview or prefetch must not use up the ticket.
         ticket = parse_qs(request.query.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
         if self._key.spend(ticket):
             return True
@@ -146,19 +146,19 @@ class RequestGuard:
         for header in request.all("cookie"):
             for part in header.split(";"):
                 name, _, value = part.strip().partition("=")
-                # There may be several of that name: another server on this host may have set one.
+                # Check all cookies of that name, because another server on this host may have set one.
                 if name == self._cookie_name and self._key.is_cookie(value):
                     return True
         return False
 
     def _check_body(self, request: RequestInfo) -> int:
-        """Check the headers of the body; returns its maximum size."""
+        """Check the headers that describe the body, and return its maximum size."""
         most = self._limits.body_bytes
         length = request.one("content-length") or "0"
         if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
             raise HttpError(413, "the request is too large", got=f"{length} bytes", try_=f"{most:,} bytes at most")
         if request.method not in READ_METHODS:
-            # A form of another page can send text, but not JSON.
+            # Require JSON, because a form on another page can send text but not JSON.
             kind = (request.one("content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise HttpError(415, "a change must be JSON", got=kind or "no type", try_="application/json")
@@ -168,7 +168,7 @@ class RequestGuard:
         if scope["type"] == "websocket":
             await response.send({"type": "websocket.close", "code": 1008})
         elif response.has_started:
-            raise ConnectionAbortedError(error.what)  # The response has begun: all we can do is close the connection.
+            raise ConnectionAbortedError(error.what)  # The response has begun, so the connection must be closed.
         else:
             format_error = self._error_format
             await response.refuse(error, None if format_error is None else format_error(scope["path"], error))
@@ -201,7 +201,7 @@ class _GuardedResponse:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
-            # The application cannot weaken the security headers.
+            # Set the security headers last, so that the application cannot weaken them.
             own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in _HEADERS]
             if not any(name.lower() == b"cache-control" for name, _ in own):
                 own.append((b"cache-control", b"no-store"))

@@ -1,4 +1,4 @@
-"""The running servers of this user, and opening one in the browser."""
+"""Find the running servers of this user, and open them in the browser."""
 
 import contextlib
 import fcntl
@@ -18,28 +18,28 @@ from whet.web.access import ServerKey
 
 
 class RunningServer(FrozenModel):
-    """A running server."""
+    """A running server, its address and its key."""
 
     name: str
-    """Its kind, such as "watch"."""
+    """Kind of server, such as "watch"."""
     about: str
-    """What it serves, such as a folder."""
+    """Subject of the server, such as a folder."""
     host: str
-    """Name and port."""
+    """Host name and port."""
     token: str
     pid: int
 
     @property
     def url(self) -> str:
-        """Its address, without secrets."""
+        """Address without secrets."""
         return f"http://{self.host}/"
 
     def link(self) -> str:
-        """A link that opens it once."""
+        """Return a link that opens the server once."""
         return f"{self.url}?token={ServerKey(self.token).ticket()}"
 
     def __repr__(self) -> str:
-        """Without the token: it may be logged."""
+        """Omit the token, because the text may be logged."""
         return f"Running({self.name} on {self.host})"
 
     __str__ = __repr__
@@ -47,17 +47,17 @@ class RunningServer(FrozenModel):
 
 @contextlib.contextmanager
 def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
-    """Let other commands of this user find a server while it runs.
+    """Register a server inside the `with` block, so that other commands of this user can find it.
 
-    Each server has a file that only its owner can read, and holds a lock on it, which ends with the process however it
-    dies. The start time of the process would be less reliable: on Linux it changes when the clock is set.
+    Each server has a file that only its owner can read, and holds a lock on it. The system releases the lock when the
+    process dies. Comparing start times of processes would be less reliable: on Linux they change when the clock is set.
     """
     running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid())
     path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
     draft = path.with_suffix(".draft")
     write_private(draft, json.dumps(running.as_json()))
     with draft.open() as held:
-        with contextlib.suppress(OSError):  # A disk without locks: the next command starts a server of its own.
+        with contextlib.suppress(OSError):  # A disk without locks: the next command starts another server.
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         draft.rename(path)
         try:
@@ -67,7 +67,7 @@ def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[
 
 
 def find_server(*, name: str, about: str) -> RunningServer | None:
-    """The running server of that kind and subject; files of killed servers are removed."""
+    """Return the running server of that kind and subject, or None. Remove files of killed servers."""
     for path in sorted(private_folder().glob(f"{name}-*.json")):
         running = _read(path)
         if running is None or not _is_locked(path):
@@ -78,7 +78,7 @@ def find_server(*, name: str, about: str) -> RunningServer | None:
 
 
 def private_folder() -> Path:
-    """The folder of these files, readable only by its owner."""
+    """Return the folder of these files. Only its owner can read it."""
     folder = env.home() / "servers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,7 +93,7 @@ def private_folder() -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Create a file that only its owner can read, from the start."""
+    """Create a file that only its owner can read at any time."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -119,10 +119,10 @@ def _is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def redirect_page(link: str) -> Iterator[Path]:
-    """A private file that redirects to a link, while it is needed.
+    """Create a private HTML file that redirects to a link. Remove it at the end of the `with` block.
 
-    The arguments of a program are visible to every user of a machine, so the browser gets the name of this file instead
-    of the link with its ticket.
+    All users of a machine can see the arguments of a program, so the browser gets the name of this file instead of the
+    link with its ticket.
     """
     path = private_folder() / f"open-{secrets.token_hex(8)}.html"
     target = html.escape(link, quote=True)
@@ -137,7 +137,7 @@ def redirect_page(link: str) -> Iterator[Path]:
 
 
 def open_in_browser(path: Path) -> bool:
-    """Open a file in the user's browser, if there is one."""
+    """Open a file in the user's browser. Return whether that was possible."""
     try:
         return webbrowser.open(path.as_uri())
     except (webbrowser.Error, OSError):

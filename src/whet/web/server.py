@@ -1,4 +1,4 @@
-"""Serve starlette routes on loopback, behind the guard, until Ctrl-C or SIGTERM."""
+"""Serve Starlette routes on loopback, behind the guard, until Ctrl-C or SIGTERM."""
 
 import asyncio
 import contextlib
@@ -37,18 +37,18 @@ class ListenAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return ipaddress.ip_address(self.address).is_loopback
 
     @property
     def host(self) -> str:
-        """The name and port for links."""
+        """Host name and port for links."""
         address = _own_addresses()[0] if ipaddress.ip_address(self.address).is_unspecified else self.address
         return f"{_url_host(address)}:{self.port}"
 
     @property
     def hosts(self) -> frozenset[str]:
-        """All our host names with port."""
+        """All accepted host names with port."""
         names = {"localhost", "127.0.0.1", "[::1]"}
         if not self.is_loopback:
             names.add(_url_host(self.address))
@@ -58,7 +58,7 @@ class ListenAddress:
         return frozenset(named | names if self.port == 80 else named)
 
     def set_backlog(self) -> None:
-        """Let clients wait in the system's queue; asyncio had set it to the number it accepts at once."""
+        """Restore the backlog, which asyncio has set to the number of connections it accepts at once."""
         for one in self.sockets:
             one.listen(_BACKLOG)
 
@@ -69,7 +69,9 @@ class ListenAddress:
 
 
 def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
-    """Bind the port, or the next free one (0: any). On loopback both IPv4 and IPv6: `localhost` may mean either."""
+    """Bind the port or the next free one. Port 0 selects any free port.
+
+    On loopback, bind both IPv4 and IPv6, because `localhost` may mean either."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -99,7 +101,7 @@ def _bind(port: int, addresses: list[str], *, address: str) -> ListenAddress:
                 taken.append(_socket(one, port))
             except OSError as error:
                 if one == "::1" and error.errno not in _PORT_IN_USE:
-                    continue  # A machine without IPv6.
+                    continue  # This machine has no IPv6.
                 raise
             port = taken[0].getsockname()[1]
     except BaseException:
@@ -117,7 +119,7 @@ def _socket(address: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, port))
-        # Only listening reserves the port: two processes may have bound it.
+        # Listen right away, because bind() does not reserve the port: two processes may bind the same one.
         made.listen(_BACKLOG)
         made.setblocking(False)
     except BaseException:
@@ -140,7 +142,7 @@ def _url_host(address: str) -> str:
 
 
 SIGTERM_EXIT_CODE = 143
-# Connections that asyncio accepts at once before the monitor can count them; each is a file descriptor.
+# asyncio accepts this many connections at once before the monitor counts them. Each uses a file descriptor.
 _ACCEPT_BATCH = 8
 
 
@@ -159,11 +161,11 @@ def serve(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serve starlette routes until a signal stops it; the exit code is 0 after Ctrl-C, 143 after SIGTERM.
+    """Serve Starlette routes until a signal arrives. Return the exit code: 0 for Ctrl-C, 143 for SIGTERM.
 
-    `name` and `about` let another command find this server (`registry.find_server`). `port` is the first port to try;
-    0 takes any. `on_ready` gets the address and link once it listens. Handlers raise `HttpError`; other exceptions go
-    to `on_failure`, and to the client without details. `error_format` makes JSON of errors for clients that expect it.
+    `name` and `about` let other commands find this server (`registry.find_server`). `port` is the first port to try;
+    0 selects any free port. `on_ready` is called once the server listens. Handlers raise `HttpError`. `on_failure` gets
+    all other exceptions; the client sees no details of them. `error_format` formats errors for clients that expect JSON.
     """
     require_libraries()
     limits = limits or ClientLimits()
@@ -175,7 +177,7 @@ def serve(
                 got=f"the address {address}",
                 try_="127.0.0.1 and `ssh -L`, or allow it explicitly",
             )
-        # A new key for each server: links and cookies of an earlier one are worthless.
+        # Each server has a new key, which invalidates the links and cookies of earlier servers.
         key = ServerKey()
         guard = RequestGuard(
             _router(routes),
@@ -202,7 +204,7 @@ def serve(
 
 
 def require_libraries() -> None:
-    """Raise where the packages for servers are not installed."""
+    """Raise an error if the packages for servers are not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -220,7 +222,7 @@ def _router(routes: Sequence["BaseRoute"]) -> App:
     router = Router(routes, default=not_found, redirect_slashes=False)
 
     async def routed(scope: Message, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # Only then starlette raises its errors instead of answering them itself.
+        scope["app"] = router  # With an app in its scope, Starlette raises errors instead of responding.
         try:
             await router(scope, receive, send)
         except HTTPException as error:
@@ -252,8 +254,9 @@ def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits,
         server_header=False,
         date_header=False,
         workers=1,
+        # The monitor enforces the limit first. uvicorn would respond with 503 before the guard runs.
         limit_concurrency=limits.connections + 1,
-        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # It goes to call_later.
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # A float works: it is passed to call_later.
         backlog=_ACCEPT_BATCH,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=limits.header_bytes,
@@ -262,7 +265,9 @@ def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits,
 
 
 def _until_signalled(server: Any, *, listening: ListenAddress, on_ready: Callable[[], None]) -> int:
-    """Run until a signal. uvicorn's own loop polls for signals and then dies of them; this one waits and cleans up."""
+    """Run the server until a signal arrives, then clean up and return the exit code.
+
+    `uvicorn.Server.run` is not used: it polls for signals, and raises them again after the shutdown."""
     received: list[int] = []
 
     async def wait() -> None:

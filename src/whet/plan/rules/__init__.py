@@ -1,4 +1,4 @@
-"""All rules in the order of decision: a rule sees what the rules before it decided.
+"""All rules in the order of decision. A rule sees the settings that earlier rules decided.
 
 To add a rule: declare the setting in `plan/values.py`, write a documented function with `@rule` in the file of its
 family, and list it here. `make docs` writes its page.

@@ -4,8 +4,9 @@ from whet.base.units import GB, format_bytes
 from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.rule import Decision, RuleContext, rule
 
-# Of the memory: the rest is for activations.
+# Share of the memory for weights, gradients and optimizer state. The rest is for activations.
 _STATIC_SHARE = 0.8
+# The default of DistributedDataParallel. At least four buckets let communication overlap with the backward pass.
 _BUCKET_MB = 25
 _MIN_BUCKETS = 4
 
@@ -25,7 +26,7 @@ def choose_sharding(context: RuleContext) -> Decision:
     workload, limit = context.workload, context.memory_gb
     if workload.world_size == 1:
         return Decision(value="unused", reason="there is only one process", evidence={"processes": 1})
-    # Activations are left out: a smaller micro-batch can reduce them, but not the state.
+    # Ignore activations: a smaller micro-batch reduces them, but not the state.
     needed = workload.static_bytes + CONTEXT_BYTES.get(context.device_type, 0)
     room = int(limit * GB * _STATIC_SHARE) if limit is not None else None
     evidence = {"processes": workload.world_size, "static_bytes": needed, "room_bytes": room}

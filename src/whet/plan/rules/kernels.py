@@ -10,12 +10,12 @@ from whet.plan.kernel_support import (
 )
 from whet.plan.rule import Decision, RuleContext, rule
 
-# Each of a dozen shapes runs once eagerly before it is captured.
+# A shorter run does not repay the capture: each of about a dozen shapes first runs once eagerly.
 _MIN_STEPS_TO_CAPTURE = 50
 _HALF_PRECISIONS = ("bf16", "fp16")
-# CUDA compute capability from which torch prefers cuDNN's attention.
+# Lowest CUDA compute capability at which torch prefers cuDNN's attention.
 _CUDNN_CAPABILITY = 9
-# CUDA compute capability for which whet's own kernels were written and measured.
+# CUDA compute capability that whet's kernels were written for and measured on.
 _KERNEL_CAPABILITY = "9"
 
 
@@ -33,7 +33,7 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     """
     device, torch = context.device_type, context.machine.torch
     evidence = {"device": device, "torch": torch.version}
-    # `is not False`: an unknown version is treated as an old one.
+    # `is not False`: treat an unknown version (None) as an old one.
     if device == "mps" and context.precision == "fp16" and torch.is_before(2, 13) is not False:
         reason = "fused kernels ignore the loss scale on MPS before torch 2.13"
         return Decision(value="loop", reason=reason, evidence=evidence)
@@ -89,7 +89,7 @@ def choose_graph(context: RuleContext) -> Decision:
     if workload.world_size > 1:
         evidence["processes"] = workload.world_size
         return Decision(value="off", reason="a captured step cannot wait for other processes", evidence=evidence)
-    # An unknown number of steps counts as a long run.
+    # Treat a run with an unknown number of steps as a long run.
     is_long = (workload.num_steps or _MIN_STEPS_TO_CAPTURE) >= _MIN_STEPS_TO_CAPTURE
     if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
         evidence["num_steps"] = workload.num_steps
@@ -98,7 +98,7 @@ def choose_graph(context: RuleContext) -> Decision:
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
-    # These layers mark models whose steps were measured to be launch-bound.
+    # Steps of models with these layers were measured to be launch-bound.
     if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(workload.layers) and not workload.lengths_vary:
         evidence["num_steps"] = workload.num_steps
         if is_long:
@@ -210,7 +210,7 @@ def choose_attention(context: RuleContext) -> Decision:
     generation = capability.partition(".")[0]
     evidence = {"device": device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = device == "cuda" and generation.isdecimal() and int(generation) >= _CUDNN_CAPABILITY
-    # "few shapes" and "packed few" bound the number of shapes; these two do not.
+    # These two values do not bound the number of shapes; "few shapes" and "packed few" do.
     has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
     own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
     if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:

@@ -54,7 +54,7 @@ def choose_workers(context: RuleContext) -> Decision:
         return Decision(value=_MAC_WORKERS, reason=reason, evidence=evidence)
     if cores is None or cores < 2:
         return Decision(value=0, reason="no core is known to be free for it", evidence=evidence)
-    # One core stays for the training itself.
+    # Leave one core for the training process.
     count = min(_LINUX_WORKERS, cores - 1)
     return Decision(value=count, reason="decoding runs in parallel with training", evidence=evidence)
 

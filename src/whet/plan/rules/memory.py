@@ -39,10 +39,10 @@ def choose_memory(context: RuleContext) -> Decision:
         limit, reason = float(usable), f"Metal recommends at most {format_bytes(usable)}; above it the Mac swaps"
     else:
         limit, reason = usable * _CPU_SHARE, f"three quarters of {format_bytes(usable)}; the rest is for the system"
-    # A card's memory is not shared with other programs the way main memory is.
+    # Other programs compete for main memory, but rarely for the memory of a card.
     if free is not None and device != "cuda" and free < limit:
         limit, reason = float(free), f"only {format_bytes(free)} are free now"
-    # The limit above is the device's; several processes on it divide it.
+    # The limit above is that of the device. Divide it among the processes that share the device.
     sharers = context.processes_per_device
     if sharers > 1:
         limit, reason = limit / sharers, f"{reason}; shared by {sharers} processes"
@@ -61,7 +61,7 @@ def choose_activation_checkpointing(context: RuleContext) -> Decision:
     Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
     workload, limit = context.workload, _limit_bytes(context)
-    # The smallest micro-batch that may be used: BatchNorm forbids splitting.
+    # The smallest allowed micro-batch. A model with BatchNorm must not be split.
     least = workload.share if workload.has_batchnorm else 1
     needed = _needed_bytes(context, least)
     evidence = {"smallest_step_bytes": needed, "limit_bytes": limit}
@@ -104,9 +104,9 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     rows = _row_limit(context)
     if rows is not None:
         evidence["row_limit"] = rows
-    # A sample of length L puts L rows into each product.
+    # A sample of length L adds L rows to each matrix product.
     most = whole if rows is None else max(1, rows // workload.max_length)
-    # The first that fits is the largest; 1 if none does, which is then reported.
+    # Take the first size that fits, which is the largest. If none fits, take 1; a warning reports it.
     fitting = next((n for n in even_splits(whole) if n <= most and (_needed_bytes(context, n) or 0) <= limit), 1)
     evidence["step_bytes"] = _needed_bytes(context, fitting)
     if fitting == whole:
@@ -114,7 +114,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     if fitting == 1 and (evidence["step_bytes"] or 0) > limit:
         reason = f"not even one sample fits: {_share_text(context, 1, limit)}"
         return Decision(value=1, reason=reason, evidence=evidence)
-    # Name the binding limit: the rows, if memory would have allowed more.
+    # Report the limit that applied: the rows, if memory would have allowed a larger micro-batch.
     if most < whole and (_needed_bytes(context, _largest_even_split(whole, at_most=most)) or 0) <= limit:
         reason = f"more than {rows:,} rows give wrong gradients on this GPU with torch up to 2.13"
     else:
@@ -159,7 +159,7 @@ def choose_lengths(context: RuleContext) -> Decision:
         return Decision(value="fixed", reason="all samples have one shape", evidence=evidence)
     if device == "cpu" and workload.can_pack:
         return Decision(value="packed", reason="no padding at all; the step's samples stay the same", evidence=evidence)
-    # The rules for precision, graph and compile have run before this one (rules/__init__.py).
+    # The rules for precision, graph and compile run before this rule (see rules/__init__.py).
     if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
         if context.graph == "on" or context.compile != "off":
             reason = "no padding, and few totals: each is captured or compiled once"
@@ -244,7 +244,7 @@ def _limit_bytes(context: RuleContext) -> int | None:
 
 
 def _needed_bytes(context: RuleContext, micro_batch: int) -> int | None:
-    # Before activation_checkpointing itself is decided, the step is predicted without it.
+    # While activation_checkpointing is still undecided, predict the step without it.
     is_decided = "activation_checkpointing" in context.settings
     return predict_memory(
         context.workload,
@@ -261,5 +261,5 @@ def _share_text(context: RuleContext, micro_batch: int, limit: int) -> str:
 
 
 def _row_limit(context: RuleContext) -> int | None:
-    """The rows one product may have without wrong gradients; None where no limit is known."""
+    """Return the maximum rows of a matrix product with correct gradients, or None if no limit is known."""
     return ROW_LIMIT if has_row_limit(context.machine, context.device_type) else None
