@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 KIND = "whet bench"
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# far slower: so slow that one or two steps were enough to see it.
+# "far slower" means that one or two steps were enough to see the difference.
 RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
 
 
@@ -37,32 +37,32 @@ class BenchRow(FrozenModel):
 
     value: Scalar
     is_plan: bool = False
-    """Whether it is the value of the plan."""
+    """Whether the plan uses this value."""
     execution: Mapping[str, Scalar]
-    """How steps were executed: device, precision, micro_batch and so on."""
+    """Settings of the steps: device, precision, micro_batch and so on."""
     outcome: RowOutcome
     note: str = ""
-    """Why there are no numbers, or another remark."""
+    """Reason why there are no numbers, or another remark."""
     step_seconds: BenchInterval | None = None
-    """From its own times, whatever else the machine did meanwhile."""
+    """Step time of this value, including the effects of other load on the machine."""
     samples_per_second: BenchInterval | None = None
-    """The rate of the plan; for other values that rate times their speed-up, where there were pairs."""
+    """Rate of the plan. For other values with paired steps, the plan's rate times their speedup."""
     speedup: BenchInterval | None = None
-    """Against the plan, from pairs of steps on the same batches, one right after the other."""
+    """Speedup over the plan, from pairs of consecutive steps on the same batches."""
     peak_bytes: NonNegativeInt | None = None
     needed_bytes: NonNegativeInt | None = None
-    """Predicted, where it was not measured."""
+    """Predicted memory, if it was not measured."""
     slow_steps: Amount | None = None
-    """The time of the slowest twentieth of steps (95th percentile) as a multiple of the median."""
+    """95th percentile of the step time, as a multiple of the median."""
     drift: Amount | None = None
-    """The step time in the second half of the measurement as a multiple of the first half."""
+    """Step time in the second half of the measurement, as a multiple of that in the first half."""
 
 
 class BenchSweep(FrozenModel):
     """One setting varied, all others as in the plan."""
 
     setting: str
-    """ "against" for a comparison of the whole plan, "arch" for other models."""
+    """Name of the varied setting, "against" for a comparison of whole plans, or "arch" for other models."""
     rows: tuple[BenchRow, ...] = ()
     note: str = ""
 
@@ -73,33 +73,33 @@ class BenchResult(FrozenModel):
     kind: Literal["whet bench"] = "whet bench"
     format_version: int = FORMAT_VERSION
     created: str
-    """The date, as in 2026-11-15."""
+    """Date of the measurement, such as 2026-11-15."""
     machine: Machine
     workload: Workload
     plan: Mapping[str, Scalar]
-    """The settings of the plan that everything is compared with."""
+    """Settings of the plan that serves as the baseline."""
     plan_source: Literal["rules", "measured"] = "rules"
     limit_bytes: PositiveInt | None = None
-    """The memory limit of a step in the plan."""
+    """Memory limit of the plan."""
     budget_seconds: Amount
     spent_seconds: Amount
     sweeps: tuple[BenchSweep, ...] = ()
     disturbances: tuple[str, ...] = ()
-    """Disturbances during the measurement: throttling, drift, other programs."""
+    """Disturbances of the measurement, such as throttling, drift or other programs."""
     versions: Mapping[str, str | None] = Field(default_factory=dict)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the machine was not probed: then no number here is about a real one."""
+        """Whether the machine was not probed. Its numbers do not describe a real machine then."""
         return self.machine.origin != "probed"
 
     def sweep(self, setting: str) -> BenchSweep | None:
-        """The sweep of one setting."""
+        """Return the sweep of one setting, or None if it was not varied."""
         return next((sweep for sweep in self.sweeps if sweep.setting == setting), None)
 
     def best_by_device(self) -> Iterator[BenchRow]:
-        """For each device the plan's own row, or the one of the device sweep."""
-        # A curve over global batches is not measured in alternation.
+        """Yield one row per device: that of the plan, or that of the device sweep."""
+        # Skip the sweep over global batches: its values are not timed in alternating pairs.
         sweeps = [sweep for sweep in self.sweeps if sweep.setting != "global_batch_size"]
         rows = [row for sweep in sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
         measured = [row for row in rows if row.samples_per_second is not None]

@@ -1,9 +1,9 @@
 """Downsampled curves of a run: a few hundred points from a million steps, without losing a spike.
 
-A curve belongs to a field of one kind of event and is named by both: "step/loss", "step/seconds/data",
-"health/memory/process", "eval/accuracy". Each point has the least, greatest and mean value of neighboring steps, and
-the position of its first step on three axes: `step`, `samples` and time (`time` in unix seconds, `elapsed` in
-training seconds), so that runs can be plotted over each other by any of them.
+A curve shows one field of one kind of event and is named after both: "step/loss", "step/seconds/data",
+"health/memory/process", "eval/accuracy". Each point has the minimum, maximum and mean of neighboring steps. The x
+position of its first step is given as `step`, `samples`, `time` (unix seconds) and `elapsed` (training seconds), so
+that several runs can be plotted over any of them.
 
     history = History(run)
     downsample_curves(history, points=400)["step/loss"].points[0].samples
@@ -18,27 +18,27 @@ from whet.run.event_block import SUMMARIZED_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
 
-# The kinds of events whose numbers make curves.
+# Event kinds whose numbers become curves.
 CURVE_KINDS = SUMMARIZED_KINDS
 
 
 class CurvePoint(FrozenModel):
-    """Neighboring steps as one point of a curve."""
+    """One point of a curve, which summarizes neighboring steps."""
 
     step: int
-    """The first of the steps."""
+    """First of the summarized steps."""
     low: float | None
     high: float | None
     mean: float | None
-    """Of the finite values; None when there are none."""
+    """Mean of the finite values, or None if there are none."""
     nonfinite: int = 0
-    """How many values were NaN or infinite."""
+    """Number of values that were NaN or infinite."""
     time: float | None = None
-    """Unix seconds at the first of the steps."""
+    """Unix seconds at the first step."""
     elapsed: float | None = None
-    """Training seconds so far: the time between sessions does not count."""
+    """Training seconds so far, without the time between sessions."""
     samples: int | None = None
-    """Samples so far; None where unknown."""
+    """Samples so far, or None if unknown."""
 
 
 class Curve(FrozenModel):
@@ -58,12 +58,12 @@ class Curve(FrozenModel):
 def downsample_curves(
     run: Run | Path | History, *, points: int, kinds: Collection[str] = CURVE_KINDS, is_growing: bool = False
 ) -> dict[str, Curve]:
-    """All curves of a run by name ("step/loss"), each in at most `points` points. Long runs: from the index alone.
+    """Return all curves of a run by name ("step/loss"), each with at most `points` points.
 
-    With `is_growing`, points stay where they are while the run grows, until their number would exceed `points`; then
-    pairs are merged. A long run then has between half of `points` and `points`.
+    Curves of long runs are computed from the index alone. With `is_growing`, points keep their x positions while the
+    run grows. When their number would exceed `points`, pairs are merged, so a long run has at least `points` / 2.
     """
-    from whet.run.downsample import bucket_curves  # numpy, which takes a tenth of a second to import
+    from whet.run.downsample import bucket_curves  # imports numpy, which takes 0.1 s
 
     history = run if isinstance(run, History) else History(run)
     curves = (
@@ -73,9 +73,10 @@ def downsample_curves(
 
 
 def downsample_curve(run: Run | Path | History, *, field: str, points: int, kind: str = "step") -> Curve:
-    """The curve of one field in at most `points` points.
+    """Return the curve of one field with at most `points` points.
 
-    `field` is a name, or "seconds/data" for a name in a map. Long runs are drawn from the index alone.
+    `field` is a name, or a path such as "seconds/data" for an entry of a map. Curves of long runs are computed from the
+    index alone.
     """
     from whet.run.downsample import bucket_curves
 

@@ -17,27 +17,27 @@ NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
 
 
 class Disk:
-    """The system's own calls."""
+    """The real system calls."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor that child processes do not inherit; new files get the permissions of the umask."""
+        """Return a descriptor that child processes do not inherit. The umask applies to new files."""
         if flags & os.O_WRONLY:
-            # A run folder may come from anywhere: do not write through its links, and do not block on its pipes.
+            # A run folder may be untrusted: do not write through links, and do not block on pipes.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of the bytes; returns how many."""
+        """Write some of the bytes and return their number."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Hand everything written to the drive."""
+        """Send all written data to the drive, which may still cache it."""
         os.fsync(descriptor)
 
     def full_sync(self, descriptor: int) -> None:
-        """Write everything to the medium itself; on macOS this flushes the whole cache of the drive."""
+        """Write all data to the medium. On macOS this flushes the whole cache of the drive."""
         if sys.platform == "darwin":
-            # fsync(2) on macOS does not flush the drive's own cache; SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
+            # On macOS fsync(2) does not flush the cache of the drive. SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
             try:
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
                 return
@@ -55,11 +55,11 @@ class Disk:
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder that must not exist."""
+        """Create a folder. It must not exist yet."""
         path.mkdir()
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder; an existing target must be a file or an empty folder."""
+        """Rename a file or folder. An existing target must be a file or an empty folder."""
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
@@ -71,14 +71,14 @@ class Disk:
         path.rmdir()
 
 
-# Limit for files that are read as a whole.
+# Size limit for files that are read as a whole.
 MAX_WHOLE_FILE_BYTES = 64 * 1024**2
 
 
 def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
-    """Open a regular file for reading: a pipe would block forever, and a device has no end.
+    """Open a regular file for reading. Reject pipes, which could block forever, and devices, which have no end.
 
-    Links are not followed: one in a foreign run folder may lead to a private file, which a report would then show.
+    Links are not followed by default: a link in an untrusted run folder could expose a private file in a report.
     """
     links = 0 if follows_links else os.O_NOFOLLOW
     try:
@@ -96,9 +96,9 @@ def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
 
 
 def read_regular_file(path: Path, *, follows_links: bool = False) -> bytes:
-    """All bytes of a small file; ValueError for one that is too large."""
+    """Return all bytes of a small file. Raise ValueError if it is too large."""
     with open_regular_file(path, follows_links=follows_links) as file:
-        # Read only as much as there is: allocating a buffer of the maximum would cost more than reading.
+        # Read only the actual size: allocating a buffer of the maximum size would cost more than reading.
         data = file.read(min(os.fstat(file.fileno()).st_size, MAX_WHOLE_FILE_BYTES) + 1)
     if len(data) > MAX_WHOLE_FILE_BYTES:
         raise ValueError(f"over {MAX_WHOLE_FILE_BYTES:,} bytes")

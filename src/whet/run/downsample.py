@@ -1,7 +1,7 @@
 """Curves of a few hundred points from millions of events, computed with numpy.
 
-A table has one row per event of a short run, or one row per block of a long one. Of each field a row holds the five
-statistics of a block: count, least, greatest, sum, and how many values were not finite. An event is a block of one.
+A table has one row per event for a short run, or one row per block for a long one. For each field a row holds five
+statistics: count, minimum, maximum, sum, and the number of non-finite values. An event counts as a block of size one.
 Rows of neighboring steps are merged into the points of a curve.
 """
 
@@ -21,12 +21,12 @@ from whet.run.events import History
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# A larger step is damage.
+# Larger steps come from a damaged file. The limit also leaves room for int64 arithmetic.
 _MAX_STEP = 2**62
 
 
 class ColumnTable(Protocol):
-    """Rows in the order they were written."""
+    """A table whose rows are in the order in which they were written."""
 
     @property
     def steps(self) -> Integers: ...
@@ -34,18 +34,18 @@ class ColumnTable(Protocol):
     def times(self) -> Floats: ...
     @property
     def samples(self) -> Floats:
-        """Samples so far, where the rows have them; else NaN."""
+        """Samples so far, or NaN for rows without this number."""
 
     @property
     def last_step(self) -> int: ...
     @property
     def fields(self) -> Collection[str]: ...
     def numbers(self, field: str) -> Floats:
-        """The five statistics of each row, as columns."""
+        """Return the five statistics of each row as columns."""
 
 
 class EventTable:
-    """One row per event of one kind; more may be added."""
+    """A table with one row per event of one kind. Rows can be added."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")
@@ -116,7 +116,7 @@ class EventTable:
 
 
 class BlockTable:
-    """One row per block that contains events of one kind."""
+    """A table with one row per block that contains events of one kind."""
 
     def __init__(self, blocks: Sequence[EventBlock], *, kind: str) -> None:
         blocks = [block for block in blocks if kind in block.kinds]
@@ -135,7 +135,7 @@ class BlockTable:
 
     @property
     def samples(self) -> Floats:
-        # Prefer those of steps: they belong to the beginning of the block, like its step and its time.
+        # Prefer the samples of step events: like the row's step and time, they belong to the beginning of the block.
         of_steps = self._gather("step/samples")
         stats = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
@@ -158,7 +158,7 @@ class BlockTable:
 
 
 class JoinedTable:
-    """The rows of two tables in sequence: of a growing run the first one is kept, and only the second is new."""
+    """The concatenated rows of two tables. For a growing run, the first table is kept and the second is rebuilt."""
 
     def __init__(self, first: ColumnTable, second: ColumnTable) -> None:
         self._parts = first, second
@@ -179,17 +179,18 @@ class JoinedTable:
 
 
 T = TypeVar("T")
+# The second part of a JoinedTable is rebuilt at every refresh. Beyond this size, merge it into the first part.
 _MAX_FRESH_BLOCKS = 256
-# A larger number of samples is damage, and not exact as a float.
+# A larger number of samples comes from a damaged file, and is not exact as a float.
 _MAX_SAMPLES = 2**53
-# More events than this, other than steps, are not read one by one if their blocks give enough points.
+# If there are more non-step events than this, and enough blocks, use one row per block instead of reading events.
 _MAX_EVENTS_READ = 4_096
 
 
 def bucket_curves(
     history: History, *, kind: str, points: int, is_growing: bool = False, field: str | None = None
 ) -> Iterator[Curve]:
-    """The curves of one kind of event, or only that of one field; see whet.run.curve."""
+    """Yield the curves of one kind of event, or only the curve of one field (see whet.run.curve)."""
     table = _column_table(history, kind=kind, points=points)
     fields = [name for name in table.fields if field in (None, name)]
     if fields:
@@ -199,7 +200,7 @@ def bucket_curves(
 
 
 def training_seconds(history: History, times: Floats) -> Floats:
-    """Unix seconds converted to training seconds: the time between sessions does not count."""
+    """Convert unix seconds to training seconds, which exclude the time between sessions."""
     begins, before = _cached(history, "sessions", lambda: _session_starts(history))
     session: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
     elapsed: Floats = before[session] + np.maximum(times - begins[session], 0.0)
@@ -207,14 +208,14 @@ def training_seconds(history: History, times: Floats) -> Floats:
 
 
 def _session_starts(history: History) -> tuple[Floats, Floats]:
-    """The start of each session, and the training seconds before it."""
+    """Return the start time of each session, and the training seconds before it."""
     begins: list[float] = []
     before: list[float] = []
     done, last = 0.0, 0.0
     for block in history.layout.blocks:
         if block.kinds and (not begins or not SESSION_START_KINDS.isdisjoint(block.kinds)):
             done += max(0.0, last - begins[-1]) if begins else 0.0
-            # The clock may have been set back in between.
+            # Session starts must not decrease, even if the clock was set back.
             begins.append(max(block.first_time, begins[-1] if begins else block.first_time))
             before.append(done)
         last = block.last_time if block.kinds else last
@@ -222,7 +223,7 @@ def _session_starts(history: History) -> tuple[Floats, Floats]:
 
 
 def _cached(history: History, name: str, make: Callable[[], T]) -> T:
-    """Compute once per history, until it grows."""
+    """Return a cached value, which is computed again after the history has grown."""
     key = name, "blocks"
     if key not in history.curve_cache:
         history.curve_cache[key] = make()
@@ -232,7 +233,7 @@ def _cached(history: History, name: str, make: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _BucketedRows:
-    """The rows of a table sorted by step, their x positions, and the point each belongs to."""
+    """The rows of a table sorted by step, with their x positions and the indexes of their points."""
 
     order: Integers
     steps: Integers
@@ -244,13 +245,13 @@ class _BucketedRows:
 
     @classmethod
     def of(cls, table: ColumnTable, *, history: History, points: int, is_growing: bool) -> Self:
-        # Rows are in the order they were written: steps repeat after a resume, and blocks overlap.
+        # Sort by step, because rows are in writing order: steps repeat after a resume, and blocks overlap.
         order = np.argsort(table.steps, kind="stable")
         steps, times, last = table.steps[order], table.times[order], table.last_step
         first = int(steps[0])
         width = max(1, -(-(last - first + 1) // points))  # Steps per point, rounded up.
         if is_growing:
-            # Powers of two, counted from step 0: points stay where they are until the width doubles.
+            # Use powers of two, counted from step 0, so that points keep their positions until the width doubles.
             width = 1 << (width - 1).bit_length()
             while last // width - first // width >= points:
                 width *= 2
@@ -260,12 +261,12 @@ class _BucketedRows:
         return cls(order, steps, times, elapsed, samples, (steps - first) // width, last)
 
     def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
-        """The points of one field; rows without it are left out."""
+        """Return the curve of one field, without rows that lack it."""
         numbers = numbers[self.order]
-        # Columns: count, least, greatest, sum, non-finite values.
+        # Columns: count, minimum, maximum, sum, number of non-finite values.
         there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
         numbers, bucket = numbers[there], self.bucket[there]
-        # Rows are sorted by step, so each bucket is one slice; `starts` are their first rows.
+        # Rows are sorted by step, so each bucket is a slice. `starts` holds the first row of each bucket.
         starts = np.concatenate(([0], np.flatnonzero(np.diff(bucket)) + 1))
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
@@ -274,7 +275,7 @@ class _BucketedRows:
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = np.add.reduceat(numbers[:, 3], starts) / count
-        mean = np.clip(mean, low, high)  # Rounding may put it outside by one bit.
+        mean = np.clip(mean, low, high)  # Rounding may push it out by one bit.
         firsts = there[starts]
         is_empty = count == 0
         points = zip(
@@ -296,11 +297,11 @@ class _BucketedRows:
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
-    """A table by event, or by block where there are too many events; computed once per history."""
+    """Return a table by event, or by block if there are too many events. It is cached with the history."""
     counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
-    # A row per block is enough once there are more blocks than points; reading the events would take seconds.
+    # One row per block is enough if there are more blocks than points. Reading the events would take seconds.
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
@@ -314,10 +315,10 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
 
 
 def _block_table(history: History, blocks: list[EventBlock], *, kind: str) -> ColumnTable:
-    """The table of all but the last blocks does not change when a run grows, and is kept."""
+    """Return a table by block. The part for older blocks, which do not change, is cached."""
     size, base = history.curve_cache.get((kind, "base"), (0, None))
     if base is None or len(blocks) - size > _MAX_FRESH_BLOCKS:
-        # The last block may still grow.
+        # Leave out the last block, because it may still grow.
         size = len(blocks) - 1
         base = BlockTable(blocks[:size], kind=kind)
         history.curve_cache[kind, "base"] = size, base
@@ -332,7 +333,7 @@ def _event_table(history: History, *, kind: str) -> EventTable:
 
 
 def _fill_samples(samples: Floats, steps: Integers, *, history: History, points: int) -> Floats:
-    """Fill in unknown numbers of samples by interpolating between the steps around them."""
+    """Fill in missing numbers of samples by interpolating between neighboring steps."""
     is_open = np.isnan(samples)
     if not is_open.any():
         return samples

@@ -1,9 +1,9 @@
 """Durable writes: the one module that writes, syncs, renames and removes files.
 
-Nothing incomplete is ever visible under its final name: files and folders are written next to it under a name that
-starts with `.tmp-`, synced, and renamed. What a crash leaves behind is therefore recognizable and may be deleted.
+Incomplete data is never visible under its final name: files and folders are written under a neighboring name that
+starts with `.tmp-`, synced, and renamed. So leftovers of a crash are recognizable and can be deleted.
 
-Every call that changes the disk goes through `disk`, a table that tests replace.
+Every call that changes the disk goes through `disk`, which tests replace.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from whet.run.disk import NOT_SUPPORTED, Disk
 
 LEFTOVER_PREFIX = ".tmp-"
 _LEFTOVER = re.compile(re.escape(LEFTOVER_PREFIX) + r".+-\d+-[0-9a-f]{8}", re.DOTALL)
-# Smaller chunks are combined before they are written.
+# Smaller chunks are buffered and written together.
 _MIN_WRITE_BYTES = 1024**2
 
-# Makes every call; tests replace it.
+# All system calls go through this object. Tests replace it.
 disk = Disk()
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name is that of an interrupted (or ongoing) write; only names that we gave."""
+    """Whether the name is one that this module gives to an unfinished write."""
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def leftover_name(path: Path) -> Path:
-    """A unique name next to `path`: on the same filesystem, so that a rename is atomic."""
-    # 40 characters of the name are at most 160 bytes: the result stays below the usual limit of 255.
+    """Return a unique name in the same folder as `path`, so that a rename is atomic."""
+    # 40 characters are at most 160 bytes in UTF-8, so the result stays below the usual limit of 255 bytes.
     return path.parent / f"{LEFTOVER_PREFIX}{path.name[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -46,7 +46,7 @@ def leftover_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def disk_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a WhetError with the path, the system's reason and what to try."""
+    """Convert an OSError in the `with` block to a WhetError with the path, the reason and a suggestion."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
-    """The error for a failed disk operation.
+    """Return the error for a failed disk operation.
 
     >>> print(explain_os_error(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
     a shorter name
@@ -92,7 +92,7 @@ def _advice(code: int | None, *, path: Path) -> str:
 
 
 def free_bytes(path: Path) -> int | None:
-    """The free space of the filesystem that `path` is (or would be) on; None where it is unknown."""
+    """Return the free space of the filesystem of `path`, which need not exist, or None if unknown."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -103,14 +103,14 @@ def free_bytes(path: Path) -> int | None:
 
 
 class WrittenFile(NamedTuple):
-    """Size and hash of a file that was written."""
+    """Size and hash of a written file."""
 
     size: int
     sha256: str
 
 
 def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
-    """Write or replace a file: after a crash it contains either the old bytes or the new ones."""
+    """Write or replace a file atomically: after a crash it contains either the old bytes or the new ones."""
     draft = leftover_name(path)
     chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
@@ -125,15 +125,15 @@ def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
 
 
 def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_last: bool = False) -> WrittenFile:
-    """Write and sync a new file inside a draft of `publish_directory`; the last one with the drive's cache."""
+    """Write and sync a new file in a draft of `publish_directory`. Pass `is_last` for the last file."""
     chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
-        # One full sync flushes the whole drive on macOS, so the files before the last one need only an fsync.
+        # On macOS one full sync flushes the whole drive, so earlier files need only an fsync.
         return _write_new(path, chunks=chunks, sync=disk.full_sync if is_last else disk.sync)
 
 
 class StreamedFile:
-    """A new file inside a draft of `publish_directory`, written in chunks; several can be open at once."""
+    """A new file in a draft of `publish_directory`, written in chunks. Several can be open at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,13 +143,13 @@ class StreamedFile:
             self._descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append a chunk; small ones are collected first."""
+        """Append a chunk. Small chunks are buffered."""
         self._collected += data
         if len(self._collected) >= _MIN_WRITE_BYTES:
             self._write()
 
     def close(self) -> WrittenFile:
-        """Sync and close it; returns size and hash."""
+        """Sync and close the file, and return its size and hash."""
         try:
             self._write()
             with disk_errors("write", self._path):
@@ -159,7 +159,7 @@ class StreamedFile:
         return WrittenFile(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close it without syncing; its draft will be removed."""
+        """Close the file without syncing, before its draft is removed."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 disk.close(self._descriptor)
@@ -176,7 +176,9 @@ class StreamedFile:
 
 
 def _write_new(path: Path, *, chunks: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> WrittenFile:
-    """Sync through the descriptor that wrote: the system reports write errors only to that one."""
+    """Write and sync a new file.
+
+    The sync uses the descriptor of the writes, because the system reports write errors only to that descriptor."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -211,7 +213,7 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
     try:
         sync(descriptor)
     except OSError as error:
-        # Some network filesystems cannot sync a folder; they order names themselves.
+        # Some network filesystems cannot sync a folder, but they keep the order of renames.
         if error.errno not in NOT_SUPPORTED:
             raise
     finally:
@@ -219,17 +221,17 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
 
 
 def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
-    """Create a folder completely or not at all; `fill` writes files into the draft with `write_draft`.
+    """Create a folder atomically. `fill` writes files into the draft with `write_draft`.
 
-    An existing folder is an error unless it is empty. After a failed sync the draft is removed: a retry must write new
-    files, because a second fsync of the same ones may succeed without having written them.
+    An existing folder must be empty. After a failed sync the draft is removed: a retry must write new files, because a
+    second fsync of the same files may succeed without having written them.
     """
     draft = leftover_name(path)
     with disk_errors("create", path):
         try:
             disk.make_folder(draft)
             fill(draft)
-            # Folders after their files, so that every name in a synced folder leads to synced data.
+            # Sync folders after their files, so that every name in a synced folder refers to synced data.
             for folder, _, _ in os.walk(draft, topdown=False):
                 _sync_folder(Path(folder), sync=disk.sync)
             disk.rename(draft, path)
@@ -237,12 +239,12 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
             with contextlib.suppress(OSError):
                 _remove_tree(draft)
             raise
-        # The rename itself is durable only once the parent folder is synced.
+        # The rename is durable only after the parent folder is synced.
         _sync_folder(path.parent, sync=disk.full_sync)
 
 
 def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
-    """Write several new files; all are complete before the first one gets its name, and none is replaced."""
+    """Write several new files. All are complete before the first is renamed; existing files are not replaced."""
     drafts: list[tuple[Path, Path]] = []
     for path, _ in files:
         with disk_errors("write", path):
@@ -266,7 +268,7 @@ def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
 
 
 def make_directory(path: Path) -> tuple[Path, ...]:
-    """Create a folder and its missing parents; returns the new ones, outermost first."""
+    """Create a folder and its missing parents. Return the new folders, outermost first."""
     created: list[Path] = []
     with disk_errors("create", path):
         missing = [place for place in (path, *path.parents) if not place.exists()]
@@ -285,14 +287,14 @@ def make_directory(path: Path) -> tuple[Path, ...]:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a path can be created before anything is written, by its nearest existing parent."""
+    """Check that a path can be created, by creating a temporary folder in its nearest existing parent."""
     with disk_errors("create", path):
         place = next(place for place in path.parents if place.exists())
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable")
-        # Permissions do not decide everything (root, /proc, a full disk): try to create a folder.
+        # Permission bits are not enough (root, /proc, a full disk), so try to create a folder.
         trial = leftover_name(place / "trial")
         disk.make_folder(trial)
         disk.remove_folder(trial)
@@ -302,10 +304,10 @@ def check_writable(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder: its name is gone at once, the data when this returns."""
+    """Remove a file or a whole folder. The name disappears at once, before the data is deleted."""
     with disk_errors("remove", path):
         leftover = path
-        # Renamed first: a crash while removing leaves a leftover, never a folder with missing files.
+        # Rename first, so that a crash leaves a recognizable leftover and never a folder with missing files.
         if not is_leftover(path):
             leftover = leftover_name(path)
             disk.rename(path, leftover)
@@ -317,7 +319,7 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a file or folder to a leftover name; returns its new path. `remove` deletes it."""
+    """Rename a file or folder to a leftover name and return the new path. Delete it with `remove`."""
     with disk_errors("move", path):
         aside = leftover_name(path)
         disk.rename(path, aside)
@@ -325,7 +327,7 @@ def move_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove the leftovers of interrupted writes; returns how many. The caller must hold the lock of the run."""
+    """Remove the leftovers of interrupted writes and return their number. The caller must hold the run's lock."""
     leftovers = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
     for path in leftovers:
         remove(path)
@@ -340,7 +342,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
-    """Remove folders that were just created, as far as they are still empty."""
+    """Remove those of the newly created folders that are still empty."""
     for folder in reversed(folders):
         with contextlib.suppress(OSError):
             disk.remove_folder(folder)

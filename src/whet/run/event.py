@@ -23,7 +23,7 @@ kind. NaN and infinity are written as described in strict_json. Fields that read
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, state_bytes: {"weights": ..., "gradients": ..., "optimizer": ..., "ema": ...} between steps,
                 counted from the tensors, num_shapes (different micro-batch shapes in this session)
-    checkpoint  it is durable now: name, bytes, seconds (in all), stall_seconds (training stood still),
+    checkpoint  a durable checkpoint: name, bytes, seconds (total), stall_seconds (training was blocked),
                 slowed_seconds (steps next to it took longer), background (written while training continued),
                 failures_before (failed attempts before this one)
     resume      the run continues from `step`: step and eval events of later steps before this line no longer count;
@@ -52,16 +52,16 @@ from typing import Any
 
 from whet.run import strict_json
 
-# The kinds other than regular progress; reports list them.
+# Kinds of events other than regular progress. Reports list them.
 INCIDENT_KINDS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
 
-# The kinds that may be written. Readers keep unknown kinds: a newer version may have written them.
+# Kinds that may be written. Readers keep unknown kinds, because a newer version may have written them.
 EVENT_KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end"))
 
-# The kinds that a later `resume` from an earlier step makes void: they will be repeated.
+# Kinds that become void when the run resumes from an earlier step, because they are written again.
 VOIDED_KINDS = frozenset(("step", "eval", "epoch"))
 
-# The kinds that begin a session: one process training without a break.
+# Kinds that begin a session, that is, a period in which one process trains without a break.
 SESSION_START_KINDS = frozenset(("start", "resume"))
 
 RESERVED_FIELDS = frozenset(("kind", "time", "step", strict_json.NONFINITE_KEY))
@@ -77,16 +77,16 @@ class Event:
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def get(self, name: str) -> Any:
-        """The value of a field, or None."""
+        """Return the value of a field, or None if it is missing."""
         return self.fields.get(name)
 
     def number(self, name: str) -> float | None:
-        """The value of a field where it is a number, else None."""
+        """Return the value of a field if it is a number, or None."""
         return as_number(self.fields.get(name))
 
 
 def as_number(value: object) -> float | None:
-    """A field's value as a float; None for anything but a number. Booleans are not numbers."""
+    """Return a value as a float, or None if it is not a number. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -96,7 +96,7 @@ def as_number(value: object) -> float | None:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Parse one line; None when it is damaged.
+    """Parse one line. Return None if it is damaged.
 
     >>> parse_event(b'{"kind":"step","time":1.5,"step":3,"loss":0.25}').number("loss")
     0.25
@@ -106,7 +106,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def parse_event_fields(line: bytes) -> tuple[str, float, int, dict[str, Any]] | None:
-    """Kind, time, step and fields of a line; faster than an `Event` where millions are read."""
+    """Return kind, time, step and fields of a line, or None if it is damaged. Faster than `parse_event`."""
     try:
         record = strict_json.decode(line)
         kind, time, step = record.pop("kind"), record.pop("time"), record.pop("step")

@@ -12,15 +12,15 @@ from typing import Any
 from whet.run.event import as_number
 
 BLOCK_EVENTS = 256
-# The kinds whose numbers are summarized, field by field.
+# Kinds of events whose numbers are summarized by field.
 SUMMARIZED_KINDS = ("step", "health", "eval")
-# Per field of a block: count, least, greatest, sum, and how many were not finite; 8 bytes each.
+# Per field of a block: count, minimum, maximum, sum and number of non-finite values, 8 bytes each.
 STATS_PER_FIELD = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FieldStats:
-    """Statistics of the finite values of one field, and how many were not finite; all zero without values."""
+    """Statistics of the finite values of one field, and the number of non-finite values. All are 0 without values."""
 
     count: int
     least: float
@@ -49,7 +49,7 @@ class StatCounter:
         self._greatest = max(self._greatest, value)
 
     def merge(self, stat: FieldStats) -> None:
-        """Add all values behind `stat`."""
+        """Add all values that `stat` summarizes."""
         self._nonfinite += stat.nonfinite
         if stat.count:
             self._count += stat.count
@@ -70,25 +70,25 @@ class EventBlock:
 
     start: int
     end: int
-    """The bytes [start, end) of events.jsonl; complete lines."""
+    """End of the block: it covers the complete lines in the bytes [start, end) of events.jsonl."""
     first_time: float
     last_time: float
     first_step: int
-    """The step of its first event."""
+    """Step of the first event."""
     least_step: int
     greatest_step: int
     damaged: int
-    """Lines that are not events."""
+    """Number of lines that are not events."""
     resumed_from: int | None
-    """The step of the `resume` event it begins with."""
+    """Step of the `resume` event at the beginning of the block, or None."""
     kinds: Mapping[str, int]
-    """How many events of each kind."""
+    """Number of events by kind."""
     places: tuple[tuple[str, int, int], ...]
-    """Positions of the events other than steps: kind, offset from `start`, and length."""
+    """Kind, offset from `start` and length of each event other than steps."""
     fields: tuple[str, ...]
-    """The fields with numbers, such as "step/loss"; a field of a map is named "step/seconds/data"."""
+    """Names of numeric fields, such as "step/loss", or "step/seconds/data" for an entry of a map."""
     numbers: bytes
-    """Five little-endian doubles for each of the fields."""
+    """Statistics of each field as five little-endian doubles."""
 
     @property
     def count(self) -> int:
@@ -96,7 +96,7 @@ class EventBlock:
         return sum(self.kinds.values()) + self.damaged
 
     def stat(self, field: str, *, kind: str = "step") -> FieldStats | None:
-        """Statistics of one field; None when no event here has it."""
+        """Return the statistics of one field, or None if no event in the block has it."""
         try:
             place = self.fields.index(f"{kind}/{field}")
         except ValueError:
@@ -106,7 +106,7 @@ class EventBlock:
 
 
 class BlockBuilder:
-    """Collects the events of a block as they are written or read, then builds the block."""
+    """Collects events as they are written or read, and builds a block from them."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -149,11 +149,11 @@ class BlockBuilder:
 
     @property
     def is_full(self) -> bool:
-        """Whether the block should end here."""
+        """Whether the block has reached its maximum number of events."""
         return self.count + self.damaged >= BLOCK_EVENTS
 
     def build(self, end: int) -> EventBlock:
-        """The block up to byte `end`."""
+        """Return the block that ends at byte `end`."""
         counted = [(field, stats) for field, values in self._all_columns() if (stats := _stats_of(values)) is not None]
         return EventBlock(
             start=self.start,
@@ -177,7 +177,7 @@ class BlockBuilder:
             named = {f"{kind}/{name}": values for name, values in outer.items()}
             for name, columns in inner.items():
                 for key, values in columns.items():
-                    # A name with a slash may equal the path of a value in a map.
+                    # A field name with a slash may be equal to the path of a map entry.
                     field = f"{kind}/{name}/{key}"
                     named[field] = named.get(field, []) + values
             yield from named.items()
@@ -185,7 +185,7 @@ class BlockBuilder:
 
 @lru_cache(maxsize=4096)
 def intern_fields(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """One object for equal names: thousands of blocks have the same ones."""
+    """Return one shared object for equal names, because thousands of blocks have the same names."""
     return fields
 
 
@@ -194,10 +194,10 @@ _Stats = tuple[float, float, float, float, float]
 
 
 def _stats_of(values: list[Any]) -> _Stats | None:
-    """Count, least, greatest, sum and the number of non-finite values, of all numbers; None without numbers."""
+    """Return count, minimum, maximum, sum and number of non-finite values, or None if there are no numbers."""
     types = set(map(type, values))
     if types != _FLOATS:
-        # Integers up to here convert to float without an overflow.
+        # Larger integers could overflow when they are converted to float.
         is_whole = types == _WHOLE and max(values) < _LARGE and min(values) > -_LARGE
         values = [*map(float, values)] if is_whole else [*filter(_is_known, map(as_number, values))]
         if not values:
@@ -207,11 +207,11 @@ def _stats_of(values: list[Any]) -> _Stats | None:
         if math.isfinite(total):
             return len(values), min(values), max(values), total, 0
     except (ValueError, OverflowError):
-        pass  # Infinities of both signs, or a sum out of range.
+        pass  # Infinities of both signs, or an overflow of the sum.
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0, 0.0, 0.0, 0.0, len(values)
-    # Finite numbers may add up to infinity.
+    # The sum of finite numbers may be infinite.
     total = _bounded(sum(finite))
     return len(finite), min(finite), max(finite), total, len(values) - len(finite)
 

@@ -1,16 +1,16 @@
-"""The index of events.jsonl: which events are where, and statistics of their numbers.
+"""The index of events.jsonl: positions of events, and statistics of their numbers.
 
-The file is divided into blocks of up to 256 events. For each block `events.index` has one line: its position, the kinds
-and steps in it, the positions of its events other than steps, and of each number in its step, health and eval events
-the count, least, greatest and sum. So a reader finds the few incidents of a million steps, or draws their curve with
-every spike, without reading the million.
+The file is divided into blocks of up to 256 events. For each block `events.index` has one line with its position, its
+kinds and steps, the positions of its events other than steps, and count, minimum, maximum and sum of each number in
+its step, health and eval events. A reader can find a few incidents among a million steps, or draw the curve with
+every spike, without reading all steps.
 
-The index is a cache, never the truth: a line counts only if its checksum is right, it follows the line before and lies
-inside the file. From the first line that fails, and after the last, the events themselves are read. A block never spans
-the start of a session, so a `resume` is always the first event of its block.
+The index is only a cache. A line is valid if its checksum is correct, it continues the previous line, and it lies
+inside the file. From the first invalid line on, and after the last line, the events are read instead. A block never
+spans the start of a session, so a `resume` is always the first event of its block.
 
-A reader must not write into a run folder. Where it had to read a long log without an index, it caches what it found
-under WHET_HOME; that cache is trusted no more than the index.
+A reader must not write into a run folder. If it had to read a long log without an index, it caches the blocks under
+WHET_HOME. This cache is validated like the index.
 """
 
 import binascii
@@ -34,39 +34,40 @@ from whet.run.event import SESSION_START_KINDS, Event, parse_event, parse_event_
 from whet.run.event_block import STATS_PER_FIELD, BlockBuilder, EventBlock, intern_fields
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
-# An index of another version is ignored.
+# An index with another header is ignored.
 INDEX_HEADER = b"whet events index 2\n"
-# Fewer bytes of events are read in less than a second.
+# Reading fewer bytes of events takes less than a second, so they need no index.
 LONG_BYTES = 32 * 1024**2
-# Called with the number of bytes read and their total.
+# Callback that gets the number of bytes read and the total.
 ScanProgress = Callable[[int, int], None]
 
+# Number of blocks that are compared with the events before an index is trusted.
 _SPOT_CHECKS = 16
 _MAX_LINE_BYTES = 16 * 1024**2
 _PROGRESS_BYTES = 4 * 1024**2
-# Of all cached indexes together; the oldest are removed first.
+# Size of all cached indexes together. The oldest are removed first.
 _MAX_CACHE_BYTES = 256 * 1024**2
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.index")
 
 
 @dataclass(frozen=True, slots=True)
 class LogLayout:
-    """All blocks of an events file, and how much of that came from the index."""
+    """All blocks of an events file, and the part of them that came from the index."""
 
     blocks: tuple[EventBlock, ...]
     end: int
-    """Behind the last complete line; a torn one may follow."""
+    """Position after the last complete line. A torn line may follow."""
     torn_bytes: int
     index_bytes: int
-    """How much of the index file is valid; the rest should be truncated."""
+    """Valid bytes of the index file. The rest should be truncated."""
     num_indexed: int
-    """How many of the blocks came from the index."""
+    """Number of blocks that came from the index."""
     read_bytes: int = 0
-    """How many bytes of events were read because the index did not cover them."""
+    """Bytes of events that were read because the index did not cover them."""
 
 
 def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
-    """The blocks of the events in a run folder: from the index as far as it is valid, else from the events."""
+    """Return the blocks of the events in a run folder, from the valid part of the index and from the events."""
     events = folder / EVENTS_FILE
     try:
         file = open_regular_file(events)
@@ -95,7 +96,7 @@ def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> Lo
 
 
 def encode_entry(block: EventBlock) -> bytes:
-    """The line of events.index for a block."""
+    """Return the line of events.index for a block."""
     body = strict_json.encode_compact(
         {
             "bytes": [block.start, block.end],
@@ -106,7 +107,7 @@ def encode_entry(block: EventBlock) -> bytes:
             "kinds": block.kinds,
             "places": block.places,
             "fields": block.fields,
-            # Base64: parsing numbers from text would take most of the time of opening a long run.
+            # Use base64, because parsing decimal numbers would dominate the time to open a long run.
             "numbers": binascii.b2a_base64(block.numbers, newline=False).decode(),
         }
     ).encode()
@@ -114,7 +115,7 @@ def encode_entry(block: EventBlock) -> bytes:
 
 
 def decode_entry(line: bytes) -> EventBlock | None:
-    """The block of a line of events.index; None when the line is damaged."""
+    """Return the block of a line of events.index, or None if the line is damaged."""
     try:
         if int(line[:8], 16) != zlib.crc32(line[9:-1]) or line[-1:] != b"\n":
             return None
@@ -151,7 +152,7 @@ def decode_entry(line: bytes) -> EventBlock | None:
 
 
 def read_block(file: BinaryIO, block: EventBlock, *, newest_first: bool = False) -> Iterator[Event]:
-    """The events of a block, each parsed when it is requested; damaged lines are skipped."""
+    """Yield the events of a block, parsed on demand. Damaged lines are skipped."""
     file.seek(block.start)
     lines = file.read(block.end - block.start).split(b"\n")
     for line in reversed(lines) if newest_first else lines:
@@ -163,7 +164,7 @@ def read_block(file: BinaryIO, block: EventBlock, *, newest_first: bool = False)
 def read_non_steps(
     file: BinaryIO, block: EventBlock, *, kinds: Collection[str], newest_first: bool = False
 ) -> Iterator[Event]:
-    """The events of a block of these kinds (not steps), without reading the steps between them."""
+    """Yield the events of these kinds in a block, without parsing the steps between them. `kinds` excludes steps."""
     wanted = [place for place in block.places if place[0] in kinds]
     if not wanted:
         return
@@ -172,7 +173,7 @@ def read_non_steps(
     data = file.read(end - first)
     events = [parse_event(data[start - first : start - first + length]) for _, start, length in wanted]
     if any(event is None or event.kind != kind for event, (kind, _, _) in zip(events, wanted, strict=True)):
-        # The file was modified: read whatever is still an event.
+        # The file was modified, so read all lines that are still events.
         events = [event for event in read_block(file, block) if event.kind in kinds]
     for event in reversed(events) if newest_first else events:
         if event is not None:
@@ -180,7 +181,7 @@ def read_non_steps(
 
 
 def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[list[EventBlock], int]:
-    """The blocks of an index that match an events file of that size, and how many bytes of the index they take."""
+    """Return the blocks of an index that match an events file of this size, and their bytes in the index."""
     blocks: list[EventBlock] = []
     valid_bytes, end = len(INDEX_HEADER), 0
     try:
@@ -196,7 +197,7 @@ def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[lis
                 end = block.end
     except (OSError, WhetError):
         return [], 0
-    # The events may have been replaced under an index that is consistent in itself.
+    # Compare some blocks with the events, because events.jsonl may have been replaced without its index.
     stride = max(1, len(blocks) // _SPOT_CHECKS)
     if all(_matches_log(file, block) for block in [*blocks[::stride], *blocks[-1:]]):
         return blocks, valid_bytes
@@ -204,7 +205,7 @@ def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[lis
 
 
 def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress | None = None) -> Iterator[EventBlock]:
-    """The blocks of the complete lines in the bytes [start, size) of an events file."""
+    """Yield the blocks of the complete lines in the bytes [start, size) of an events file."""
     file.seek(start)
     end = reported = start
     builder = BlockBuilder(start)
@@ -235,14 +236,14 @@ def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress
 
 
 def cached_index_path(events: Path) -> Path | None:
-    """Where the cached index of an events file is; None for a user without a home folder."""
+    """Return the path of the cached index of an events file, or None if the user has no home folder."""
     with contextlib.suppress(OSError, RuntimeError):
         return home() / "indexes" / f"{hashlib.sha256(str(events.resolve()).encode()).hexdigest()}.index"
     return None
 
 
 def _cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
-    """Cache the blocks of an events file; failures do not matter."""
+    """Cache the blocks of an events file. Failures are ignored."""
     path = cached_index_path(events)
     if path is None:
         return
@@ -253,7 +254,7 @@ def _cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
 
 
 def _evict(folder: Path, *, keep: Path) -> None:
-    """Remove the oldest cached indexes; files of other names are not ours."""
+    """Remove the oldest cached indexes. Files with other names are kept."""
     paths = [path for path in folder.iterdir() if _CACHE_NAME.fullmatch(path.name) and path != keep]
     left = _MAX_CACHE_BYTES - keep.stat().st_size
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True):

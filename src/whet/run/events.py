@@ -1,8 +1,8 @@
-"""Writing events.jsonl and its index while a run trains, and reading them back.
+"""Write events.jsonl and its index while a run trains, and read them back.
 
-Writing is cheap per step: lines wait in memory and go to the system once a second, with every event that is not a step,
-and on close; `sync` makes them survive a power cut. Only a torn last line is ever removed, when the file is opened.
-Reading leaves out what a later `resume` made void.
+Writing is cheap per step: lines are buffered and written once a second, with every event that is not a step, and on
+close. `sync` makes them survive a power cut. Opening the file removes a torn last line, and nothing else. Reading
+omits events that a later `resume` made void.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
 
 
 class AppendOnlyFile:
-    """A file that only grows. Bytes wait in memory until `flush`.
+    """A file that only grows. Bytes are buffered in memory until `flush`.
 
-    Bytes that could not be written stay in memory and are written first the next time, so a full disk loses nothing
-    once there is space again.
+    Bytes that could not be written stay in the buffer and are written first the next time, so no data is lost if a full
+    disk has space again later.
     """
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Open or create `path`; `keep_bytes` truncates it, to remove a torn end."""
+        """Open or create `path`. `keep_bytes` truncates the file, to remove a torn end."""
         self._path = path
         self._waiting: list[bytes] = []
         with durable.disk_errors("open", path):
@@ -50,17 +50,17 @@ class AppendOnlyFile:
             if keep_bytes is not None:
                 durable.disk.truncate(self._descriptor, keep_bytes)
             self.size = os.fstat(self._descriptor).st_size
-            """The position of the next byte, counting those that wait."""
+            """Position of the next byte, including buffered bytes."""
 
     def add(self, data: bytes) -> None:
-        """Queue bytes; does not touch the disk."""
+        """Buffer bytes without writing them."""
         self._waiting.append(data)
         self.size += len(data)
 
     def flush(self) -> None:
-        """Hand the queued bytes to the system: they survive this process, but not yet a power cut."""
+        """Write the buffered bytes. They then survive this process, but not a power cut."""
         if not self._waiting or os.getpid() != self._owner:
-            return  # A forked child has a copy of the queue; writing it would duplicate the lines.
+            return  # A forked child has a copy of the buffer. Writing it would duplicate the lines.
         data = memoryview(b"".join(self._waiting))
         with durable.disk_errors("write", self._path):
             try:
@@ -70,7 +70,7 @@ class AppendOnlyFile:
                 self._waiting = [bytes(data)] if data else []
 
     def sync(self) -> None:
-        """Make everything so far survive a power cut."""
+        """Make all bytes so far survive a power cut."""
         self.flush()
         with durable.disk_errors("sync", self._path):
             if os.fstat(self._descriptor).st_nlink == 0:
@@ -78,13 +78,13 @@ class AppendOnlyFile:
             durable.disk.full_sync(self._descriptor)
 
     def fsync(self) -> None:
-        """Hand flushed bytes to the drive: the next full sync of any file makes them durable. From any thread."""
+        """Send flushed bytes to the drive; the next full sync of any file makes them durable. Thread-safe."""
         with durable.disk_errors("sync", self._path):
             if self._descriptor >= 0:
                 durable.disk.sync(self._descriptor)
 
     def close(self) -> None:
-        """Sync and close; closing twice is fine."""
+        """Sync and close the file. Closing twice is allowed."""
         if self._descriptor < 0:
             return
         try:
@@ -96,7 +96,7 @@ class AppendOnlyFile:
 
 
 class EventLog:
-    """Writes the events of a run. The process must hold the lock of the run; a context manager."""
+    """Context manager that writes the events of a run. The process must hold the lock of the run."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the log to append events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
+        """Open the log to append events. `clock` gives their times; the monotonic `stopwatch` paces the flushes."""
         folder = run_folder(run)
-        # Truncates a torn last line of a killed process, and index entries that do not match the log.
+        # Truncate a torn last line of a killed process, and index entries that do not match the log.
         layout = read_log_layout(folder)
         self.path = folder / EVENTS_FILE
         self._events = AppendOnlyFile(folder / EVENTS_FILE, keep_bytes=layout.end)
@@ -128,7 +128,7 @@ class EventLog:
         self._flushed_at = stopwatch()
 
     def append(self, kind: str, /, *, step: int, **fields: Any) -> None:
-        """Add one event. A failed write raises, but the event is kept and written later."""
+        """Add one event. If a write fails, it raises an error, but keeps the event and writes it later."""
         if kind not in EVENT_KINDS:
             hint = closest_match(kind, EVENT_KINDS) or ", ".join(sorted(EVENT_KINDS))
             raise WhetError("unknown kind of event", got=kind, try_=hint)
@@ -136,12 +136,12 @@ class EventLog:
             raise ValueError(f"reserved field names: {sorted(RESERVED_FIELDS & fields.keys())}")
         record = {"kind": kind, "time": self._clock(), "step": step, **fields}
         try:
-            # Steps are many, and contain only what the training loop puts in.
+            # Use the fast encoder for steps: there are many of them, and the training loop controls their content.
             line = strict_json.encode_fast(record) if kind == "step" else strict_json.encode_compact(record).encode()
         except (ValueError, TypeError):
             record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
-        # A session always starts a new block, so that a resume can void earlier blocks as a whole.
+        # Start a new block with each session, so that a resume can void earlier blocks as a whole.
         if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
         data = line + b"\n"
@@ -151,27 +151,26 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        """Make all events so far visible to other processes; they survive this process."""
-        self._flushed_at = (
-            self._stopwatch()
-        )  # Also after a failure: a full disk is tried once a second, not every step.
-        # The events first: an index entry must never point at bytes that are not there.
+        """Write all events so far, so that other processes can see them and they survive this process."""
+        # Set the time even if the write fails, so that a full disk is retried once a second and not at every step.
+        self._flushed_at = self._stopwatch()
+        # Write the events first, because an index entry must never point to missing bytes.
         self._events.flush()
         self._index.flush()
 
     def sync(self) -> None:
-        """Make all events so far survive a power cut; takes milliseconds, so do it with a checkpoint."""
+        """Make all events so far survive a power cut. This takes milliseconds, so call it only with a checkpoint."""
         self._events.sync()
 
     def fsync(self) -> None:
-        """Make flushed events durable together with the checkpoint that is written next; from any thread."""
+        """Make flushed events durable together with the checkpoint that is written next. Thread-safe."""
         self._events.fsync()
 
     def close(self) -> None:
-        """Write, sync and close; closing twice is fine."""
+        """Write, sync and close the log. Closing twice is allowed."""
         self._close_block()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._index.close)  # Last: the index must not list events that are not on disk.
+            stack.callback(self._index.close)  # Close it last: the index must not list events that are not on disk.
             self._events.close()
 
     def _close_block(self) -> None:
@@ -187,9 +186,9 @@ class EventLog:
 
 
 class History:
-    """The events of a run up to the moment it was opened, without those that a later `resume` made void.
+    """The events of a run up to the moment of opening, without events that a later `resume` made void.
 
-    Where the index is missing or outdated, the events are read; `progress` receives the bytes read and their total.
+    If the index is missing or outdated, the events are read. `progress` gets the number of bytes read and the total.
     """
 
     def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
@@ -199,9 +198,9 @@ class History:
     def _set_layout(self, layout: LogLayout) -> None:
         self.layout = layout
         self.damaged = sum(block.damaged for block in layout.blocks)
-        """Lines in the file that are not events; they are skipped."""
+        """Number of lines that are not events. They are skipped."""
         self.curve_cache: dict[tuple[str, str], Any] = {}
-        """Tables of run.downsample, kept so that they are not read again."""
+        """Cached tables of run.downsample."""
         self._void_above = _void_limits(layout.blocks)
         self._trimmed: dict[int, EventBlock] = {}
 
@@ -209,7 +208,7 @@ class History:
         return self.events()
 
     def events(self, *, kinds: Collection[str] | None = None, from_step: int | None = None) -> Iterator[Event]:
-        """The events in the order they were written, of these kinds, at this step or later."""
+        """Yield events in the order of writing, optionally only of some kinds, or from a step on."""
         positions = [
             position
             for position in self._positions(kinds)
@@ -220,7 +219,7 @@ class History:
                 yield event
 
     def backwards(self, *, kinds: Collection[str] | None = None) -> Iterator[Event]:
-        """The same, the newest first."""
+        """Yield events, newest first."""
         for position in reversed(self._positions(kinds)):
             yield from self._read([position], kinds=kinds, newest_first=True)
 
@@ -229,7 +228,7 @@ class History:
         return next(self.backwards(kinds=kinds), None)
 
     def valid_blocks(self) -> Iterator[EventBlock]:
-        """All blocks; of one with void events only what still counts."""
+        """Yield all blocks without their void events."""
         for position, block in enumerate(self.layout.blocks):
             if block.greatest_step <= self._void_above[position]:
                 yield block
@@ -249,7 +248,7 @@ class History:
         return self._read([bisect_left(starts, block.start)], kinds=None)
 
     def _positions(self, kinds: Collection[str] | None) -> list[int]:
-        """The positions of the blocks that contain such events."""
+        """Return the positions of the blocks that contain events of these kinds."""
         blocks = enumerate(self.layout.blocks)
         return [position for position, block in blocks if kinds is None or not block.kinds.keys().isdisjoint(kinds)]
 
@@ -271,10 +270,10 @@ class History:
                         yield event
 
     def _trim(self, position: int) -> EventBlock:
-        """A block without its void events."""
+        """Return a block without its void events."""
         block = self.layout.blocks[position]
         is_all_void = block.least_step > self._void_above[position]
-        # Of thousands of blocks that are void as a whole, only the kinds that stay valid are read.
+        # There may be thousands of fully void blocks, so read only the kinds that stay valid.
         kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
         builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
@@ -285,12 +284,12 @@ class History:
 def read_events(
     run: Run | Path, *, kinds: Collection[str] | None = None, from_step: int | None = None
 ) -> Iterator[Event]:
-    """The valid events of a run; `History` also counts damaged lines."""
+    """Yield the valid events of a run. `History` also counts damaged lines."""
     return History(run).events(kinds=kinds, from_step=from_step)
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """A record with NaN or numbers of another library: in Python's own types, and as a line."""
+    """Return a record with NaN or numbers of another library, converted to Python types, and its line."""
     try:
         record = strict_json.to_plain(record)
     except TypeError as error:
@@ -300,7 +299,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
-    """For each block the lowest step that a later block resumed from: its steps above that are void."""
+    """Return the lowest step that a later block resumes from, for each block. Its later steps are void."""
     limits: list[float] = []
     lowest = float("inf")
     for block in reversed(blocks):

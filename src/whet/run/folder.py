@@ -36,9 +36,9 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
-# What the recipe needs to use the model later; a run of your own loop has none.
+# Data that the recipe needs to use the model later. A run of a custom training loop has none.
 RECIPE_FILE = "recipe.json"
-# Parts of a run with a JSON file of their own.
+# Parts of a run that have separate JSON files.
 RUN_PARTS = ("config", "plan", "machine", "versions")
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
@@ -51,15 +51,15 @@ class RunHeader(FrozenModel):
     id: str
     recipe: str
     created: float
-    """Unix seconds."""
+    """Creation time in unix seconds."""
     whet: str
-    """The version of whet that created the run."""
+    """Version of whet that created the run."""
     command: tuple[str, ...]
-    """The command line that created the run; running it again resumes it."""
+    """Command line that created the run. Running it again resumes the run."""
 
 
 class Run(FrozenModel):
-    """A run folder as it was when it was read."""
+    """The content of a run folder at the time of reading."""
 
     path: Path
     header: RunHeader
@@ -70,18 +70,20 @@ class Run(FrozenModel):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the recipe needs to use the model later; empty where there is none."""
+        """Data that the recipe needs to use the model later, or an empty mapping."""
         path = self.path / RECIPE_FILE
         return _read_object(path) if path.exists() else {}
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """Folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The versions that a run depends on; None for what is not installed. Does not import the libraries."""
+    """Return the versions of libraries that a run depends on, or None for those that are not installed.
+
+    The libraries are not imported."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -96,9 +98,9 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def next_run_path(root: Path, *, recipe: str) -> Path:
-    """The first free `RECIPE-NNN` after the highest one in `root`.
+    """Return the next free path `RECIPE-NNN` in `root`.
 
-    Two processes may get the same path; `create_run` then fails in the slower one, which must try again.
+    Two processes may get the same path. `create_run` then fails in the slower one, which must try again.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
@@ -116,7 +118,7 @@ def create_run(
     versions: Mapping[str, str | None],
     command: list[str],
 ) -> Run:
-    """Create a run folder, completely or not at all."""
+    """Create a run folder atomically."""
     path = path.expanduser().absolute()
     check_run_path(path)
     durable.check_writable(path)
@@ -148,7 +150,7 @@ def create_run(
 
 
 def open_run(path: Path | str) -> Run:
-    """Open the run in a folder; every part of it is read and validated."""
+    """Open the run in a folder. All its parts are read and validated."""
     path = Path(path).expanduser().absolute()
     header = read_header(path)
     parts = {name: _read_object(path / f"{name}.json") for name in RUN_PARTS}
@@ -156,7 +158,7 @@ def open_run(path: Path | str) -> Run:
 
 
 def read_header(path: Path) -> RunHeader:
-    """Read run.json; raises for a folder that is not a run, or that this version cannot read."""
+    """Read run.json. Raise an error if the folder is not a run, or if this version cannot read it."""
     if not (path / RUN_FILE).is_file():
         raise _not_a_run(path)
     data = _read_object(path / RUN_FILE)
@@ -180,7 +182,7 @@ def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
 
 
 def resume_command(run: Run) -> str:
-    """The command that resumes a run: the one that created it, with the folder; without `--fresh`."""
+    """Return the command that resumes a run: the original command with the run folder and without `--fresh`."""
     words = [word for word in run.header.command if word != "--fresh"]
     path = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
     if not words:
@@ -196,19 +198,19 @@ def run_folder(run: Run | Path) -> Path:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The run folders in `root` by name, damaged ones included; folders without read permission are skipped."""
+    """Return the run folders in `root` by name, including damaged ones. Unreadable folders are skipped."""
     return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
 
 
 def run_groups(root: Path) -> dict[Path, int]:
-    """The folders in `root` that contain runs of their own, such as those of several seeds, and how many."""
+    """Return the folders in `root` that contain runs, such as runs of several seeds, and the numbers of runs."""
     runs = set(run_folders(root))
     counts = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
     return {path: number for path, number in counts.items() if number}
 
 
 def _children(root: Path) -> list[Path]:
-    """The folders in `root` that are neither links nor hidden; none if it cannot be read."""
+    """Return the folders in `root` that are neither links nor hidden, or none if `root` cannot be read."""
     try:
         return sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir() and not p.is_symlink())
     except OSError:
@@ -218,7 +220,7 @@ def _children(root: Path) -> list[Path]:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # A folder without permission.
+    except OSError:  # No permission to read the folder.
         return False
 
 
@@ -260,7 +262,7 @@ def check_run_path(path: Path) -> None:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise UsageError(f"{path} is not a run, and not empty", got=shown, try_="another --run DIR")
         if path.samefile(Path.cwd()):
-            # An empty folder is replaced by the new one; a shell in it would be left in a deleted folder.
+            # Creating the run replaces an empty folder. A shell inside it would be left in a deleted folder.
             raise UsageError("cannot create a run in the current folder", got=path, try_=f"--run {path.name}/run")
 
 

@@ -1,4 +1,4 @@
-"""A run that is still growing: its history, extended by new bytes, and its events as they arrive.
+"""Follow a growing run: refresh its history from new bytes, and yield new events.
 
     history = LiveHistory(run)
     downsample_curves(history, points=400, is_growing=True)
@@ -26,33 +26,33 @@ from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, Run, run_folder
 from whet.run.lock import is_locked
 
-# The kind of an event that is in no file: the training process died without writing an end.
+# Kind of an event that is not in the file: the training process died without writing an `end` event.
 PROCESS_DIED = "died"
-# Where more bytes are new, the index is read again.
+# If there are more new bytes than this, read the index again.
 _REINDEX_BYTES = 8 * 1024**2
-# Bytes before the end of the known part that identify a file.
+# The last bytes of the known part. If they change, the file was replaced.
 _FINGERPRINT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryUpdate:
-    """What a refresh found; false when there was nothing new."""
+    """The result of a refresh. It is false if there is nothing new."""
 
     events: tuple[Event, ...] = ()
     """New events other than steps, in the order they were written."""
     num_steps: int = 0
-    """How many step events are new."""
+    """Number of new step events."""
     resumed_from: int | None = None
-    """The run resumed from this step: later steps seen before are void."""
+    """Step that the run resumed from, or None. Later steps that were read before are void."""
     is_replaced: bool = False
-    """The file was replaced: everything seen before is void. The events of the new file are not listed."""
+    """Whether the file was replaced. All earlier events are void then, and `events` is empty."""
 
     def __bool__(self) -> bool:
         return self != HistoryUpdate()
 
 
 class LiveHistory(History):
-    """The events of a run that may still grow. For one thread at a time."""
+    """The events of a run that may still grow. Not thread-safe."""
 
     def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
         self._folder = run_folder(run)
@@ -61,11 +61,11 @@ class LiveHistory(History):
         self._open(progress=progress)
 
     def refresh(self) -> HistoryUpdate:
-        """Read what was written since; a torn last line waits until it is complete."""
+        """Read new events. An incomplete last line is read by a later call."""
         try:
             file = open_regular_file(self._path)
         except (FileNotFoundError, NotADirectoryError):
-            return HistoryUpdate()  # Keep what was read: the folder may be moving, or its disk may be asleep.
+            return HistoryUpdate()  # Keep the events: the folder may be moving, or its disk may be asleep.
         with file:
             stat = os.fstat(file.fileno())
             if self._file_id is None and self.layout.end == 0:
@@ -82,14 +82,14 @@ class LiveHistory(History):
             return self._extend(file, size=stat.st_size)
 
     def events_since(self, position: int) -> Iterator[Event]:
-        """The events written after a position in the file, void ones included."""
+        """Yield the events after a position in the file, including void ones."""
         with open_regular_file(self._path) as file:
             yield from _events_between(file, position, self.layout.end)
 
     def _open(self, *, progress: ScanProgress | None = None) -> None:
         self._path = self._folder / EVENTS_FILE
         try:
-            # Before the events are read: if the file is replaced meanwhile, the next refresh notices.
+            # Stat the file before reading it, so that the next refresh detects a replacement in between.
             stat = self._path.stat()
             self._file_id = (stat.st_dev, stat.st_ino)
         except OSError:
@@ -125,7 +125,7 @@ class LiveHistory(History):
         )
         update = self._update(file, since=before.end, earlier=before.blocks[-1:], later=fresh)
         if update.resumed_from is not None:
-            # Earlier steps became void: everything derived from them is computed again.
+            # Earlier steps became void, so recompute everything derived from them.
             self._set_layout(layout)
         else:
             self._grow(layout, num_kept=len(kept))
@@ -134,7 +134,7 @@ class LiveHistory(History):
         return update
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
-        """The same as `_set_layout`, where no earlier event became void."""
+        """Set the layout like `_set_layout`, for the case that no earlier event became void."""
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout
@@ -143,7 +143,7 @@ class LiveHistory(History):
 
     def _extend_curve_cache(self, file: BinaryIO, update: HistoryUpdate, *, since: int) -> None:
         for (kind, rows), table in [*self.curve_cache.items()]:
-            # Tables by block are cheap to rebuild from the index; tables by event only get the new rows.
+            # Drop tables by block, which are cheap to rebuild from the index. Append the new rows to tables by event.
             if rows == "blocks":
                 del self.curve_cache[kind, rows]
             if rows != "events":
@@ -163,11 +163,11 @@ class LiveHistory(History):
 
 
 def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[Event]:
-    """Yield the valid events so far, then new ones as they arrive, until the run ends or `stop` is set.
+    """Yield the valid events so far, then new events, until the run ends or `stop` is set.
 
-    Among new events, a `resume` makes later steps seen before void. When the process dies without an `end`, one event
-    of kind `died` follows, and waiting continues: the same command may resume the run. A file that was replaced is
-    yielded from its beginning.
+    A new `resume` event makes later steps that were yielded before void. If the process dies without an `end` event,
+    one event of kind `died` is yielded, and waiting continues, because the same command may resume the run. If the file
+    is replaced, the events of the new file are yielded from its beginning.
     """
     folder, stop = run_folder(run), stop or threading.Event()
     history: LiveHistory | None = None
@@ -192,7 +192,7 @@ def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event 
             continue
         if last is not None and last.kind == "end":
             return
-        # Twice in a row: between two sessions of a run the lock is free for a moment.
+        # Check twice in a row, because the lock is free for a moment between two sessions of a run.
         polls_unlocked = 0 if last is None or is_locked(folder) else polls_unlocked + 1
         if last is not None and polls_unlocked == 2:
             yield Event(kind=PROCESS_DIED, time=time.time(), step=last.step)
@@ -200,7 +200,7 @@ def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event 
 
 
 def _non_steps_since(file: BinaryIO, block: EventBlock, position: int) -> Iterator[Event]:
-    """The events of a block other than steps, after a position in the file."""
+    """Yield the events of a block other than steps that come after a position in the file."""
     places = tuple(place for place in block.places if block.start + place[1] >= position)
     return read_non_steps(file, replace(block, places=places), kinds={kind for kind, _, _ in places})
 

@@ -1,8 +1,9 @@
-"""The lock of a run folder: one process at a time may write, until it releases the lock or dies.
+"""The lock of a run folder, which lets only one process write at a time.
 
-The lock is `fcntl.lockf` on the file `lock`, not `flock`: forked data workers keep a flock alive after their parent
-died. A lockf lock has one trap: closing *any* descriptor of the file in the holding process releases it. So the process
-that holds a lock never opens the file a second time; its locks are in `_held`. Other processes may open it freely.
+The lock is `fcntl.lockf` on the file `lock`. `flock` is not used, because forked data workers would keep the lock after
+their parent has died. A lockf lock has one trap: if the holding process closes *any* descriptor of the file, the lock
+is released. So the holding process never opens the file a second time; `_held` lists its locks. Other processes may
+open the file.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ from whet.run.durable import disk_errors
 LOCK_FILE = "lock"
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
-# `holder` takes the lock for some microseconds, and longer if a busy machine preempts it then; that must not keep a
-# real owner out. Where another owner is alive, there is no waiting.
+# `acquire` retries for this long, because `holder` in another process takes the lock for some microseconds, or longer
+# on a busy machine. If the lock has a live owner, `acquire` fails at once.
 _WAIT_SECONDS = 5.0
 
-# The locks of this process by (device, inode) of their file; a forked child has its parent's here, see `_own_lock`.
+# Locks of this process by (device, inode) of their file. In a forked child it lists the parent's; see `_own_lock`.
 _held: dict[tuple[int, int], "RunLock"] = {}
 _guard = threading.Lock()
 
@@ -41,7 +42,7 @@ class LockHolder(FrozenModel):
     pid: int
     host: str
     since: float
-    """Unix seconds."""
+    """Time of the lock in unix seconds."""
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.since).astimezone().isoformat(sep=" ", timespec="seconds")
@@ -49,7 +50,7 @@ class LockHolder(FrozenModel):
 
 
 class RunLock:
-    """A held lock of a run folder; a context manager. Taken with `acquire`."""
+    """A held lock of a run folder, returned by `acquire`. It is a context manager."""
 
     def __init__(self, *, descriptor: int, key: tuple[int, int], holder: LockHolder) -> None:
         self._descriptor = descriptor
@@ -57,11 +58,11 @@ class RunLock:
         self.holder = holder
 
     def release(self) -> None:
-        """Release it; twice is fine. In a forked child this only closes the copy: the parent keeps the lock."""
+        """Release the lock. Releasing twice is allowed. In a forked child, only close the copy of the descriptor."""
         with _guard:
             if self._descriptor < 0:
                 return
-            # Clear our entry, so that the next holder is not mistaken for us before it writes its own.
+            # Clear the entry, so that the next holder is not mistaken for this process before it writes its entry.
             if self.holder.pid == os.getpid():
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
@@ -77,7 +78,7 @@ class RunLock:
 
 
 def acquire(folder: Path) -> RunLock:
-    """Take the lock of a run folder; raises with the holder where another process has it."""
+    """Take the lock of a run folder. Raise an error that names the holder if another process has the lock."""
     path = folder / LOCK_FILE
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
@@ -85,7 +86,7 @@ def acquire(folder: Path) -> RunLock:
             lock = _try_acquire(path)
         if lock is not None:
             return lock
-        # Another process has it. It may be dying, or only have looked for a moment: wait, unless it is alive.
+        # Another process has the lock. Wait, unless it is a live owner: it may be dying, or only in `holder`.
         current = holder(folder)
         if current is not None and current.pid != 0 and (_is_alive(current) or time.monotonic() > deadline):
             raise _locked_error(folder, current)
@@ -95,7 +96,7 @@ def acquire(folder: Path) -> RunLock:
 
 
 def holder(folder: Path) -> LockHolder | None:
-    """The current holder of the lock; None when it is free. A pid of 0 means that the holder is not known yet."""
+    """Return the holder of the lock, or None if it is free. A pid of 0 means that the holder is not known yet."""
     path = folder / LOCK_FILE
     with _guard, disk_errors("read", path):
         ours = _own_lock(path)
@@ -106,7 +107,7 @@ def holder(folder: Path) -> LockHolder | None:
         except FileNotFoundError:
             return None
         try:
-            # If a shared lock can be taken, nobody holds the exclusive one; closing the file releases it.
+            # A shared lock can be taken only if no process has the exclusive lock. Closing the file releases it.
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _BUSY:
@@ -129,7 +130,7 @@ def _own_lock(path: Path) -> RunLock | None:
     except OSError:
         return None
     lock = _held.get((stat.st_dev, stat.st_ino))
-    # After a fork the child has the table but not the lock: lockf belongs to a process.
+    # A forked child has a copy of the table but not the lock, because a lockf lock belongs to one process.
     return lock if lock is not None and lock.holder.pid == os.getpid() else None
 
 
@@ -158,7 +159,7 @@ def _try_acquire(path: Path) -> RunLock | None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a regular file only: a link in a foreign folder would let us write anywhere, and a pipe would block."""
+    """Open a regular file. Reject links, which could point anywhere, and pipes, which would block."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -183,7 +184,7 @@ def _read_holder(descriptor: int) -> LockHolder:
 
 
 def _is_alive(owner: LockHolder) -> bool:
-    # The file may still name a dead predecessor for the instant before the new owner writes its own entry.
+    # A dead pid does not mean that the lock is free: a new owner may not have written its entry yet.
     if owner.host != platform.node():
         return True
     try:

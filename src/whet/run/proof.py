@@ -1,4 +1,4 @@
-"""The result of `whet prove`, which it writes into the run folder."""
+"""The result of `whet prove`, stored in the run folder."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,84 +12,84 @@ from whet.run.strict_json import StrictModel
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
-# If fewer processes than this resumed from a checkpoint, all kills may have hit the start: no evidence.
+# With fewer resumed processes, all kills may have hit the start of the run, which is no evidence.
 MIN_RESUMED_FRACTION = 0.6
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
 class KillCounts(StrictModel):
-    """What the kills of one kind hit."""
+    """Counts of the kills of one kind, and of their effects."""
 
     kills: int = 0
     processes: int = 0
-    """All processes, including those that were left to finish."""
+    """Number of processes, including those that were not killed."""
     resumed: int = 0
-    """Processes that resumed from a checkpoint after step 0."""
+    """Number of processes that resumed from a checkpoint after step 0."""
     inside_save: int = 0
-    """Kills that interrupted writing or removing a checkpoint, judged by what was on the disk."""
+    """Kills that interrupted writing or removing a checkpoint, according to the files on disk."""
     leftovers: int = 0
-    """Incomplete files and folders found after kills."""
+    """Number of incomplete files and folders after kills."""
     torn: int = 0
-    """Checkpoints that had their final name and were incomplete."""
+    """Number of incomplete checkpoints with their final name."""
 
     def plus(self, other: "KillCounts") -> "KillCounts":
-        """The sum of both."""
+        """Return the sum of both counts."""
         return KillCounts(**{name: getattr(self, name) + getattr(other, name) for name in KillCounts.model_fields})
 
 
 class ComparedCounts(StrictModel):
-    """How much of each run was compared with the uninterrupted one."""
+    """Counts of what was compared with the uninterrupted run."""
 
     tensors: int = 0
     bytes: int = 0
     losses: int = 0
     metrics: int = 0
     runs: int = 0
-    """Interrupted runs that were compared."""
+    """Number of interrupted runs that were compared."""
     left_out: tuple[str, ...] = ()
-    """Metrics that differ even between two uninterrupted runs, such as seconds."""
+    """Metrics that were not compared, because they differ even between two uninterrupted runs (such as seconds)."""
 
 
 class ProofDifference(StrictModel):
-    """What differed."""
+    """A difference between an interrupted and the uninterrupted run."""
 
     what: str
-    """As text."""
+    """Description of the difference."""
     tensor: str | None = None
-    """The first tensor that differs, by name."""
+    """Name of the first tensor that differs."""
     largest: float | None = None
-    """The largest difference in it."""
+    """Largest difference in the tensor."""
     step: int | None = None
-    """The first step whose loss differs."""
+    """First step whose loss differs."""
     kills: str | None = None
-    """The kills before it: "disk call 17", "random kill 3 to 9"."""
+    """Kills before the difference, such as "disk call 17" or "random kill 3 to 9"."""
 
 
 class Proof(StrictModel):
-    """A verdict, and the evidence for it."""
+    """A verdict and its evidence."""
 
     format_version: int = FORMAT_VERSION
     verdict: Verdict
     reason: str | None = None
-    """Why it is not proved."""
+    """Reason why nothing was proved, or None."""
     difference: ProofDifference | None = None
     recipe: str
     device: str = "unknown"
     steps: int = 0
     """Optimizer steps of the tested training."""
     shortened: tuple[str, ...] = ()
-    """How the tested training differs from the full one."""
+    """Differences between the tested and the full training."""
     launch: str = ""
-    """How the processes were started."""
+    """Method of starting the processes."""
     at_random: KillCounts = Field(default_factory=KillCounts)
     at_disk_calls: KillCounts = Field(default_factory=KillCounts)
     disk_calls: int = 0
-    """Calls that change the disk, of one resume, the next save and its cleanup."""
+    """Number of calls that change the disk in one resume, the next save and its cleanup."""
     compared: ComparedCounts = Field(default_factory=ComparedCounts)
     seed: int
     repeat: str
-    """The command that repeats the same kills."""
+    """Command that repeats the same kills."""
     whet: str
     versions: dict[str, str | None] = Field(default_factory=dict)
     created: float
@@ -104,7 +104,7 @@ class Proof(StrictModel):
 def why_insufficient(
     at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, num_kills: int, steps: int
 ) -> str | None:
-    """Why equal results are not enough evidence; None when they are."""
+    """Return the reason why equal results are not enough evidence, or None if they are."""
     total = at_random.plus(at_disk_calls)
     if at_random.kills < num_kills:
         return f"{at_random.kills} of {num_kills} kills at random instants happened"
@@ -120,14 +120,14 @@ def why_insufficient(
 
 
 def write_proof(folder: Path, proof: Proof) -> Path:
-    """Write the proof into a run folder, atomically; returns its path."""
+    """Write the proof into a run folder atomically, and return its path."""
     path = folder / PROOF_FILE
     durable.write_file(path, data=(strict_json.encode(proof.as_json(), pretty=True) + "\n").encode())
     return path
 
 
 def read_proof(folder: Path) -> Proof | None:
-    """Read the proof in a run folder; None without one."""
+    """Read the proof in a run folder, or return None if there is none."""
     path = folder / PROOF_FILE
     if not path.exists():
         return None
@@ -141,7 +141,7 @@ def read_proof(folder: Path) -> Proof | None:
 
 
 def proof_line(proof: Proof) -> str:
-    """The proof in one line, for reports."""
+    """Return the proof as one line, for reports."""
     total = proof.total
     resumed = f"{total.resumed} of {total.processes} processes resumed"
     counts = f"{total.kills} kills, {total.inside_save} inside a save, {resumed}"

@@ -1,4 +1,4 @@
-"""Removing runs without any training, and files that interrupted writes left behind."""
+"""Remove runs without any training, and leftovers of interrupted writes."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from whet.run.folder import (
 )
 from whet.run.proof import PROOF_FILE
 
-# Younger runs are kept: a process may be about to use them.
+# Keep younger runs, because a process may be about to use them.
 PRUNE_AGE_SECONDS = 60.0
 
 _INTERRUPTED = "left by an interrupted write"
@@ -37,7 +37,7 @@ _OWN_FILES = frozenset(
 
 
 class Pruned(FrozenModel):
-    """What was removed (or would be), and why."""
+    """A path that was removed (or would be with `dry`), and the reason."""
 
     path: Path
     reason: str
@@ -45,26 +45,26 @@ class Pruned(FrozenModel):
 
 
 def prune(root: Path, *, dry: bool = False) -> tuple[Pruned, ...]:
-    """Remove runs without an optimizer step or a checkpoint, and what interrupted writes left behind.
+    """Remove runs without an optimizer step or a checkpoint, and leftovers of interrupted writes.
 
-    Keeps runs that a process holds, runs younger than a minute, and runs with files that are not whet's. With `dry` it
-    removes nothing.
+    Locked runs, runs younger than a minute, and runs with files that whet did not write are kept. With `dry` nothing is
+    removed.
     """
     removables = [_Removable(path, _INTERRUPTED) for path in _leftovers(root)]
     for run in run_folders(root):
-        with contextlib.suppress(FileNotFoundError):  # Another process removed it meanwhile.
+        with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
             if _is_old(run) and not lock.is_locked(run):
                 removables.extend(_removable(run))
     return tuple(pruned for removable in removables if (pruned := _remove(removable, dry=dry)) is not None)
 
 
 def foreign_files(path: Path) -> list[str]:
-    """Files in a run folder that whet did not write."""
+    """Return the files in a run folder that whet did not write."""
     return sorted(c.name for c in path.iterdir() if c.name not in _OWN_FILES and not durable.is_leftover(c))
 
 
 def disk_usage(path: Path) -> tuple[int, float]:
-    """The disk space in bytes under a path, and the unix time of the newest change in it."""
+    """Return the disk usage of a path in bytes, and the unix time of its newest change."""
     size, newest = 0, 0.0
     for entry in _stats(path):
         newest = max(newest, entry.st_mtime)
@@ -77,7 +77,7 @@ class _Removable:
     path: Path
     reason: str
     run: Path | None = None
-    """The run whose lock must be held to remove it."""
+    """Run whose lock must be held for the removal."""
 
 
 def _removable(run: Path) -> Iterator[_Removable]:
@@ -96,12 +96,12 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def _why_removable(path: Path) -> str | None:
-    """Why a run may be removed; None when it must stay."""
+    """Return the reason why a run can be removed, or None if it must be kept."""
     if foreign_files(path):
         return None
     checkpoints = path / CHECKPOINTS
     if checkpoints.is_symlink():
-        return None  # Its target may be on a disk that is not mounted now.
+        return None  # The target of the link may be on an unmounted disk.
     if checkpoints.exists() and any(_has_progress(child) for child in checkpoints.iterdir()):
         return None
     try:
@@ -115,7 +115,7 @@ def _why_removable(path: Path) -> str | None:
 
 
 def _has_progress(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds more than the state before the first step."""
+    """Whether a checkpoint contains more than the state before the first step."""
     return not durable.is_leftover(checkpoint) and checkpoint.name != "step-000000000"
 
 
@@ -129,7 +129,7 @@ def _remove(removable: _Removable, *, dry: bool) -> Pruned | None:
     try:
         held = lock.acquire(removable.run)
     except WhetError:
-        return None  # A process has started to use it.
+        return None  # A process has started to use the run.
     with held:
         if removable.path == removable.run and _why_removable(removable.run) is None:
             return None
@@ -138,12 +138,12 @@ def _remove(removable: _Removable, *, dry: bool) -> Pruned | None:
 
 
 def _is_old(path: Path) -> bool:
-    # A change in the future (the clock was set back) counts as young.
+    # A change in the future counts as young. It happens if the clock was set back.
     return time.time() - disk_usage(path)[1] > PRUNE_AGE_SECONDS
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """The stat of a path and of everything under it; links are not followed."""
+    """Yield the stat of a path and of everything below it, without following links."""
     folders: list[str] = []
     with contextlib.suppress(OSError):
         own = os.lstat(path)

@@ -1,4 +1,4 @@
-"""The result of `whet search`, which it writes into its folder."""
+"""The result of `whet search`, stored in the folder of the search."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +16,19 @@ TrialState = Literal["complete", "pruned", "infeasible", "failed", "running", "w
 
 
 class SearchTrial(StrictModel):
-    """One trial."""
+    """One trial of a search, with its settings and its result."""
 
     number: int
     state: TrialState
     value: float | None = None
-    """The goal at its end; of a pruned trial where it was stopped."""
+    """Goal metric at the end of the trial, or at the step where it was pruned."""
     settings: dict[str, Any] = Field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
     run: str | None = None
     machine: str | None = None
     note: str = ""
-    """Why it has no value."""
+    """Reason why the trial has no value."""
 
 
 class SearchCandidate(StrictModel):
@@ -37,13 +37,13 @@ class SearchCandidate(StrictModel):
     number: int
     settings: dict[str, Any]
     values: dict[str, float] = Field(default_factory=dict)
-    """The goal for each of those seeds."""
+    """Goal metric by seed."""
     lost: int = 0
-    """The number of those seeds without a value."""
+    """Number of seeds without a value."""
     mean: float
     low: float | None = None
     high: float | None = None
-    """The 95 % confidence interval of the mean over seeds (Student's t); None with fewer than two seeds."""
+    """Upper bound of the 95 % confidence interval of the mean over seeds (Student's t), or None for a single seed."""
 
 
 class SearchResult(StrictModel):
@@ -56,7 +56,7 @@ class SearchResult(StrictModel):
     goal: str
     is_higher_better: bool = True
     space: tuple[str, ...] = ()
-    """As command line arguments."""
+    """Search space, as command line arguments."""
     fixed: dict[str, Any] = Field(default_factory=dict)
     subset: float = 1.0
     seeds: int = 3
@@ -66,27 +66,28 @@ class SearchResult(StrictModel):
     resource: str = "epochs"
     trials: tuple[SearchTrial, ...] = ()
     continued: int = 0
-    """Trials that were killed or stopped, and resumed."""
+    """Number of trials that were interrupted and resumed."""
     importance: dict[str, float] = Field(default_factory=dict)
     candidates: tuple[SearchCandidate, ...] = ()
-    """The best first."""
+    """Candidates, best first."""
     difference_low: float | None = None
     difference_high: float | None = None
-    """95 % confidence interval of the difference between the winner and the next candidate on the same seeds."""
+    """Upper bound of the 95 % interval of the difference between winner and next candidate on the same seeds."""
     is_confirmed: bool = False
-    """Whether all seeds were trained, with or without a value."""
+    """Whether all seeds were trained, including those without a value."""
     seconds: float = 0.0
     created: str = ""
 
     @property
     def winner(self) -> SearchCandidate | None:
-        """The best candidate; None where no trial was completed."""
+        """The best candidate, or None if no trial was completed."""
         return self.candidates[0] if self.candidates else None
 
     @property
     def is_clear(self) -> bool:
-        """Whether the winner is better than the next candidate by more than the noise of seeds."""
+        """Whether the winner is significantly better than the next candidate."""
         low, high = self.difference_low, self.difference_high
+        # The interval must lie entirely on the winning side of 0.
         bound = low if self.is_higher_better else (None if high is None else -high)
         return bound is not None and bound > 0
 

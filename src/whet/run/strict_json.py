@@ -1,6 +1,6 @@
 """JSON with NaN and infinity that every program can read.
 
-JSON has no NaN and no infinity. Such a number is written as `null`, and a map next to it names it:
+JSON has no NaN and no infinity. Such a number is written as `null` and listed in a map in the same object:
 
     {"kind": "step", "loss": null, "nonfinite": {"loss": "nan"}}
 
@@ -22,7 +22,7 @@ from whet.base.model import FrozenModel
 
 NONFINITE_KEY = "nonfinite"
 
-# JSON on one line, for plain values: ValueError on NaN, TypeError on anything that is not JSON.
+# Encodes plain values as JSON on one line. Raises ValueError for NaN, and TypeError for values that are not JSON.
 encode_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
 _PLAIN = frozenset((bool, int, float, str))
@@ -30,7 +30,7 @@ _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_fast(record: dict[str, Any]) -> bytes:
-    """The same, six times as fast, for maps of Python's own numbers and ASCII text; ValueError on anything else."""
+    """Encode a map of Python numbers and ASCII text six times as fast. Raise ValueError for anything else."""
     line = to_json(record)
     if b"NaN" in line or b"Infinity" in line or not line.isascii():
         raise ValueError("NaN, infinity, or text that must be escaped")
@@ -38,20 +38,20 @@ def encode_fast(record: dict[str, Any]) -> bytes:
 
 
 class StrictModel(FrozenModel):
-    """A frozen model whose numbers may be NaN or infinite, with strict JSON."""
+    """A frozen model that encodes NaN and infinite numbers as strict JSON."""
 
     def as_json(self) -> dict[str, Any]:
-        """The value as plain JSON types, without NaN."""
+        """Return the value as plain JSON types, without NaN."""
         return to_strict(super().as_json())
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
-        """Restore the value, NaN included."""
+        """Restore the value, including NaN."""
         return super().from_json(decode(encode(data)) if isinstance(data, dict) else data, where=where)
 
 
 def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
-    """The object as strict JSON text.
+    """Return the object as strict JSON text.
 
     >>> encode({"loss": math.nan, "step": 3})
     '{"loss":null,"step":3,"nonfinite":{"loss":"nan"}}'
@@ -64,7 +64,7 @@ def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
 
 
 def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The object in plain JSON types: no NaN, and numbers of other libraries as Python numbers."""
+    """Return the object as plain JSON types, without NaN, and with numbers of other libraries as Python numbers."""
     marks: dict[str, str] = {}
     result: dict[str, Any] = _clean(to_plain(record), path=None, marks=marks)
     if marks:
@@ -73,8 +73,8 @@ def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """The value in Python's own types, NaN kept; TypeError for anything but numbers, text, lists and maps."""
-    # Python's own numbers first: a page has a hundred thousand of them, and checking a protocol takes a microsecond.
+    """Return the value as Python types, including NaN. Raise TypeError for other types than JSON has."""
+    # Check for Python numbers first: a page has 100,000 of them, and a protocol check takes a microsecond.
     if value is None or type(value) in _PLAIN or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, SupportsIndex):
-        # Arrays and tensors of one element have __index__ for any dtype, and raise unless it is an integer.
+        # Arrays and tensors of one element have __index__ for any dtype. It raises unless the dtype is an integer.
         with contextlib.suppress(TypeError):
             return operator.index(value)
     if isinstance(value, SupportsFloat):
@@ -91,13 +91,13 @@ def to_plain(value: Any) -> Any:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """Decode a JSON object; ValueError for anything else.
+    """Decode a JSON object. Raise ValueError for anything else.
 
     >>> decode('{"loss":null,"nonfinite":{"loss":"nan"}}')
     {'loss': nan}
     """
     try:
-        # Four times as fast as the parser of the standard library, which accepts more.
+        # This parser is four times as fast as that of the standard library, and stricter.
         value = from_json(text, allow_inf_nan=False)
     except ValueError:
         value = _decode_slowly(text)

@@ -40,7 +40,7 @@ class ClientLimits:
     num_headers: int = 64
     body_bytes: int = 64 * 1024
     connections: int = 128
-    """Maximum open connections; one more disconnects the oldest idle client. macOS allows 256 open files per process."""
+    """Maximum open connections. One more disconnects the oldest idle client. (macOS allows 256 open files.)"""
     receive_seconds: float = 10.0
     """Maximum time from the start of a request or connection to the last byte of the request."""
     idle_seconds: float = 15.0

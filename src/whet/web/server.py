@@ -165,7 +165,7 @@ def serve(
 
     `name` and `about` let other commands find this server (`registry.find_server`). `port` is the first port to try;
     0 selects any free port. `on_ready` is called once the server listens. Handlers raise `HttpError`. `on_failure` gets
-    all other exceptions; the client sees no details of them. `error_format` formats errors for clients that expect JSON.
+    all other exceptions; the client sees no details. `error_format` formats errors for clients that expect JSON.
     """
     require_libraries()
     limits = limits or ClientLimits()
