@@ -283,6 +283,7 @@ def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchSt
         chosen = claimed.trial.params
         return dict(params[chosen[results.TRIAL_KEY]]), chosen[results.SEED_KEY]
 
+    # max_trials=0: train only the trials that are already enqueued.
     runner.run(seed_study, settings, max_trials=0, part="seed")
 
 

@@ -117,6 +117,7 @@ def examine_device(
         finished=_now(),
         budget_seconds=budget_seconds,
         machine=_redact_machine(machine),
+        # The names of busy processes may be private, so report only their number.
         conditions=probed.conditions.model_copy(update={"busy": ()}),
         conditions_after=read_system().conditions.model_copy(update={"busy": ()}),
         num_busy_processes=len(probed.conditions.busy),

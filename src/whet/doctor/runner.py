@@ -56,6 +56,7 @@ class CheckRunner:
     def run(self, group: CheckGroup) -> Iterator[CheckResult]:
         """Yield the results of one group as they arrive."""
         done = 0
+        # Until the child lists its checks, one placeholder stands for all of them.
         checks: tuple[CheckListing, ...] = (_ALL,)
         while done < len(checks) and not self.is_over:
             process = _CheckProcess(self, group, first=done)
@@ -139,6 +140,7 @@ class _CheckProcess:
             finding = failed(f"the process died: {worker.describe_exit()}", outcome="died")
         except WorkerTimeoutError:
             seconds = time.monotonic() - start
+            # The budget ended first: nothing is known about the check. Otherwise the check hung.
             if left < check.limit_seconds:
                 budget = f"the budget of {runner.budget_seconds:.0f} s was used up"
                 finding = skipped(f"stopped after {seconds:.0f} s: {budget}")

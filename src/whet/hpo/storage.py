@@ -83,6 +83,7 @@ def _sqlite_lock(url: str | None) -> Iterator[None]:
     if path is None or not is_sqlite(url):
         yield
         return
+    # flock is released by the kernel when the process dies, so a kill leaves no stale lock.
     descriptor = os.open(f"{path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -103,6 +104,7 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
         import optuna
     except ImportError:
         raise WhetError("a search needs Optuna", got="it is not installed", try_='pip install "whet[search]"') from None
+    # whet logs trials itself.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url is None or url.startswith("journal:"):
         from optuna.storages import JournalStorage
@@ -126,6 +128,7 @@ def _database(url: str) -> "BaseStorage":
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import IntegrityError, ProgrammingError
 
+    # pool_pre_ping detects connections that a restarted server has closed.
     kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
     for tries_left in reversed(range(_MAX_ATTEMPTS)):
         try:
@@ -193,6 +196,7 @@ class JournalLock:
         # Do not use Optuna's file name: Optuna would consider the lock stale and remove it.
         descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # One descriptor per thread: several workers of this process share the lock object.
         self._held[threading.get_ident()] = descriptor
         _truncate_torn_line(self._path)
         return True

@@ -88,6 +88,7 @@ class SilenceDetector:
     def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
         """Return whether no process is working on a running trial anymore."""
         try:
+            # An owner that cannot be parsed is treated like a missing one.
             owner = None if OWNER not in attributes else TrialOwner.from_json(attributes[OWNER], where="the trial")
         except UsageError:
             owner = None
@@ -96,6 +97,7 @@ class SilenceDetector:
         signs = (attributes.get(OWNER), attributes.get(HEARTBEAT))
         now = time.monotonic()
         before, since = self._last_seen.setdefault(number, (signs, now))
+        # Any change is a sign of life: restart the local timer.
         if before != signs:
             self._last_seen[number] = (signs, now)
             return False
@@ -187,7 +189,7 @@ class SearchStudy:
         created = self._storage.create_new_trial(self._id, template_trial=template)
         number = self._storage.get_trial_number_from_id(created)
         if sum(counts(trial) for trial in self.trials() if trial.number < number) >= max_trials:
-            # Another worker claimed it first.
+            # Other workers created the last trials at the same time.
             self._drop(number, "there are enough already")
             return None
         return self._claimed(number, run=None)

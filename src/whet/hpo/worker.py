@@ -33,7 +33,9 @@ from whet.run.events import History
 from whet.run.folder import RUN_FILE, open_run
 from whet.training.supervisor import prepare_restart
 
+# Pause between two attempts to claim a trial while other workers are busy.
 _WAIT_SECONDS = 0.5
+# A trial whose process is killed more often than this is given up.
 _MAX_KILLS = 3
 # After this many consecutive failures the search stops and reports the reason.
 _MAX_FAILURES = 3
@@ -91,6 +93,7 @@ def run_worker(study: SearchStudy, config: WorkerConfig, *, max_trials: int) -> 
     while not config.should_stop():
         claimed = study.claim(max_trials=max_trials)
         if claimed is None:
+            # Wait while other workers train: if one of them dies, its trial has to be continued.
             if not any(t.state in (TrialState.RUNNING, TrialState.WAITING) for t in study.trials()):
                 return
             time.sleep(_WAIT_SECONDS)
@@ -122,6 +125,7 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
         # For example a damaged run folder: it ends one trial, not the search.
         state, message = "failed", f"{error.what}: {error.got}"
     seconds = time.monotonic() - started
+    # A missing or NaN value cannot be ranked.
     if state == "complete" and (value is None or not math.isfinite(value)):
         state, message = "failed", f"{config.goal} is {value}"
     if state == "stopped":
@@ -160,6 +164,7 @@ def _train_until_done(
         return "pruned", ""
 
     def on_evaluation(number: int, value: float, is_last: bool) -> bool:
+        # A resumed process repeats the evaluations after its last checkpoint. Report each one once.
         if number not in reported:
             claimed.trial.report(value, number)
             reported[number] = value
@@ -175,6 +180,7 @@ def _train_until_done(
             should_stop=config.should_stop,
             heartbeat=heartbeat,
         )
+        # A negative code is a signal. Any other exit is final.
         if ended.code >= 0:
             return _end_state(ended)
         if ended.was_stopped:
@@ -183,6 +189,7 @@ def _train_until_done(
             _await_lock(task.run)
             # Retry unchanged after the first kill, then with half the micro-batch: the most frequent reason is memory.
             prepare_restart(task.run, killer=ended.killer, is_first=kills == 0)
+    # The out-of-memory killer sends SIGKILL, so these settings probably do not fit on this machine.
     state: EndState = "infeasible" if ended.killer == "SIGKILL" else "failed"
     return state, f"killed {_MAX_KILLS + 1} times, last by {ended.killer}"
 
@@ -267,6 +274,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
     if device != "auto" and device != first.kind:
         log(f"--device {device}: one device, so trials run one after the other")
         return [device]
+    # At most one worker per GPU: two trials would compete for its memory.
     if first.kind == "cuda" and len(accelerators) > 1:
         return [f"cuda:{number}" for number in range(min(jobs, len(accelerators)))]
     log(f"--jobs {jobs}: there is one {first.name or first.kind}, so trials run one after the other")

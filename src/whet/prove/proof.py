@@ -83,15 +83,18 @@ class _ProofRun:
         log(f"{steps} steps on {self._device}, a checkpoint every {every}; {self._how}")
         runner = self._runner = ProofRunner(request.training, launcher, request.scratch, steps=steps, every=every)
         whole, second = request.scratch / "whole", request.scratch / "second"
+        # Run once in a new process and once with the chosen launcher, so that forking cannot hide a difference.
         runner.run_uninterrupted(whole, launcher=self._fresh)
         process = runner.run_uninterrupted(second)
         difference = self._compare_uninterrupted(runner, whole, second)
         if difference is not None:
             return self._proof("cannot be proved", "not deterministic", difference=difference), whole
+        # Test the test: a comparison that misses a flipped bit would prove nothing.
         if not self._comparison_works(runner):
             return self._proof("cannot be proved", "the comparison does not detect a flipped bit"), whole
         pace = measure_pace(process)
         log(f"two uninterrupted runs are equal in every bit; {process.seconds:.1f} s each")
+        # A generous limit, because the machine may be busier later.
         runner.limit_seconds = max(60.0, 20 * process.seconds)
         try:
             drafts = process.messages("draft")

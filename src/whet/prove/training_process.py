@@ -76,9 +76,11 @@ class CountingDisk(Disk):
         self._lock = threading.Lock()
 
     def _call(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        # Calls may come from several threads, and each needs a unique number.
         with self._lock:
             self.count += 1
             number = self.count
+        # A new folder below checkpoints/ is the start of a checkpoint.
         if name == "make_folder" and arguments[0].parent.name == CHECKPOINTS:
             self._log("draft", call=number)
             self._num_drafts += 1
@@ -111,6 +113,7 @@ def run_training(order: ProcessOrder) -> int:
     """Run the training of an order; return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
+    # Redirect the descriptors, not sys.stdout, so that output of C libraries is captured too.
     for standard, descriptor in ((0, nothing), (1, output), (2, output)):
         os.dup2(descriptor, standard)
     messages = os.open(order.messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -123,6 +126,7 @@ def run_training(order: ProcessOrder) -> int:
             log("ready", step=fields["step"], exactness=fields.get("exactness"))
 
     disk = CountingDisk(log=log, die_at=order.die_at, die_after=order.die_after, die_in_draft=order.die_in_draft)
+    # All durable writes of this process go through the counting disk from here on.
     durable.disk = disk
     log("begin")
     try:
@@ -201,7 +205,9 @@ def _report_libraries(target: str, arguments: dict[str, Any], writing: int) -> N
         if rehearse is not None:
             rehearse(arguments)
     names = [name for name in sys.modules if name not in before and _is_library(name)]
+    # At most the capacity of a pipe, so that the write cannot block.
     os.write(writing, " ".join(names).encode()[:65_536])
+    # Skip exit handlers, which belong to the parent process.
     os._exit(0)
 
 
@@ -214,6 +220,7 @@ def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
+            # Set the group in the parent as well: either process may run first.
             os.setpgid(pid, pid)
         return pid
     code = 1

@@ -116,7 +116,7 @@ class AttentionArgs:
     rotation: RotaryAngles | None = None
     """Rotary embedding of queries and keys; None for attention without positions."""
     mask: Tensor | None = None
-    """Added to the scores, or bool and true where attention is allowed. Shape (S, S) or (B, 1, S, S)."""
+    """A float mask to add to the scores, or a bool mask that is true for allowed pairs; (S, S) or (B, 1, S, S)."""
     is_causal: bool = False
     """Whether each position attends only to itself and earlier positions. Cannot be combined with a mask."""
     spans: Spans | None = None

@@ -92,8 +92,10 @@ def train_recipe(
             loss=made.loss,
             optimizer=made.optimizer,
             evaluate=recipe_evaluation(recipe),
+            # Without `evaluate` there are no metrics, so the split is not read.
             val=made.data.val if recipe.supports("evaluate") else None,
             test=made.data.test,
+            # The metadata of a resumed run is already in its folder and must not change.
             attach={} if is_resumed else {RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
             run=run,
             device=device,

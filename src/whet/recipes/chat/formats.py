@@ -262,7 +262,7 @@ _NUM_DETECTED = 64
 
 
 class Format(NamedTuple):
-    """How the records of a file are converted to conversations."""
+    """A file format: functions that convert its records to conversations."""
 
     name: str
     fits: Callable[[Mapping[str, Any]], bool]

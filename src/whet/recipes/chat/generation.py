@@ -40,6 +40,7 @@ class PreallocatedCache:
         self._next += 1
         index = self._positions[:, None, :, None].expand_as(keys)
         for cached, new in zip(layer, (keys, values), strict=True):
+            # Rows may be at different positions, so scatter by position instead of appending.
             cached.scatter_(2, index, new)
         return layer[0][:, :, : self._num_keys], layer[1][:, :, : self._num_keys]
 
@@ -67,7 +68,7 @@ class PreallocatedCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen."""
+    """The parameters for sampling the next token."""
 
     temperature: float = 0.7
     """Divides the logits; 0 selects the most likely token."""
@@ -176,6 +177,7 @@ def generate(
     rows = [row for row, request in enumerate(requests) if request.max_new_tokens]
     if not rows:
         return
+    # Allocate for the longest row only: prompt and answer, limited by the context length.
     cache = PreallocatedCache(
         max(min(rules.context_length, lengths[row] + requests[row].max_new_tokens) for row in rows)
     )
@@ -199,6 +201,7 @@ def generate(
                 yield GeneratedToken(row, None, "length")
             else:
                 unfinished.append((index, token))
+        # Drop finished rows, so that later passes do not compute them.
         if len(unfinished) < len(rows):
             cache.keep(torch.tensor([index for index, _ in unfinished], dtype=torch.long, device=device))
         rows = [rows[index] for index, _ in unfinished]

@@ -175,6 +175,7 @@ class _Window:
     def read_more(self) -> bool:
         """Drop the text before `at` and read at least as much again; return False at the end of the file."""
         kept = self.text[self.at :]
+        # Doubling the window keeps the total cost of parsing a long element linear.
         read = self._stream.read(max(_CHUNK, len(kept)))
         self.is_last = not read
         self.text, self.at = kept + self._decoder.decode(read, final=self.is_last), 0
@@ -220,6 +221,7 @@ def _element(window: _Window, number: int, path: Path) -> Record:
         error_text = ""
         try:
             value, end = _decode(window.text, window.at)
+            # A number at the end of the window may continue in the next chunk.
             if end < len(window.text) or window.is_last:
                 window.at = end
                 return Record(number, value)

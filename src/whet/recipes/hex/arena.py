@@ -134,6 +134,7 @@ def rate(pairs: Sequence[int]) -> Rating:
     share = fmean(points)
     spread = variance(points) if num_pairs > 1 else 0.0
     binomial = share * (1 - share)
+    # Design effect: compare the variance over pairs with that of independent games, limited to [pairs, games].
     effective = min(max(binomial * num_pairs / spread if spread else 2.0 * num_pairs, num_pairs), 2.0 * num_pairs)
     # If one player won everything, the correlation is unknown, so each opening counts as one game.
     effective = effective if binomial else float(num_pairs)

@@ -104,7 +104,7 @@ class HexData:
     train: Columns
     val: Columns
     test: Columns | None
-    """None if the split is empty; there is then no final evaluation."""
+    """The test split; None if it is empty. There is then no final evaluation."""
     fingerprint: str
     notes: tuple[str, ...] = ()
 

@@ -162,6 +162,7 @@ class HexNet(nn.Module):
             x = block(x)
         x = group_norm_activation(self.norm, self.activation, x)
         policy = self.policy(x).flatten(1).float().masked_fill(boards.flatten(1) != 0, IMPOSSIBLE)
+        # Mean and maximum over the board make the head independent of the board size.
         pooled = torch.cat((x.mean((2, 3)), x.amax((2, 3))), dim=1)
         value, error = self.value_out(self.dropout(self.activation(self.value_in(pooled)))).float().unbind(1)
         return NetOutput(policy, value, error)

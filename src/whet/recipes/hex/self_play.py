@@ -82,6 +82,7 @@ def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_mov
                 (flip_perspective(after[is_finished]), np.zeros_like(shares[is_finished]), games[is_finished])
             )
             plies.append(np.full(int(is_finished.sum()), ply))
+            # The mover of the first position makes the moves 1, 3, 5, ...
             is_first_winner[games[is_finished]] = ply % 2 == 1
         boards, games = flip_perspective(after[~is_finished]), games[~is_finished]
     numbers = np.concatenate([games for _, _, games in records])
@@ -244,6 +245,7 @@ class SelfPlay:
                 size=self.config.default_size,
                 num_games=loop.games,
                 free_moves=loop.free_moves,
+                # A large prime separates the seeds of generations, even for neighboring run seeds.
                 seed=self.config.seed + 1_000_003 * number,
             )
             write_self_games(path, games)

@@ -92,6 +92,7 @@ class Slots(nn.Module):
             inputs=torch.where(is_new[:, None], offered.inputs, self.inputs[at]),
             labels=torch.where(is_new[:, None], offered.labels, self.labels[at]),
             puzzles=torch.where(is_new, offered.puzzles, self.puzzles[at]),
+            # Clone, because `store` overwrites the buffers before the backward pass.
             y=self.y[at].clone(),
             z=self.z[at].clone(),
             is_new=is_new,

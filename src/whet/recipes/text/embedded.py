@@ -130,6 +130,7 @@ def _files(root: Path) -> list[Path]:
     """Return the Python files of the library, ordered by a hash of their names, so that any prefix is a fair sample."""
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
+        # Assign in place: os.walk then skips these folders.
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         relative = Path(folder).relative_to(root)
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_BINS: Final = 15
 """Equally wide bins of the calibration error (Guo et al. 2017, "On Calibration of Modern Neural Networks")."""
 MAX_CONFUSION_CLASSES: Final = 1_000
-"""With more classes there is no confusion matrix, because it has a cell for each pair of classes."""
+"""The limit of classes for a confusion matrix, which has a cell for each pair of classes."""
 NUM_MISTAKES: Final = 8
 
 Array = Any
@@ -94,6 +94,7 @@ class Scores:
         """
         probabilities = np.asarray(probabilities, dtype=np.float64)
         truth = np.asarray(truth)
+        # Check before counting, so that an error leaves the sums unchanged.
         check_finite(probabilities)
         if self.is_multi_label:
             is_true, is_predicted = truth > 0.5, probabilities > 0.5

@@ -19,7 +19,7 @@ from whet.recipes.text.backbone import import_transformers, quiet_transformers
 PAD_ID = 0
 _PAD = "<pad>"
 SEGMENT_OFFSET = 1 << 24
-"""Added to the ids of tokens in the second segment, so that one column holds both. No vocabulary is that large."""
+"""The offset of token ids in the second segment, so that one column holds both. No vocabulary is that large."""
 
 _FILE_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 

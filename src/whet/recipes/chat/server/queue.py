@@ -22,6 +22,7 @@ class AnswerQueue:
     """Runs generators of text chunks one after another in a worker thread."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        # One request is answered while the others wait.
         self._capacity = max_waiting + 1
         self._num_pending = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responder")
@@ -49,6 +50,7 @@ class AnswerQueue:
                     if is_cancelled.is_set():
                         return
                 send(None)
+            # Forward every error to the client; otherwise `receive` would wait forever.
             except BaseException as error:
                 send(error)
 

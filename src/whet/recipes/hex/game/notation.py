@@ -39,7 +39,7 @@ class GameRecord:
     names: tuple[str, ...]
     """Cells, or "swap"."""
     size: int | None = None
-    """None if the record does not contain it."""
+    """The board size; None if the record does not contain it."""
     winner: int = EMPTY
     """BLUE (the first player) or RED; EMPTY if not recorded."""
 

@@ -62,7 +62,7 @@ _SPLIT_NUMBERS = {"train": TRAIN, "val": VAL, "test": TEST, "all": TRAIN}
 _LIST_SEPARATOR = "\x1f"
 """Joins the labels of a list, so that the list is stored as one cell."""
 _MAX_TAGGED_LABELS = 2_000
-"""With more labels, texts are not searched for their label, because each label needs a separate pattern."""
+"""The limit of labels for searching texts for their label, because each label needs a separate pattern."""
 _MAIN_SCRIPT_SHARE = 0.95
 """If fewer texts than this are in one script, the dataset is considered multilingual."""
 _UNLABELED = "unlabeled"

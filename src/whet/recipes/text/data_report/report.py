@@ -15,7 +15,7 @@ class DefectKind(NamedTuple):
     description: str
     """The description of what is counted."""
     action: FixAction
-    """What `--fix` does with the row: remove it, change it, or leave it."""
+    """The action of `--fix`: remove the row, change it, or leave it."""
     is_serious: bool = False
     """Whether the defect is reported before training starts."""
 

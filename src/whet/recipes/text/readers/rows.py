@@ -111,6 +111,7 @@ def read_lines(source: TextSource) -> Iterator[TextLine]:
                 error = RowError(
                     kind="long", what="is too long", got=f"{size:,} bytes", try_="rows of at most 64 MB, one per line"
                 )
+            # Only the first line can have a byte order mark.
             has_bom = number == 1 and data.startswith(UTF8_BOM)
             body = data[len(UTF8_BOM) :] if has_bom else data
             ending = "\r\n" if body.endswith(b"\r\n") else "\n" if body.endswith(b"\n") else ""
