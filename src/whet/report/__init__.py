@@ -1,4 +1,4 @@
-"""Reads run folders and renders them; never writes into them.
+"""Read run folders and render them, without writing into them.
 
 One model of a run:
     run_status      RunStatus: what lists can afford to read; LiveStatus: the live terminal view

@@ -15,26 +15,27 @@ from whet.report.tracks import PhaseTime
 if TYPE_CHECKING:
     from whet.report.run_report import RunReport
 
+# Shares of the training time. A phase that takes more is worth a suggestion.
 _HIGH_DATA_SHARE, _HIGH_EVAL_SHARE, _HIGH_SAVE_SHARE = 0.15, 0.25, 0.05
 _HIGH_HEAT_SHARE = 0.2
-# Heat and saving do not matter in a shorter run.
+# In a shorter run, heat and checkpoints do not matter.
 _SHORT_SECONDS = 30.0
 _NEARLY_FULL = 0.9
 _MIN_EVALUATIONS = 3
-# Name endings of metrics that should be low.
+# Suffixes of metrics for which lower values are better.
 _LOWER_IS_BETTER = ("loss", "cross_entropy", "perplexity", "error")
 
 
 class Advice(FrozenModel):
-    """Something to try."""
+    """A suggestion, with the measurement that supports it."""
 
     try_: str
     measured: str
-    """The measurement behind it."""
+    """Measurement that supports the suggestion."""
 
 
 def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[Advice, ...]:
-    """What to try, the most promising first."""
+    """Return the suggestions, most promising first."""
     phases = {phase.name: phase for phase in report.phases}
     unused = tuple(_unused_gains(plan, trials))
     return (
@@ -51,7 +52,7 @@ def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneT
 
 
 def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> Iterator[Advice]:
-    """Values that measured faster than what the user asked for."""
+    """Yield values that measured faster than the user's override."""
     for trial in trials:
         setting, faster = plan_setting(plan, trial.setting), trial.settings.get(trial.setting)
         is_override = setting.get("source") == "you" and setting.get("value") != faster
@@ -112,7 +113,7 @@ def _evaluating_and_saving(report: "RunReport", phases: Mapping[str, PhaseTime])
 
 
 def _overfitting(report: "RunReport") -> Iterator[Advice]:
-    """Evaluations got worse than an earlier one while the training loss kept falling."""
+    """Yield a suggestion if evaluations got worse while the training loss kept falling."""
     first, last_loss = report.first_loss, report.loss
     if first is None or last_loss is None or not last_loss < first:
         return

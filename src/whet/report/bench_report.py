@@ -12,7 +12,7 @@ from whet.report.svg import ChartPanel, ChartPoint, draw_chart
 from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 
-# A header and rows.
+# The header of a table and its rows.
 TableCells = list[tuple[str, ...]]
 
 _SWEEP_HEADER = ("samples/s", "vs. plan", "memory", "slow steps", "note")
@@ -29,7 +29,7 @@ _PLAN_PARTS = (
 
 
 def render_bench(result: BenchResult) -> str:
-    """The benchmark as plain text."""
+    """Return the benchmark as plain text."""
     lines = [*_bench_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
         lines += ["", _sweep_title(result, sweep), *align_columns(sweep_table(sweep))]
@@ -38,7 +38,7 @@ def render_bench(result: BenchResult) -> str:
 
 
 def bench_markdown(result: BenchResult, *, command: str, picture: str | None = None) -> str:
-    """The benchmark as Markdown; `picture` is the name of a chart next to the page."""
+    """Return the benchmark as Markdown. `picture` is the name of a chart file in the same folder."""
     title = f"{bench_title(result)}, {bench_machine_name(result)}, {result.created}"
     facts = [line.split(maxsplit=1) for line in _bench_head(result)]
     lines = [f"# {escape_markdown(title)}", "", f"As printed by {code_span(command)}.", ""]
@@ -54,25 +54,25 @@ def bench_markdown(result: BenchResult, *, command: str, picture: str | None = N
 
 
 def bench_title(result: BenchResult) -> str:
-    """The title of a benchmark."""
+    """Return the title of a benchmark."""
     simulated = " (SIMULATED)" if result.is_simulated else ""
     return f"Benchmark of {result.workload.recipe}{simulated}"
 
 
 def bench_machine_name(result: BenchResult) -> str:
-    """A short name for the machine."""
+    """Return a short name for the machine."""
     return f"{result.machine.name} (simulated)" if result.is_simulated else _short_name(result.machine)
 
 
 def bench_file_stem(result: BenchResult) -> str:
-    """A portable file name: [workload]_[machine]_[date]."""
+    """Return a portable file name without extension: [workload]_[machine]_[date]."""
     name = f"{result.machine.name}-simulated" if result.is_simulated else _short_name(result.machine)
     parts = (result.workload.recipe, name, result.created)
     return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word).strip("-.") or "unnamed" for word in parts)
 
 
 def _short_name(machine: Machine) -> str:
-    """A probed machine has no name of its own: use its accelerator, its chip or its cores."""
+    """Return a name for a machine: its accelerator, its chip or its cores, if it was probed and has no name."""
     memory_gb = f"-{machine.memory_bytes / 1024**3:.0f}gb" if machine.memory_bytes else ""
     for accelerator in machine.accelerators:
         if accelerator.kind == "cuda" and accelerator.name:
@@ -85,25 +85,25 @@ def _short_name(machine: Machine) -> str:
 
 
 def no_result_reason(row: BenchRow) -> str:
-    """Why a row has no numbers."""
+    """Return the reason why a row has no numbers."""
     return f"{row.outcome}: {row.note}" if row.note else row.outcome
 
 
 def sweep_table(sweep: BenchSweep) -> TableCells:
-    """One line per value; where the plan is compared with a plain loop, one column for each."""
+    """Return a table with one line per value, or one column per loop if the plan is compared with a plain loop."""
     if sweep.setting == "against":
         return _plan_vs_plain_table(sweep)
     return [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row) for row in sweep.rows)]
 
 
 def markdown_cells(cells: TableCells) -> str:
-    """The cells as a Markdown table."""
+    """Return the cells as a Markdown table."""
     header, *rows = [tuple(map(escape_markdown, row)) for row in cells]
     return markdown_table(header, rows)
 
 
 def format_rate(rate: BenchInterval | None) -> str:
-    """Samples per second with their interval."""
+    """Return samples per second with their interval, as text."""
     if rate is None:
         return ""
     return f"{_format_number(rate.median)} ({_format_number(rate.low)} to {_format_number(rate.high)})"
@@ -127,7 +127,7 @@ def _sweep_line(row: BenchRow) -> tuple[str, ...]:
 
 
 def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
-    """Speed, memory and stability of a plain loop and of the plan, side by side."""
+    """Return a table with speed, memory and stability of a plain loop and of the plan, side by side."""
     plain = next(row for row in sweep.rows if not row.is_plan)
     plan = next(row for row in sweep.rows if row.is_plan)
     speedup = plain.speedup
@@ -186,7 +186,7 @@ def _method_notes(result: BenchResult) -> Iterator[str]:
 
 
 def format_memory(row: BenchRow) -> str:
-    """The peak memory of a step; empty where it is unknown."""
+    """Return the peak memory of a step as text, or an empty text if it is unknown."""
     return format_bytes(row.peak_bytes) if row.peak_bytes else ""
 
 
@@ -202,14 +202,14 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Must be equal on all machines: otherwise a step is not the same work.
+# These must be equal on all machines. Otherwise a step is not the same amount of work.
 _MUST_MATCH = ("recipe", "num_parameters", "global_batch_size", "max_length")
-# May differ with the data of a machine; noted below the table.
+# These may differ with the data of a machine. A note below the table lists them.
 _MAY_DIFFER = ("num_samples", "mean_length", "lengths_vary", "has_dropout")
 
 
 def merged_table(results: Sequence[BenchResult]) -> TableCells:
-    """One line per device of each machine, the fastest first; relative to the slowest. The workloads must be equal."""
+    """Return a table with one line per device of each machine, fastest first. The workloads must be equal."""
     first = results[0]
     for other in results[1:]:
         differing = [name for name in _MUST_MATCH if getattr(other.workload, name) != getattr(first.workload, name)]
@@ -259,7 +259,7 @@ _MERGED_HEADER = (
 
 
 def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
-    """Notes on the merged table."""
+    """Yield notes on the merged table."""
     yield f"workload: {describe_workload(results[0])}; relative: against the slowest line"
     yield "machines were measured separately, not in pairs: their ratios contain the noise of both"
     simulated = dict.fromkeys(result.machine.name for result in results if result.is_simulated)
@@ -276,7 +276,7 @@ def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
 
 
 def describe_workload(result: BenchResult) -> str:
-    """The properties of a workload that must be equal on all machines."""
+    """Return the properties of a workload that must be equal on all machines."""
     workload = result.workload
     return (
         f"{workload.recipe}, {format_count(workload.num_parameters)} parameters, "
@@ -288,7 +288,7 @@ _CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "arc
 
 
 def bench_chart(result: BenchResult) -> str | None:
-    """An SVG of the micro-batch sweep, or of the first other sweep; None where there is none with several rows."""
+    """Return an SVG of the micro-batch sweep or the first other sweep, or None if no sweep has several rows."""
     sweep = next(
         (
             candidate

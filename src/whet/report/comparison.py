@@ -18,7 +18,7 @@ _MAX_CELL = 40
 
 
 class ComparisonRow(FrozenModel):
-    """One name and its value in each run; None where a run does not have it."""
+    """One name and its value in each run. None means that a run does not have it."""
 
     name: str
     values: tuple[str | None, ...]
@@ -26,19 +26,19 @@ class ComparisonRow(FrozenModel):
 
 
 class RunComparison(StrictModel):
-    """Runs side by side, in the order they were named."""
+    """Several runs side by side, in the given order."""
 
     runs: tuple[RunReport, ...]
     labels: tuple[str, ...]
-    """The name of each run, with a number where two are the same."""
+    """Name of each run, with a number if several runs have the same name."""
     settings: tuple[ComparisonRow, ...]
-    """Of the plans; those that differ first."""
+    """Settings of the plans. Settings that differ come first."""
     config: tuple[ComparisonRow, ...]
     environment: tuple[ComparisonRow, ...]
 
     @property
     def sections(self) -> tuple[tuple[str, tuple[ComparisonRow, ...]], ...]:
-        """What may differ between runs, by title."""
+        """The rows that may differ between runs, by title."""
         return (
             ("settings of the plan", self.settings),
             ("configuration", self.config),
@@ -46,7 +46,7 @@ class RunComparison(StrictModel):
         )
 
     def for_page(self) -> "RunComparison":
-        """A copy for a page: limited in size, and without the locations of the runs on this disk."""
+        """Return a copy for a page, limited in size and without the paths of the runs."""
         return self.model_copy(update={"runs": tuple(run.for_page() for run in self.runs)})
 
 
@@ -68,7 +68,7 @@ def compare_runs(reports: Sequence[RunReport]) -> RunComparison:
 
 
 def key_figures(report: RunReport) -> dict[str, str]:
-    """The most important figures of a run by name, as text; unknown ones are left out."""
+    """Return the most important figures of a run by name, as text. Unknown figures are omitted."""
     of_total = f" of {report.total_steps:,}" if report.total_steps else ""
     samples = f", {format_count(report.samples)} samples" if report.samples is not None else ""
     figures = {"state": report.state, "steps": f"{report.step:,}{of_total}{samples}"}
@@ -93,14 +93,14 @@ def key_figures(report: RunReport) -> dict[str, str]:
 
 
 def figure_rows(comparison: RunComparison) -> list[tuple[str, list[str]]]:
-    """The key figures of all runs: a name and a value for each run."""
+    """Return the key figures as rows: a name, and the value of each run."""
     figures = [key_figures(report) for report in comparison.runs]
     names = dict.fromkeys(name for each in figures for name in each)
     return [(name, [each.get(name, "-") for each in figures]) for name in names]
 
 
 def render_comparison(comparison: RunComparison) -> str:
-    """The comparison as plain text: figures first, then only what differs."""
+    """Return the comparison as plain text: key figures first, then the differences."""
     sections = [_table("", comparison.labels, figure_rows(comparison))]
     for title, rows in comparison.sections:
         different = [(row.name, [value or "-" for value in row.values]) for row in rows if row.differs]

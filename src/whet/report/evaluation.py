@@ -13,7 +13,7 @@ MAX_CLASSES = 60
 MAX_SAMPLES = 50
 MAX_COLUMNS = 8
 _MAX_CELL, _MAX_LABEL = 2000, 200
-# Older evaluations say little about the model as it is now.
+# Look for details in at most this many evaluations. Older ones do not describe the current model.
 _MAX_EVALUATIONS = 50
 
 EvaluationSplit = Literal["val", "test"]
@@ -31,7 +31,7 @@ class Evaluation(FrozenModel):
 
 
 class ConfusionMatrix(FrozenModel):
-    """How many samples of each class (row) were predicted as which (column)."""
+    """Number of samples by true class (row) and predicted class (column)."""
 
     split: EvaluationSplit
     step: int
@@ -50,7 +50,7 @@ class ClassTable(FrozenModel):
 
 
 class SampleTable(FrozenModel):
-    """Some samples of an evaluation."""
+    """Examples from an evaluation, with inputs and predictions."""
 
     split: EvaluationSplit
     step: int
@@ -67,7 +67,7 @@ class EvaluationDetails(FrozenModel):
 
 
 def read_evaluations(history: History) -> tuple[Evaluation, ...]:
-    """All evaluations of a run, with the fields that are numbers."""
+    """Return all evaluations of a run, with their numeric fields."""
     evaluations = []
     for event in history.events(kinds=("eval",)):
         numbers = {name: as_number(value) for name, value in event.fields.items()}
@@ -77,7 +77,7 @@ def read_evaluations(history: History) -> tuple[Evaluation, ...]:
 
 
 def tested_step(history: History) -> int | None:
-    """The step of the checkpoint that was evaluated on the test split, where a run names it."""
+    """Return the step of the checkpoint that was evaluated on the test split, or None if the run does not name it."""
     names = (event.get("weights") for event in history.backwards(kinds=("eval",)))
     matches = (re.fullmatch(r"step-(\d{1,18})", name) for name in names if isinstance(name, str))
     return next((int(match[1]) for match in matches if match), None)

@@ -15,7 +15,7 @@ _MAX_TIMELINE = 12
 
 
 def run_markdown(report: RunReport) -> str:
-    """The page of one run."""
+    """Return the report of one run as Markdown."""
     figures = [(escape_markdown(name), escape_markdown(value)) for name, value in key_figures(report).items()]
     sections = [
         f"# {escape_markdown(report.name)}",
@@ -37,7 +37,7 @@ def run_markdown(report: RunReport) -> str:
 
 
 def comparison_markdown(comparison: RunComparison) -> str:
-    """The page of several runs."""
+    """Return the comparison of several runs as Markdown."""
     labels = [escape_markdown(label) for label in comparison.labels]
     header = ("", *labels)
     figures = [(escape_markdown(name), *map(escape_markdown, values)) for name, values in figure_rows(comparison)]
@@ -61,7 +61,7 @@ def _curves(report: RunReport) -> str:
             continue
         lines = draw_curve(curve, width=_CURVE_WIDTH, height=_CURVE_HEIGHT)
         drawn += ["", f"{one_line(curve.field).replace('`', chr(39))} by step", *lines] if lines else []
-    # A fence of four backticks: none of our lines begins with a backtick.
+    # Fence with four backticks. No line of the report begins with a backtick.
     return "\n".join(["````text", *drawn[1:], "````"]) if drawn else ""
 
 

@@ -1,4 +1,4 @@
-"""A run opened from Python: its curves as lists, a plot and a summary."""
+"""A run opened from Python, with its curves as lists, a plot and a summary."""
 
 import math
 from pathlib import Path
@@ -22,14 +22,14 @@ Curves = dict[str, dict[str, list[float]]]
 
 
 class OpenedRun(folder.Run):
-    """A run folder with its curves. Its log is read again by each call."""
+    """A run folder with its curves. Each call reads the log again."""
 
     def curves(self, *, points: int = POINTS) -> Curves:
-        """Every curve by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
+        """Return all curves by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
 
-        A curve is lists of one length: `step`, `samples`, `seconds` (of training), `time` (unix seconds), and of the
-        steps from there to the next point `mean`, `low` and `high`; NaN where there is none. Each has at most `points`
-        points, and a spike stays in `high`. `pandas.DataFrame(run.curves()["train/loss"])` makes a table of one.
+        A curve is a dictionary of lists of equal length: the x positions `step`, `samples`, `seconds` (of training) and
+        `time` (unix seconds), and `mean`, `low` and `high` of the steps up to the next point, or NaN. It has at most
+        `points` points; `high` keeps every spike. `pandas.DataFrame(run.curves()["train/loss"])` returns a table.
         """
         if points < 1:
             raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")
@@ -37,9 +37,9 @@ class OpenedRun(folder.Run):
         return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in downsampled.values()}
 
     def plot(self, *names: str, by: Axis = "step", points: int = POINTS) -> SvgImage:
-        """Plot curves, by default the loss and the goal; a notebook displays the image, `.save(path)` writes it.
+        """Plot curves, by default the loss and the goal metric. A notebook displays the image; `.save(path)` writes it.
 
-        A name is one of `curves()`, or the end of one: `run.plot("loss", "accuracy", by="samples")`.
+        A name is a key of `curves()` or its last part: `run.plot("loss", "accuracy", by="samples")`.
         """
         if by not in ("step", "samples", "seconds"):
             raise UsageError("no such axis", got=by, try_="by='step', 'samples' or 'seconds'")
@@ -57,7 +57,7 @@ class OpenedRun(folder.Run):
         )
 
     def summary(self) -> RunReport:
-        """The report of the run, as `whet report` shows it."""
+        """Return the report of the run, as shown by `whet report`."""
         return summarize(self)
 
     def _default_curves(self, curves: Curves) -> list[str]:
@@ -99,6 +99,6 @@ def _number(value: float | None) -> float:
 
 
 def _line(name: str, curve: dict[str, list[float]], *, by: Axis) -> CurveBand:
-    # Where the number of samples is unknown, plot by step.
+    # Plot by step if the number of samples is unknown.
     x = curve[by] if all(math.isfinite(place) for place in curve[by]) else curve["step"]
     return CurveBand(name, x, curve["low"], curve["mean"], curve["high"])

@@ -1,4 +1,4 @@
-"""The plan of a run: its settings, the measurements behind them, and planned against actual figures."""
+"""The plan of a run: its settings, their measurements, and planned versus actual figures."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -29,14 +29,14 @@ class ReportSetting(FrozenModel):
 
 
 class TrialEvidence(FrozenModel):
-    """One value of a setting that was timed against another."""
+    """One value of a setting that was timed against a baseline."""
 
     label: str
     against: str
     verdict: str
     note: str
     chosen: bool
-    """The run used it."""
+    """Whether the run used this value."""
     repeats: int
     speedup: float | None
     low: float | None
@@ -52,25 +52,25 @@ class SettingEvidence(FrozenModel):
 
     setting: str
     value: str
-    """What the run used."""
+    """Value that the run used."""
     trials: tuple[TrialEvidence, ...]
 
 
 class PlannedVsActual(FrozenModel):
-    """One figure as it was planned and as it turned out; None: not planned, or not known yet."""
+    """A planned figure and its actual value. None means not planned, or not known yet."""
 
     name: str
     unit: Literal["seconds", "bytes", "samples/s", "steps"]
     planned: float | None
     actual: float | None
     is_comparable: bool = True
-    """Both count the same things, so that their ratio means something."""
+    """Whether both figures count the same things, so that their ratio is meaningful."""
     note: str
-    """How both were counted."""
+    """How both figures were obtained."""
 
 
 def plan_settings(plan: Mapping[str, Any]) -> tuple[ReportSetting, ...]:
-    """The settings of a plan.json, without those that are malformed."""
+    """Return the settings of a plan.json, except malformed ones."""
     settings = plan.get("settings")
     return tuple(
         ReportSetting(
@@ -86,14 +86,14 @@ def plan_settings(plan: Mapping[str, Any]) -> tuple[ReportSetting, ...]:
 
 
 def plan_setting(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One setting of a plan.json; empty where there is none."""
+    """Return one setting of a plan.json, or an empty mapping if it is missing."""
     settings = plan.get("settings")
     setting = settings.get(name) if isinstance(settings, Mapping) else None
     return setting if isinstance(setting, Mapping) else {}
 
 
 def plan_trials(plan: Mapping[str, Any]) -> tuple[TuneTrial, ...]:
-    """The trials of a plan.json, without those that this version cannot read."""
+    """Return the trials of a plan.json, except those that this version cannot read."""
     trials: list[TuneTrial] = []
     listed = plan.get("trials")
     for entry in listed if isinstance(listed, list | tuple) else ():
@@ -105,7 +105,7 @@ def plan_trials(plan: Mapping[str, Any]) -> tuple[TuneTrial, ...]:
 
 
 def setting_evidence(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[SettingEvidence, ...]:
-    """The trials by setting, in the order they were made; whole plans last."""
+    """Return the trials by setting in the order of measurement, with comparisons of whole plans last."""
     names = sorted(dict.fromkeys(trial.setting for trial in trials), key=lambda name: name == "plan")
     return tuple(
         SettingEvidence(
@@ -144,7 +144,7 @@ def _settings_text(settings: Mapping[str, Scalar], *, first: str) -> str:
 def planned_vs_actual(
     report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]
 ) -> tuple[PlannedVsActual, ...]:
-    """The figures that were planned before the run or are known after it."""
+    """Return the figures that were planned before the run or are known after it."""
     workload = plan.get("workload")
     workload = workload if isinstance(workload, Mapping) else {}
     step, batch = _planned_step_seconds(trials), as_number(workload.get("global_batch_size"))
@@ -188,7 +188,7 @@ def planned_vs_actual(
 
 
 def peak_memory(report: "RunReport") -> float | None:
-    """The peak memory of tensors, or of the process where there is no such counter."""
+    """Return the peak memory of tensors, or of the process if the device has no such counter."""
     seen = [float(epoch.memory_bytes) for epoch in report.epochs if epoch.memory_bytes]
     for track in report.tracks:
         for name in ("memory/peak", "memory/allocated"):
@@ -198,7 +198,7 @@ def peak_memory(report: "RunReport") -> float | None:
 
 
 def _planned_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
-    """The time of one step under the chosen plan, as measured before the run."""
+    """Return the step time of the chosen plan, as measured before the run."""
     plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
     if plans:
         last = plans[-1]

@@ -1,10 +1,10 @@
-"""The model of a run: everything its folder says about it, as one frozen value that every renderer shows its own way.
+"""The report of a run: all data in its folder as one frozen value, which every renderer formats.
 
     report = summarize("runs/demo")
     report.track("step").line("loss").mean
     report.as_json()                        # what `whet report --json` prints
 
-Lists and live views show its base class, `RunStatus`, which is cheap to read.
+Lists and live views use its base class `RunStatus`, which is cheap to read.
 """
 
 import re
@@ -61,9 +61,9 @@ class EpochSummary(FrozenModel):
     epoch: int
     seconds: float
     memory_bytes: int | None
-    """Peak memory of tensors so far, or the memory of the process where there is no such counter."""
+    """Peak memory of tensors so far, or the memory of the process if the device has no such counter."""
     state_bytes: dict[str, int] = Field(default_factory=dict)
-    """What weights, gradients and optimizer state take between steps."""
+    """Bytes of weights, gradients and optimizer state between steps."""
 
 
 class SavedCheckpoint(FrozenModel):
@@ -75,17 +75,17 @@ class SavedCheckpoint(FrozenModel):
 
 
 class SavingCost(FrozenModel):
-    """The checkpoints that were written, and the training time they took."""
+    """The number of written checkpoints, and the training time that they cost."""
 
     count: int = 0
     stall_seconds: float = 0.0
-    """Training stood still."""
+    """Seconds in which training was blocked."""
     slowed_seconds: float = 0.0
-    """Steps took longer while a checkpoint was written in the background."""
+    """Extra seconds of steps during background writes of checkpoints."""
 
     @property
     def cost_seconds(self) -> float:
-        """Both together."""
+        """Sum of blocked and extra seconds."""
         return self.stall_seconds + self.slowed_seconds
 
 
@@ -99,66 +99,66 @@ class Incident(FrozenModel):
 
 
 class Provenance(FrozenModel):
-    """What it takes to reproduce a run."""
+    """The data needed to reproduce a run."""
 
     command: str | None
-    """None: it was started from Python."""
+    """Command that started the run, or None if it was started from Python."""
     config: dict[str, Any]
     seed: int | None
     data: str | None
-    """The fingerprint of the training data, from the newest checkpoint."""
+    """Fingerprint of the training data, from the newest checkpoint."""
     num_samples: int | None
     versions: dict[str, str]
     machine: dict[str, Any]
 
 
 class RunReport(RunStatus):
-    """Everything a run folder says about its run."""
+    """All data about a run in its folder."""
 
     format_version: int = FORMAT_VERSION
     reported_by: str = VERSION
-    """The version of whet that made this report."""
+    """Version of whet that made this report."""
     name: str
-    """Of the run folder."""
+    """Name of the run folder."""
     whet: str
-    """The version of whet that created the run."""
+    """Version of whet that created the run."""
     created: float
-    """Unix seconds, like all times here."""
+    """Creation time in unix seconds, like all times in the report."""
 
     # Progress and results
     epoch: float | None
-    """Of the newest step, counted from 0."""
+    """Epoch of the newest step, counted from 0."""
     samples: int | None
     first_loss: float | None
     best_loss: float | None
     best_loss_step: int | None
-    """A step with the best loss."""
+    """First step with the best loss."""
     goal_mode: Literal["max", "min"] = "max"
     best_goal: float | None = None
     best_goal_step: int | None = None
     evaluations: tuple[Evaluation, ...] = ()
     metrics: dict[str, float] = Field(default_factory=dict)
-    """The newest value of every metric."""
+    """Newest value of every metric."""
     baseline: dict[str, float] = Field(default_factory=dict)
-    """What the recipe compares the goal on the test split with, by name."""
+    """Baselines of the recipe for the goal metric on the test split, by name."""
     tested_step: int | None = None
-    """The step of the weights that were tested, where a run names it."""
+    """Step of the tested weights, or None if the run does not name it."""
     details: EvaluationDetails = EvaluationDetails()
     epochs: tuple[EpochSummary, ...] = ()
     tracks: tuple[Track, ...] = ()
 
     # Time
     wall_seconds: float
-    """From the first event to the last."""
+    """Seconds from the first event to the last."""
     training_seconds: float
-    """The part of it in which a process was training."""
+    """Seconds in which a process was training."""
     sessions: tuple[SessionSpan, ...] = ()
     phases: tuple[PhaseTime, ...] = ()
-    """Where the time of the steps went."""
+    """Time of the steps by phase."""
     slow_periods: tuple[SlowPeriod, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
     timeline_omitted: int = 0
-    """Entries between the first and the last ones."""
+    """Number of entries omitted from the middle of the timeline."""
     incidents: tuple[Incident, ...] = ()
 
     # Plan
@@ -174,33 +174,33 @@ class RunReport(RunStatus):
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     saving: SavingCost = SavingCost()
     proof: str | None = None
-    """The result of `whet prove` in one line; None where it was not run."""
+    """Result of `whet prove` in one line, or None if it was not run."""
     inexact_since: int | None = None
-    """The step since which the run is not bit-exact; None: it is, as far as the run knows."""
+    """Step since which the run is not bit-exact, or None if no inexact step was recorded."""
     inexact_reason: str | None = None
     damaged_lines: int = 0
-    """Lines of events.jsonl that could not be read."""
+    """Number of lines of events.jsonl that could not be read."""
     failure: str | None = None
-    """Why the last session failed."""
+    """Reason why the last session failed."""
     resume: str | None = None
-    """The command that resumes the run; None when it is done or running."""
+    """Command that resumes the run, or None if it is done or running."""
 
     @property
     def uptime(self) -> float | None:
-        """Training seconds over wall seconds; None before anything took time."""
+        """Training seconds divided by wall seconds, or None if no time has passed."""
         return self.training_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time of the steps went, by phase; the longest first."""
+        """Seconds of the steps by phase, longest first."""
         return {phase.name: phase.seconds for phase in sorted(self.phases, key=lambda phase: -phase.seconds)}
 
     def track(self, source: CurveSource) -> Track | None:
-        """The curves of events of one kind; None where there are none."""
+        """Return the curves of one kind of event, or None if there are none."""
         return next((track for track in self.tracks if track.source == source), None)
 
     def for_page(self) -> Self:
-        """A copy for a page: limited in size, and without the location of the run on this disk."""
+        """Return a copy for a page, limited in size and without the path of the run."""
         update = {
             "path": Path(self.name),
             "evaluations": self.evaluations[-_MAX_PAGE_EVALUATIONS:],
@@ -210,9 +210,9 @@ class RunReport(RunStatus):
 
 
 def summarize(run: Run | Path | str, *, history: History | None = None, points: int = POINTS) -> RunReport:
-    """The report of a run, from what is in its folder now.
+    """Return the report of a run from the current content of its folder.
 
-    `history` saves reading the log again; curves have at most `points` points.
+    Pass `history` to avoid reading the log again. Curves have at most `points` points.
     """
     run = run if isinstance(run, Run) else open_run(run)
     history = history if history is not None else History(run)
@@ -242,7 +242,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         **_time_fields(history),
         **_exactness_fields(history),
     )
-    # Derived from the rest of the report, so they come last.
+    # These fields are derived from the rest of the report, so compute them last.
     figures = planned_vs_actual(report, run.plan, trials)
     report = report.model_copy(update={"planned_vs_actual": figures})
     return report.model_copy(update={"advice": suggest(report, run.plan, trials)})
@@ -250,7 +250,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
 
 def _progress_fields(history: History) -> dict[str, Any]:
     first, last = next(history.events(kinds=("step",)), None), history.last("step")
-    # The index knows the best loss of each block; only the block that has it is read for its step.
+    # The index contains the best loss of each block, so only one block must be read to find its step.
     stats = ((block.stat("loss"), block) for block in history.step_blocks())
     losses = ((stat.least, block) for stat, block in stats if stat is not None and stat.count)
     best, block = min(losses, key=lambda pair: pair[0], default=(None, None))
@@ -271,7 +271,7 @@ def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str,
     evaluations = read_evaluations(history)
     modes = (event.get("mode") for event in history.backwards(kinds=SESSION_START_KINDS))
     mode = next((mode for mode in modes if mode in ("max", "min")), "max")
-    # NaN is never the best value.
+    # `x == x` excludes NaN, which must not become the best value.
     values = [(e.metrics[goal], e) for e in evaluations if goal in e.metrics and e.metrics[goal] == e.metrics[goal]]
     best = (max if mode == "max" else min)(values, key=lambda pair: pair[0], default=None)
     baseline = run.metadata.get("baseline")
@@ -360,7 +360,7 @@ def _provenance(run: Run) -> Provenance:
 
 
 def _data_facts(checkpoints: Path) -> dict[str, Any]:
-    """What the newest readable checkpoint says about the data."""
+    """Return the data facts in the newest readable checkpoint."""
     try:
         manifests = sorted(checkpoints.glob("step-*/manifest.json"), reverse=True)
     except OSError:
@@ -383,7 +383,7 @@ def _machine_text(run: Run) -> str:
     try:
         return machine_line(Machine.from_json(dict(run.machine), where="machine.json")) + processes
     except UsageError:
-        # Another version of whet may record more, or less, about a machine.
+        # Another version of whet may record more or fewer facts about a machine.
         return str(run.machine.get("chip") or run.machine.get("name") or "unknown") + processes
 
 

@@ -1,4 +1,4 @@
-"""The status of a run: the part of its report that lists and live views can afford to read often."""
+"""The status of a run: the part of its report that is cheap enough for lists and live views."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from whet.run.strict_json import StrictModel
 
 RunState = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
 
-# Speed is measured over this much of the end: steps are written in batches, up to a second late.
+# Speed is measured over the last seconds of a run. Steps are written in batches, up to a second late.
 _SPEED_SECONDS = 15.0
 _MAX_SPEED_STEPS = 2_000
 _MAX_RECENT = 12
@@ -27,7 +27,7 @@ _RECENT_KINDS = ("eval", "epoch", *TIMELINE_KINDS)
 
 
 class RunStatus(StrictModel):
-    """How far a run is. `RunReport` and `LiveStatus` extend it."""
+    """The progress of a run. `RunReport` and `LiveStatus` extend it."""
 
     path: Path
     state: RunState
@@ -35,61 +35,61 @@ class RunStatus(StrictModel):
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
-    """The newest training loss."""
+    """Newest training loss."""
     goal: str | None = None
-    """The name of the metric that decides which checkpoint is the best."""
+    """Name of the metric that selects the best checkpoint."""
     goal_value: float | None = None
-    """Its newest value."""
+    """Newest value of the goal metric."""
     updated: float = 0.0
-    """Unix seconds of the newest event, or of the creation of the run."""
+    """Time of the newest event, or of the creation of the run, in unix seconds."""
     size_bytes: int | None = None
-    """Disk space of the folder; None where it was not counted."""
+    """Disk usage of the folder in bytes, or None if it was not measured."""
     problem: str | None = None
-    """Why the run is unreadable."""
+    """Reason why the run is unreadable, or None."""
 
 
 class MachineLoad(FrozenModel):
-    """Memory, utilization and heat while a run trains; None is unknown."""
+    """Memory, utilization and heat while a run trains. None means unknown."""
 
     used_bytes: float | None = None
-    """On the device, or of the process where there is no such counter."""
+    """Memory used on the device, or by the process if the device has no such counter."""
     limit_bytes: float | None = None
     system_bytes: float | None = None
     system_limit_bytes: float | None = None
     swap_bytes: float | None = None
     gpu: float | None = None
     cpu: float | None = None
-    """Utilization from 0 to 1."""
+    """CPU utilization from 0 to 1."""
     heat: str | None = None
     pressure: str | None = None
-    """Memory pressure, where it is not normal."""
+    """Memory pressure, or None if it is normal."""
 
 
 class LiveStatus(RunStatus):
-    """A run as the live terminal view shows it."""
+    """The status of a run in the live terminal view."""
 
     device: str = ""
     epoch: int | None = None
     curve: Curve | None = None
-    """The training loss."""
+    """Curve of the training loss."""
     samples_per_second: float | None = None
     seconds_left: float | None = None
     load: MachineLoad = MachineLoad()
     recent: tuple[TimelineEntry, ...] = ()
-    """Recent events, the newest first."""
+    """Recent events, newest first."""
     resume: str | None = None
-    """The command that resumes the run, where it needs one."""
+    """Command that resumes the run, or None if it is not needed."""
 
 
 def list_runs(root: Path) -> tuple[RunStatus, ...]:
-    """The runs in a folder, by name."""
+    """Return the status of the runs in a folder, sorted by name."""
     statuses = (_list_entry(path) for path in run_folders(root))
-    # A run that was removed while it was read is not a damaged one.
+    # Skip a run that was removed while it was read, because it is not damaged.
     return tuple(run for run in statuses if run.state != "unreadable" or run.path.exists())
 
 
 def read_status(run: Run | Path | str, *, history: History | None = None) -> RunStatus:
-    """The status of a run as its folder is now; `history` saves reading its log again."""
+    """Return the current status of a run. Pass `history` to avoid reading the log again."""
     run = run if isinstance(run, Run) else open_run(run)
     history = history if history is not None else History(run)
     step, newest, goal = history.last("step"), next(history.backwards(), None), goal_name(history)
@@ -108,7 +108,7 @@ def read_status(run: Run | Path | str, *, history: History | None = None) -> Run
 
 
 def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
-    """The status of a run with everything the live view shows; its loss in at most `points` points."""
+    """Return the status of a run for the live view. The loss curve has at most `points` points."""
     status = read_status(run, history=history)
     is_running = status.state == "running"
     step = history.last("step")
@@ -129,19 +129,19 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
 
 
 def describe_problem(error: WhetError | OSError) -> str:
-    """Why a folder cannot be read as a run."""
+    """Return the reason why a folder cannot be read as a run."""
     return error.what if isinstance(error, WhetError) else str(error)
 
 
 def run_state(run: Run | Path, *, history: History) -> RunState:
-    """Whether a run is training, and how it ended if it is not."""
+    """Return the state of a run: running, or how it ended."""
     if lock.is_locked(run_folder(run)):
         return "running"
     return ended_state(history.last(*SESSION_START_KINDS, "end"), has_steps=history.last("step") is not None)
 
 
 def ended_state(last_turn: Event | None, *, has_steps: bool) -> RunState:
-    """The state of a run that no process trains, from its newest start, resume or end event."""
+    """Return the state of a run without a process, from its newest start, resume or end event."""
     if last_turn is None:
         return "stopped" if has_steps else "never started"
     if last_turn.kind != "end":
@@ -151,7 +151,7 @@ def ended_state(last_turn: Event | None, *, has_steps: bool) -> RunState:
 
 
 def total_steps(run: Run, *, history: History) -> int | None:
-    """How many steps the run will have: from its newest start, else from its configuration."""
+    """Return the planned number of steps, from the newest start event or the configuration, or None."""
     for event in history.backwards(kinds=SESSION_START_KINDS):
         total = event.get("total_steps")
         if type(total) is int:
@@ -161,13 +161,13 @@ def total_steps(run: Run, *, history: History) -> int | None:
 
 
 def goal_name(history: History) -> str | None:
-    """The goal metric, from the newest start that names one."""
+    """Return the name of the goal metric from the newest start event that has one, or None."""
     names = (event.get("goal") for event in history.backwards(kinds=SESSION_START_KINDS))
     return next((name for name in names if isinstance(name, str)), None)
 
 
 def machine_load(history: History, *, is_running: bool) -> MachineLoad:
-    """The newest reading of memory; utilization and heat only while the run trains."""
+    """Return the newest memory reading, with utilization and heat if the run is training."""
     event = history.last("health") or history.last("epoch")
     if event is None:
         return MachineLoad()
@@ -203,7 +203,7 @@ def _finite_numbers(value: object) -> dict[str, float]:
 
 
 def _heat(history: History, event: Event) -> str | None:
-    """The thermal state; without a sensor, slower steps are reported as slower, not as heat."""
+    """Return the thermal state. Without a sensor, slow steps are reported as slow and not as heat."""
     thermal = event.get("thermal")
     levels = () if thermal is None else (event.get("heat"), thermal)
     parts = list(dict.fromkeys(str(level) for level in levels if isinstance(level, str | int) and level is not False))
@@ -222,7 +222,7 @@ def _device(plan: Mapping[str, object]) -> str:
 
 
 def _speeds(history: History) -> tuple[float | None, float | None]:
-    """Samples and steps per second over the last seconds; None until two steps are far enough apart."""
+    """Return samples and steps per second over the last seconds, or None if there are too few steps."""
     recent = itertools.islice(history.backwards(kinds=("step", *SESSION_START_KINDS)), _MAX_SPEED_STEPS)
     last = first = next(recent, None)
     if last is None or first is None:

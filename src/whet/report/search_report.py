@@ -1,4 +1,4 @@
-"""Search results as text, Markdown, charts and one HTML page."""
+"""Render search results as text, Markdown, charts and an HTML page."""
 
 import html
 import math
@@ -16,7 +16,7 @@ _MAX_ROWS = 40
 
 
 def render_search(result: SearchResult) -> str:
-    """The result as plain text."""
+    """Return the result as plain text."""
     rows = [_cells(result, trial) for trial in _ranked(result)[:_MAX_ROWS]]
     lines = [
         f"search    {result.name}: {result.recipe}, {' '.join(result.space)}",
@@ -37,7 +37,7 @@ def render_search(result: SearchResult) -> str:
 
 
 def search_markdown(result: SearchResult) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     space = " ".join(code_span(word) for word in result.space)
     candidates = [
         (f"trial {c.number}", format_settings(c.settings), f"{c.mean:.4g}", _interval(result, c))
@@ -62,7 +62,7 @@ def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def winner_text(result: SearchResult) -> str:
-    """The winner with its interval, and whether it is clearly ahead."""
+    """Return a text with the winner, its interval and whether it is clearly ahead."""
     winner = result.winner
     if winner is None:
         return "none: no trial was completed"
@@ -82,7 +82,7 @@ def winner_text(result: SearchResult) -> str:
 
 
 def format_settings(settings: dict[str, object]) -> str:
-    """Settings as short text."""
+    """Return settings as short text."""
     return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
 
 
@@ -97,7 +97,7 @@ def _trial_counts(result: SearchResult) -> str:
 
 
 def _ranked(result: SearchResult) -> list[SearchTrial]:
-    """Trials with a value first, the best on top; then the others by number."""
+    """Return the trials with a value, best first, then the other trials by number."""
     sign = -1 if result.is_higher_better else 1
     order = ("complete", "pruned")
 
@@ -162,7 +162,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 640, 86, 30, 34
 
 
 def search_charts(result: SearchResult) -> dict[str, str]:
-    """SVG charts by title; only those with content."""
+    """Return the SVG charts by title, without empty ones."""
     seen = [trial for trial in result.trials if trial.value is not None and math.isfinite(trial.value)]
     pictures = {}
     if seen:
@@ -184,7 +184,7 @@ def _search_svg(title: str, height: int, parts: Iterator[str]) -> str:
 
 
 def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
-    """Values by trial, and the best so far."""
+    """Yield a chart of the values by trial, with the best value so far."""
     floor, right = 224, _WIDTH - _RIGHT
     values = [trial.value or 0.0 for trial in seen]
     across = AxisScale(0, max(trial.number for trial in result.trials), _LEFT, right)
@@ -224,7 +224,7 @@ def _importance(result: SearchResult) -> Iterator[str]:
 
 
 def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
-    """Parallel coordinates: an axis for each setting and one for the goal; the winner is highlighted."""
+    """Yield a parallel coordinates chart with an axis per setting and one for the goal. It highlights the winner."""
     floor, right = 276, _WIDTH - _RIGHT - 60
     keys = [word.partition("=")[0] for word in result.space]
     places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
@@ -242,7 +242,7 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
         css = "best" if trial.number == winner else "trial" if trial.state == "complete" else "trial left"
         words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
         yield f'<polyline class="{css}" points="{points}"><title>{words}</title></polyline>'
-    # Drawn last: the lines would cross out the labels.
+    # Draw the axes last, because the lines would cross out their labels.
     for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
         yield from _draw_axis(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
     ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
@@ -250,7 +250,7 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
 
 
 def _axis(word: str, floor: int) -> tuple[AxisScale, dict[str, float]]:
-    """The scale of a setting and its labels; choices are evenly spaced."""
+    """Return the scale of a setting and the positions of its labels. Choices are evenly spaced."""
     values = word.partition("=")[2]
     if values.startswith("["):
         choices = [_axis_label(choice) for choice in parse_value(values, word)]
@@ -274,7 +274,7 @@ def _axis_label(value: object) -> str:
 
 
 def _draw_axis(x: float, title: str, labels: dict[str, float], floor: int, *, is_last: bool = False) -> Iterator[str]:
-    """An axis with its labels: to its left, for the last one to its right."""
+    """Yield an axis with its labels on the left, or on the right for the last axis."""
     yield f'<line class="axis" x1="{round(x, 1)}" x2="{round(x, 1)}" y1="{_TOP + 20}" y2="{floor}"/>'
     yield svg_text(x, 30, title, extra='text-anchor="middle" font-weight="600"')
     for label, y in labels.items():
@@ -292,7 +292,7 @@ main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; te
 
 
 def search_page(result: SearchResult) -> str:
-    """The report of a search as one HTML file: winner, charts and trials; no script, no connection."""
+    """Return the report of a search as an HTML file without scripts or connections."""
     styles = [static_text("page.css"), SEARCH_STYLE + _PAGE_STYLE]
     pictures = [
         part
@@ -323,5 +323,5 @@ def search_page(result: SearchResult) -> str:
 
 
 def _html_lines(text: str) -> str:
-    """Each line as an element of its own, so that the rest of a long line is indented below its text."""
+    """Return each line as a separate element, so that a wrapped line gets a hanging indent."""
     return "".join(f"<span>{html.escape(line)}</span>" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed: mean, deviation and confidence interval of each metric."""
+"""Mean, standard deviation and confidence interval of metrics over runs that differ only in their seed."""
 
 import math
 import statistics
@@ -19,42 +19,42 @@ SEEDS_FILE = "seeds.json"
 FORMAT_VERSION = 1
 
 _FRACTIONS = {"accuracy", "f1", "precision", "recall", "auc", "top1", "top5", "exact"}
-# The loss of a metric is not a fraction.
+# Words that mark a metric as unbounded, as in "accuracy_loss".
 _NOT_FRACTIONS = {"loss", "error"}
 
 
 class MetricSpread(FrozenModel):
-    """One metric over all seeds that have it."""
+    """The distribution of one metric over all seeds that have it."""
 
     name: str
     values: tuple[float, ...]
     mean: float
     deviation: float | None = None
-    """The standard deviation of a run; None for a single value, like the bounds."""
+    """Standard deviation over runs. Like the bounds, it is None for a single value."""
     low: float | None = None
-    """The 95 % confidence interval of the mean, by Student's t."""
+    """Lower bound of the 95 % confidence interval of the mean (Student's t)."""
     high: float | None = None
 
 
 class SeedsResult(StrictModel):
-    """The results of all seeds, written next to their runs."""
+    """The results of all seeds, stored in the folder of their runs."""
 
     format_version: int = FORMAT_VERSION
     recipe: str
     seeds: tuple[int, ...]
     """All requested seeds."""
     done: tuple[int, ...]
-    """The seeds whose run is done; the metrics are theirs."""
+    """Seeds whose runs are done. The metrics include only these."""
     metrics: tuple[MetricSpread, ...] = ()
 
 
 def seed_folder(folder: Path, seed: int) -> Path:
-    """The folder of the run of a seed."""
+    """Return the run folder of a seed."""
     return folder / f"seed-{seed}"
 
 
 def metric_spread(name: str, values: Sequence[float]) -> MetricSpread:
-    """Mean, deviation and confidence interval of some values.
+    """Return mean, standard deviation and confidence interval of the values.
 
     >>> spread = metric_spread("accuracy", [0.7, 0.8, 0.9])
     >>> round(spread.mean, 3), round(spread.deviation, 3), round(spread.low, 3), round(spread.high, 3)
@@ -70,7 +70,7 @@ def metric_spread(name: str, values: Sequence[float]) -> MetricSpread:
 
 
 def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsResult:
-    """The results of the runs of these seeds that are done."""
+    """Collect the results of the finished runs of these seeds."""
     paths = {seed: seed_folder(folder, seed) for seed in seeds}
     reports = {seed: summarize(path) for seed, path in paths.items() if (path / RUN_FILE).exists()}
     done = {seed: report for seed, report in reports.items() if report.state == "done"}
@@ -85,7 +85,7 @@ def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsRes
 
 
 def check_same_data(folder: Path, done: Sequence[int]) -> None:
-    """Raise where seeds were trained on different data: a file may have changed after the first of them was done."""
+    """Raise an error if seeds were trained on different data. A file may have changed between runs."""
     fingerprints = {seed: open_run(seed_folder(folder, seed)).metadata.get("data") for seed in done}
     other = [seed for seed in done if fingerprints[seed] != fingerprints[done[0]]]
     if other:
@@ -97,19 +97,19 @@ def check_same_data(folder: Path, done: Sequence[int]) -> None:
 
 
 def _figures(report: RunReport) -> dict[str, float]:
-    """The best goal on the validation split, and the test metrics; without a test split the newest metrics."""
+    """Return the best validation goal and the test metrics, or the newest metrics if there is no test split."""
     best = {} if report.best_goal is None else {f"best {report.goal} on val": report.best_goal}
     tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
     return {**best, **(tested or report.metrics)}
 
 
 def write_seeds(folder: Path, result: SeedsResult) -> None:
-    """Write the results next to the runs."""
+    """Write the results into the folder of the runs."""
     durable.write_file(folder / SEEDS_FILE, data=(strict_json.encode(result.as_json(), pretty=True) + "\n").encode())
 
 
 def read_seeds(folder: Path) -> SeedsResult:
-    """Read what `write_seeds` wrote."""
+    """Read the results written by `write_seeds`."""
     path = folder / SEEDS_FILE
     try:
         return SeedsResult.from_json(strict_json.decode(read_regular_file(path)), where=path)
@@ -118,7 +118,7 @@ def read_seeds(folder: Path) -> SeedsResult:
 
 
 def render_seeds(result: SeedsResult) -> list[str]:
-    """The results as a table."""
+    """Return the results as the lines of a table."""
     missing = [str(seed) for seed in result.seeds if seed not in result.done]
     pending = f"; not done yet: {', '.join(missing)}" if missing else ""
     lines = [f"seeds     {', '.join(map(str, result.done)) or 'none'} are done{pending}"]
@@ -135,7 +135,7 @@ def render_seeds(result: SeedsResult) -> list[str]:
 
 
 def format_interval(name: str, *, mean: float, low: float, high: float, form: str) -> str:
-    """The bounds of a confidence interval; those of a fraction end at 0 and 1, which Student's t does not know.
+    """Format the bounds of a confidence interval. Bounds of a fraction are clipped to 0 and 1.
 
     >>> format_interval("accuracy", mean=0.2136, low=-0.1906, high=0.6179, form=".4g")
     '0 to 0.6179'

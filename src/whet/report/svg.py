@@ -1,6 +1,6 @@
 """Self-contained SVG charts: measured points with error bars, and curves with bands.
 
-They need no other file and follow the light or dark theme of the reader.
+The charts need no other files and follow the light or dark theme of the browser.
 """
 
 import math
@@ -16,7 +16,7 @@ _WIDTH, _PANEL_HEIGHT = 640, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
 _HEAD = 46
 _LINE = 18
-# A limit this many times above all points would flatten them: then the scale is logarithmic.
+# If the limit is this many times above all points, a linear scale would flatten them. Use a logarithmic scale then.
 _WIDE_RANGE = 6.0
 _STYLE = """
 .whet-chart { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -45,7 +45,7 @@ _STYLE = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPoint:
-    """One measured value at its place on the x axis; without a value a cross, whose tooltip says why."""
+    """One value on the x axis. A point without a value is drawn as a cross, and its tooltip gives the reason."""
 
     label: str
     value: float | None = None
@@ -53,30 +53,30 @@ class ChartPoint:
     high: float | None = None
     is_chosen: bool = False
     is_hollow: bool = False
-    """Whether the value was not measured."""
+    """Whether the point is hollow, which means that its value was not measured."""
     tooltip: str = ""
-    """The tooltip."""
+    """Text of the tooltip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPanel:
-    """One pair of axes; points are evenly spaced in their order."""
+    """One pair of axes. The points are evenly spaced, in their order."""
 
     title: str
     x_title: str
     points: Sequence[ChartPoint]
     format_y: Callable[[float], str]
-    """Formats a number of the y axis."""
+    """Formats the labels of the y axis."""
     limit: float | None = None
     limit_label: str = ""
     is_joined: bool = True
-    """Whether a line connects the points: only where the x axis has an order."""
+    """Whether a line connects the points. Use it only if the x axis has an order."""
     is_binary: bool = False
     """Whether round numbers are multiples of 1024 instead of 1000."""
 
 
 def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
-    """Draw the panels below each other, as one SVG document."""
+    """Draw the panels below each other in one SVG document."""
     height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-chart" viewBox="0 0 {_WIDTH} {height}"'
@@ -106,7 +106,7 @@ class AxisScale:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """The position of a number; the middle where all numbers are equal."""
+        """Return the position of a number, or the middle of the axis if its range is empty."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -133,7 +133,7 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
     if panel.limit is not None:
         y = scale.place(panel.limit)
         yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        # On the left: values that grow toward a limit come near it on the right.
+        # Put the label on the left, because rising values come near the limit on the right.
         yield svg_text(_LEFT + 6, y - 6, panel.limit_label, css="limit-text")
     for point, x in places:
         yield svg_text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
@@ -172,12 +172,12 @@ def _scale(panel: ChartPanel) -> tuple[AxisScale, list[float]]:
         return AxisScale(low, high, floor, _TOP, is_log=True), [tick for tick in ticks if low <= tick <= high]
     top = max(limit, highest) or 1.0
     ticks = [tick * unit for tick in round_ticks(top / unit)]
-    # Room for the label of the limit and for error bars.
+    # Leave space for the label of the limit and for error bars.
     return AxisScale(0.0, max(ticks[-1], top * 1.12), floor, _TOP), ticks
 
 
 def round_ticks(top: float, *, most: int = 5) -> list[float]:
-    """Round numbers from 0 up to `top`, in steps of 1, 2 or 5 times a power of ten.
+    """Return round numbers from 0 to `top`, in steps of 1, 2 or 5 times a power of ten.
 
     >>> round_ticks(870.0), round_ticks(0.3)
     ([0.0, 200.0, 400.0, 600.0, 800.0], [0.0, 0.1, 0.2, 0.3])
@@ -201,20 +201,20 @@ def _bold(point: ChartPoint) -> str:
 
 
 def svg_text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
-    """A text element."""
+    """Return a text element."""
     named = f' class="{css}"' if css else ""
     return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{escape_svg(text)}</text>'
 
 
 def escape_svg(text: str) -> str:
-    """Text without markup and without characters that XML forbids."""
+    """Escape markup and remove characters that XML forbids."""
     return escape("".join(char if char.isprintable() else " " for char in text))
 
 
 _CURVES_WIDTH, _CURVES_PANEL_HEIGHT = 640, 200
 _CURVES_LEFT, _CURVES_RIGHT, _CURVES_TOP, _CURVES_BOTTOM = 86, 24, 30, 36
 _CURVES_HEAD = 50
-# Curves with at most this many points also get dots.
+# Draw dots on curves with at most this many points.
 _MAX_DOTS = 40
 _CURVES_STYLE = """
 .whet-curves { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -237,7 +237,7 @@ _CURVES_STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class SvgImage:
-    """An SVG that a notebook displays; `save` writes it to a file."""
+    """An SVG image that a notebook can display. `save` writes it to a file."""
 
     svg: str
 
@@ -248,7 +248,7 @@ class SvgImage:
         return f"<SVG image of {len(self.svg):,} bytes; .save(path) writes it>"
 
     def save(self, path: Path | str) -> Path:
-        """Write the image; an existing file is replaced."""
+        """Write the image to a file, replacing an existing one, and return the path."""
         path = Path(path).expanduser().absolute()
         if path.suffix.lower() not in ("", ".svg"):
             raise UsageError("the image is SVG", got=path.name, try_=f"{path.stem}.svg")
@@ -258,7 +258,7 @@ class SvgImage:
 
 @dataclass(frozen=True, slots=True)
 class CurveBand:
-    """One curve: x positions, and at each the least, mean and greatest value; NaN leaves a gap."""
+    """One curve with minimum, mean and maximum at each x position. NaN leaves a gap."""
 
     name: str
     x: Sequence[float]
@@ -275,7 +275,7 @@ def draw_curve_panels(title: str, lines: Sequence[CurveBand], *, subtitle: str, 
         f' width="{_CURVES_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
         f"<title>{escape_svg(title)}</title>",
         f"<style>{_CURVES_STYLE}</style>",
-        # A background of its own: a notebook may be dark where the system is light, and the other way round.
+        # Draw a background, because the themes of notebook and system may differ.
         f'<rect class="paper" width="{_CURVES_WIDTH}" height="{height}"/>',
         svg_text(_CURVES_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
         svg_text(_CURVES_LEFT - 62, 38, subtitle, css="quiet"),
@@ -322,7 +322,7 @@ def _draw_range(line: CurveBand, piece: range, across: AxisScale, up: AxisScale)
 
 
 def _gapless_ranges(line: CurveBand) -> Iterator[range]:
-    """Ranges of neighboring points without a gap."""
+    """Yield the ranges of consecutive points without a gap."""
     start = None
     for i, value in enumerate((*line.mean, math.nan)):
         if math.isfinite(value):
@@ -333,7 +333,7 @@ def _gapless_ranges(line: CurveBand) -> Iterator[range]:
 
 
 def _ticks(axis: AxisScale, *, most: int) -> list[float]:
-    """Round numbers within the axis; its two ends where none fits."""
+    """Return round numbers within the axis, or its two ends if no round number fits."""
     span = axis.high - axis.low
     if not (0 < span < math.inf):
         return [axis.low] if span == 0 else [axis.low, axis.high]

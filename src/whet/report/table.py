@@ -1,7 +1,7 @@
 """Tables as plain text and as Markdown.
 
-Names and logs come from anywhere, so all Markdown syntax in them is escaped: no image is fetched, no link is made and
-nobody is mentioned.
+Names and logs may be untrusted, so all Markdown syntax in them is escaped. They cannot embed images, create links or
+mention users.
 """
 
 import re
@@ -12,13 +12,13 @@ _MAX_TEXT = 400
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, each column as wide as its widest cell."""
+    """Return the rows as lines, with each column as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already; empty without rows."""
+    """Return a Markdown table, or an empty text if there are no rows. The cells must already be Markdown."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if not lines:
         return ""
@@ -26,7 +26,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, on one line.
+    """Escape text, so that Markdown shows it unchanged on one line.
 
     >>> escape_markdown("![x](http://y) a|b @you")
     '!\\\\[x\\\\](http:\\u200b//y) a\\\\|b @\\u200byou'
@@ -36,11 +36,11 @@ def escape_markdown(text: str) -> str:
 
 
 def code_span(text: str) -> str:
-    """A code span; backticks, which would end it, are replaced."""
+    """Return a code span. Backticks in the text, which would end the span, are replaced."""
     line = one_line(text).replace("`", "'")
     return f"`{line.replace('|', chr(92) + '|')}`" if line else ""
 
 
 def one_line(text: str) -> str:
-    """The text on one line, without control characters."""
+    """Return the text on one line, without control characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -16,12 +16,12 @@ _LABEL_WIDTH = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MAX_INCIDENTS = 12
-# Characters of one text: a damaged plan may hold a reason of megabytes, which would take a minute to wrap.
+# Maximum characters of one text. A damaged plan may contain megabytes of text, which would take a minute to wrap.
 _MAX_TEXT = 4_000
 
 
 def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
-    """The report as text. Only the resume command may be longer than `width`, so that it can be copied whole."""
+    """Return the report as text. Only the resume command may exceed `width`, so that it can be copied."""
     width = max(width, MIN_WIDTH)
     facts = [line for label, fact in _facts(report) for line in _labelled(label, fact, width=width)]
     sections = [
@@ -129,7 +129,7 @@ def _saved(report: RunReport) -> str:
 
 
 def _classes(report: RunReport, *, width: int) -> list[str]:
-    """The scores of each class on the test split, else on the validation split."""
+    """Return the scores of each class on the test split, or on the validation split."""
     if not report.details.classes:
         return []
     table = report.details.classes[-1]
@@ -221,7 +221,7 @@ def _wrapped(text: str, *, width: int, indent: str = "", hanging: str | None = N
 
 
 def _clean(text: str) -> str:
-    """The text without control characters and not too long: a run folder may come from anywhere."""
+    """Remove control characters and truncate the text, because a run folder may be untrusted."""
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]} ... ({len(text):,} characters)"
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,4 +1,4 @@
-"""Curves drawn with characters: braille dots, or ASCII where those are missing."""
+"""Draw curves with characters: braille dots, or ASCII if the terminal lacks them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ _ASCII_BARS = "_.-=+*#"
 
 
 def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -> tuple[str, ...]:
-    """Draw a curve in `height` lines and one of step numbers, none longer than `width`; no lines without values.
+    """Draw a curve in `height` lines of at most `width` characters, plus a line with step numbers.
 
-    Each point is drawn from its least to its greatest value. NaN leaves a gap.
+    Each point is drawn from its minimum to its maximum. NaN leaves a gap. Without values there are no lines.
     """
     drawable = [p for p in curve.points if p.low is not None and p.high is not None]
     if not drawable or width < 2 or height < 1:
@@ -39,7 +39,7 @@ def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -
 
 
 def sparkline(curve: Curve, *, width: int, unicode: bool = True) -> str:
-    """The curve on one line of at most `width` characters; a gap where it is NaN."""
+    """Draw a curve on one line of at most `width` characters. NaN leaves a gap."""
     means = [point.mean for point in curve.points]
     columns = min(width, len(means))
     cells = [_mean(means[i * len(means) // columns : (i + 1) * len(means) // columns]) for i in range(columns)]
@@ -65,7 +65,7 @@ class _Canvas:
     num_x: int
     num_y: int
     marks: set[tuple[int, int]]
-    """Dots as (x, y), with y from the bottom."""
+    """Positions of the dots as (x, y), with y = 0 at the bottom."""
 
     def column(self, x: int, y_from: int, y_to: int) -> None:
         self.marks.update((x, y) for y in range(min(y_from, y_to), max(y_from, y_to) + 1))
@@ -110,7 +110,7 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """The columns of a straight line between two dots, each with its range of dots."""
+    """Yield the columns of a straight line between two dots, each with its range of dots."""
     (x0, y0), (x1, y1) = start, end
     if x1 == x0:
         yield x0, y0, y1
@@ -134,7 +134,7 @@ def _steps(curve: Curve, *, columns: int) -> str:
 
 
 def curve_from_values(values: dict[int, float], *, field: str) -> Curve:
-    """A curve of single values by step, such as those of evaluations."""
+    """Return a curve from single values by step, such as those of evaluations."""
     points = tuple(_single(step, value) for step, value in sorted(values.items()))
     return Curve(field=field, points=points, last_step=max(values, default=0))
 

@@ -1,4 +1,4 @@
-"""What happened in a run over time: sessions, slow periods and notable events."""
+"""The timeline of a run: sessions, slow periods and notable events."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from whet.plan.render import format_value
 from whet.run.event import INCIDENT_KINDS, SESSION_START_KINDS, Event, as_number
 from whet.run.events import History
 
-# The first and the last ones: a run of five million steps may have many, and a page has limits.
+# Keep only the first and last entries: a run of five million steps may have too many for a page.
 MAX_TIMELINE = 300
 MAX_SLOW_PERIODS = 200
 TIMELINE_KINDS = ("start", "plan", "checkpoint", *INCIDENT_KINDS, "end")
@@ -24,7 +24,7 @@ _NORMAL_LEVELS = {
 
 Tone = Literal["good", "plain", "warn", "bad"]
 
-# Of incidents; all others are warnings.
+# Tones of incidents. All other incidents are warnings.
 _TONES: dict[str, Tone] = {"oom": "bad", "restart": "bad", "resume": "plain"}
 _TITLES = {
     "oom": "out of memory",
@@ -33,7 +33,7 @@ _TITLES = {
     "skip": "a step was skipped",
     "spike": "the loss is far above its usual values",
 }
-# Fields of an incident that its text states in words, or that other parts of a report show.
+# Fields that the text of an incident already contains, or that other parts of a report show.
 _UNLISTED_FIELDS = {
     "resume": ("total_steps", "goal", "mode", "rejected", "exactness", "rollback_reason", "moved_from"),
     "oom": ("action",),
@@ -51,23 +51,23 @@ class SessionSpan(FrozenModel):
     """One process training without a break."""
 
     started: float
-    """Unix seconds."""
+    """Start time in unix seconds."""
     ended: float
     step: int
-    """The step it started from."""
+    """Step that the session started from."""
     begins_at: float
-    """Training seconds before it."""
+    """Training seconds of all earlier sessions."""
 
 
 class TrainingClock:
-    """Converts unix seconds to training seconds: the time between two sessions does not count."""
+    """Converts unix seconds to training seconds, which exclude the time between sessions."""
 
     def __init__(self, sessions: Sequence[SessionSpan]) -> None:
         self._sessions = sessions
         self._starts = [session.started for session in sessions]
 
     def at(self, time: float) -> float:
-        """The training seconds up to a time; between two sessions: up to the end of the earlier one."""
+        """Return the training seconds up to a time. They do not increase between two sessions."""
         if not self._sessions:
             return 0.0
         session = self._sessions[max(0, bisect_right(self._starts, time) - 1)]
@@ -75,7 +75,7 @@ class TrainingClock:
 
 
 def session_spans(history: History) -> tuple[SessionSpan, ...]:
-    """The sessions of a run, read from the index: a block never spans the start of a session."""
+    """Return the sessions of a run. The index is enough, because no block spans the start of a session."""
     spans: list[list[float]] = []
     for block in history.layout.blocks:
         if not block.kinds:
@@ -92,21 +92,21 @@ def session_spans(history: History) -> tuple[SessionSpan, ...]:
 
 
 class SlowPeriod(FrozenModel):
-    """Part of a run in which heat, low power or memory pressure held it back."""
+    """A period in which heat, low power or memory pressure slowed the run down."""
 
     cause: str
-    """heat, power or pressure."""
+    """Cause of the slowdown: heat, power or pressure."""
     level: str
     reason: str
     from_step: int
     to_step: int
     from_seconds: float
-    """Training seconds."""
+    """Start of the period in training seconds."""
     to_seconds: float
 
 
 def slow_periods(history: History, clock: TrainingClock) -> tuple[SlowPeriod, ...]:
-    """The periods between an event that reports a problem and the next one of its cause, or the end of the session."""
+    """Return the slow periods. A period ends with the next event of the same cause, or with the session."""
     periods: list[SlowPeriod] = []
     open_events: dict[str, Event] = {}
     for event in history.events(kinds=("throttle", "pressure", "end", *SESSION_START_KINDS)):
@@ -151,17 +151,17 @@ class TimelineEntry(FrozenModel):
     kind: str
     step: int
     time: float
-    """Unix seconds."""
+    """Time of the event in unix seconds."""
     seconds: float
-    """Training seconds."""
+    """Time of the event in training seconds."""
     tone: Tone
     text: str
 
 
 def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntry, ...], int]:
-    """The notable events of a run in order, and how many in the middle were omitted."""
+    """Return the notable events of a run in order, and the number of events omitted from the middle."""
     kinds = {kind for block in history.layout.blocks for kind in block.kinds} & set(TIMELINE_KINDS)
-    # Counted from the index: a run may have more incidents than a page can show.
+    # Count events in the index first, because a run may have more incidents than a page can show.
     total = sum(block.kinds.get(kind, 0) for block in history.layout.blocks for kind in kinds)
     first: list[TimelineEntry] = []
     for event in history.events(kinds=kinds):
@@ -177,7 +177,7 @@ def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntr
 
 
 def timeline_entry(event: Event, clock: TrainingClock) -> TimelineEntry:
-    """An event as a line of text with a tone; every kind has one."""
+    """Return an event as a line of text with a tone."""
     return TimelineEntry(
         kind=event.kind,
         step=event.step,
@@ -220,7 +220,7 @@ def _event_text(event: Event) -> str:
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str:
-    """What happened, why, what was done about it, and all other fields; of an unknown kind everything."""
+    """Return the text of an incident: title, reason, action and all other fields."""
     stated = ("reason", "exact", *_UNLISTED_FIELDS.get(kind, ()))
     rest = ", ".join(f"{name} {format_value(value)}" for name, value in fields.items() if name not in stated)
     parts = [
@@ -236,7 +236,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _title(kind: str) -> str:
-    """The beginning of the text; empty where the reason is a sentence of its own."""
+    """Return the beginning of the text, or an empty text if the reason is a complete sentence."""
     return _TITLES.get(kind, "" if kind in INCIDENT_KINDS else kind)
 
 

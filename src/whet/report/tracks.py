@@ -1,7 +1,7 @@
-"""The curves of a run over steps, samples and training time, and where the time of its steps went.
+"""The curves of a run over steps, samples and training time, and the time of its steps by phase.
 
-A track holds the curves of one kind of event. They share their x positions, so that a page can plot runs over each
-other by step, samples or time. Curves of long runs are drawn from the index of their log alone.
+A track holds the curves of one kind of event. They share their x positions, so that a page can plot several runs over
+steps, samples or time. Curves of long runs are computed from the index of the log alone.
 """
 
 import math
@@ -14,7 +14,7 @@ from whet.run.event import as_number
 from whet.run.event_block import StatCounter
 from whet.run.events import History
 
-# Per track: an evaluation may return any number of metrics.
+# Maximum curves per track. The limit is needed because an evaluation may return any number of metrics.
 MAX_CURVES = 40
 
 CurveSource = Literal["step", "eval", "health", "epoch"]
@@ -26,7 +26,7 @@ NON_STEP_PHASES = ("evaluate", "save", "cooldown")
 _SOURCES: tuple[CurveSource, ...] = ("step", "eval", "health", "epoch")
 _NOT_DRAWN = ("epoch", "samples", "num_shapes")
 _SECONDS = "seconds/"
-# In the order of a step.
+# Phases in the order of a step.
 _PHASE_NOTES = {
     "data": "waiting for the next samples",
     "transfer": "copying samples to the device",
@@ -41,16 +41,16 @@ _PHASE_NOTES = {
 
 
 class TrackLine(FrozenModel):
-    """One curve of a track; None where it has no finite value."""
+    """One curve of a track. None stands for a point without a finite value."""
 
     name: str
     unit: Unit = ""
     mean: tuple[float | None, ...]
     low: tuple[float | None, ...] | None = None
-    """The least and greatest of the values behind a point; None where each point is one value."""
+    """Minimum of the values of each point, or None if each point is a single value. `high` is the maximum."""
     high: tuple[float | None, ...] | None = None
     nonfinite: int = 0
-    """How many values were NaN or infinite."""
+    """Number of values that were NaN or infinite."""
 
 
 class Track(FrozenModel):
@@ -59,22 +59,22 @@ class Track(FrozenModel):
     source: CurveSource
     step: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Training seconds: the time between sessions does not count."""
+    """Training seconds, without the time between sessions."""
     samples: tuple[int | None, ...]
     lines: tuple[TrackLine, ...]
 
     def line(self, name: str) -> TrackLine | None:
-        """The curve of that name."""
+        """Return the curve of that name, or None."""
         return next((line for line in self.lines if line.name == name), None)
 
     def curve(self, name: str) -> Curve | None:
-        """The curve of that name as points, for drawing with characters."""
+        """Return the curve of that name as points, for text charts."""
         line = self.line(name)
         if line is None:
             return None
         columns = zip(self.step, line.low or line.mean, line.high or line.mean, line.mean, strict=True)
         points = tuple(
-            # A point without a mean is a gap: all its values were NaN or infinite.
+            # A point without a mean is a gap, because all its values were NaN or infinite.
             CurvePoint(step=step, low=low, high=high, mean=mean, nonfinite=int(mean is None))
             for step, low, high, mean in columns
         )
@@ -91,9 +91,9 @@ class PhaseTime(FrozenModel):
 
 
 def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[Track, ...]:
-    """The tracks of a run that have curves, each with at most about `points` x positions.
+    """Return the tracks of a run that have curves, each with at most about `points` x positions.
 
-    With `is_growing`, positions stay where they are while the run grows, so that a page does not jump.
+    With `is_growing`, x positions stay the same while the run grows, so that a page does not jump.
     """
     curves = downsample_curves(history, points=points, kinds=_SOURCES, is_growing=is_growing).values()
     candidates = (_track(source, [curve for curve in curves if curve.kind == source]) for source in _SOURCES)
@@ -101,14 +101,14 @@ def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[
 
 
 def phase_times(history: History) -> tuple[PhaseTime, ...]:
-    """The time of each phase with its share of the whole: known phases first, in the order of a step."""
+    """Return the time and share of each phase. Known phases come first, in the order of a step."""
     counters: dict[str, StatCounter] = {}
     for block in history.step_blocks():
         for field in block.fields:
             if field.startswith("step/seconds/") and (stats := block.stat(field.removeprefix("step/"))) is not None:
                 counters.setdefault(field.removeprefix("step/seconds/"), StatCounter()).merge(stats)
     seconds = {name: counter.stat().total for name, counter in counters.items()}
-    for event in history.events(kinds=("end",)):  # What was spent after the last step.
+    for event in history.events(kinds=("end",)):  # Add the time after the last step.
         spent = event.get("seconds")
         for name, value in spent.items() if isinstance(spent, Mapping) else ():
             seconds[name] = seconds.get(name, 0.0) + (as_number(value) or 0.0)
@@ -152,7 +152,7 @@ def _line(curve: Curve, steps: Sequence[int]) -> TrackLine:
 
 
 def _speed(curves: Sequence[Curve], steps: Sequence[int]) -> TrackLine | None:
-    """Samples per second of step time, without evaluations, saves and cooldown pauses."""
+    """Return samples per second of step time, which excludes evaluations, saves and cooldown pauses."""
     samples = next((_by_step(curve) for curve in curves if curve.field == "samples"), {})
     phases = [curve for curve in curves if curve.field.startswith(_SECONDS)]
     spent = [_by_step(curve) for curve in phases if curve.field.removeprefix(_SECONDS) not in NON_STEP_PHASES]
@@ -171,7 +171,7 @@ def _by_step(curve: Curve) -> dict[int, CurvePoint]:
 
 
 def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], position: int) -> float | None:
-    """Between the first steps of this point and the next one; the last point repeats the one before."""
+    """Return the samples per step from this point to the next one. The last point uses the previous interval."""
     left = position if position + 1 < len(steps) else position - 1
     start = samples.get(steps[max(0, left)])
     following = samples.get(steps[left + 1]) if left >= 0 else None
@@ -191,5 +191,5 @@ def _unit(name: str) -> Unit:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Seven digits are more than a page can show, in half the bytes."""
+    """Round to seven digits, which is more than a page can show and halves the size of the JSON."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

@@ -58,7 +58,7 @@ class StatCounter:
             self._greatest = max(self._greatest, stat.greatest)
 
     def stat(self) -> FieldStats:
-        """The statistics so far."""
+        """Return the statistics so far."""
         if not self._count:
             return FieldStats(0, 0.0, 0.0, 0.0, self._nonfinite)
         return FieldStats(self._count, self._least, self._greatest, _bounded(self._total), self._nonfinite)

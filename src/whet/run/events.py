@@ -224,7 +224,7 @@ class History:
             yield from self._read([position], kinds=kinds, newest_first=True)
 
     def last(self, *kinds: str) -> Event | None:
-        """The newest event of these kinds, or None."""
+        """Return the newest event of these kinds, or None."""
         return next(self.backwards(kinds=kinds), None)
 
     def valid_blocks(self) -> Iterator[EventBlock]:
@@ -239,11 +239,11 @@ class History:
                 yield self._trimmed[position]
 
     def step_blocks(self) -> Iterator[EventBlock]:
-        """The valid blocks that contain steps."""
+        """Yield the valid blocks that contain steps."""
         return (block for block in self.valid_blocks() if "step" in block.kinds)
 
     def read(self, block: EventBlock) -> Iterator[Event]:
-        """The valid events of a block of this history."""
+        """Yield the valid events of a block of this history."""
         starts = [each.start for each in self.layout.blocks]
         return self._read([bisect_left(starts, block.start)], kinds=None)
 

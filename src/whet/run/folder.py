@@ -193,7 +193,7 @@ def resume_command(run: Run) -> str:
 
 
 def run_folder(run: Run | Path) -> Path:
-    """The folder of a run, or the given path."""
+    """Return the folder of a run, or the given path."""
     return run.path if isinstance(run, Run) else run
 
 

@@ -27,7 +27,7 @@ class HttpError(WhetError):
         self.headers: list[tuple[bytes, bytes]] = []
 
     def body(self) -> bytes:
-        """The three lines of the error as plain text, without control characters."""
+        """Return the three lines of the error as plain text, without control characters."""
         return (printable(str(self)) + "\n").encode("utf-8", "replace")
 
 
@@ -109,7 +109,7 @@ class RequestInfo:
         return len(self._headers)
 
     def all(self, name: str) -> list[str]:
-        """All values of a header."""
+        """Return all values of a header."""
         wanted = name.encode()
         return [value.decode("latin-1") for key, value in self._headers if key.lower() == wanted]
 

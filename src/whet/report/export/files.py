@@ -31,7 +31,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The files by name, each as chunks of bytes."""
+    """Yield the files by name, each as chunks of bytes."""
     for table in find_tables(history):
         yield f"{table.name}.csv", _csv_chunks(history, table)
 
@@ -46,12 +46,12 @@ def _csv_chunks(history: History, table: ExportTable) -> Iterator[bytes]:
 
 
 def _csv_line(row: ExportRow) -> str:
-    # repr: the shortest text that parses to the same number. A missing number is an empty cell.
+    # repr() gives the shortest text that parses to the same number. A missing number is an empty cell.
     return ",".join(["" if value is None else repr(value) for value in row]) + "\n"
 
 
 def _escape_formula(name: str) -> str:
-    """A name that a spreadsheet does not evaluate as a formula."""
+    """Return a name that a spreadsheet does not evaluate as a formula."""
     return f"'{name}" if name.startswith(_FORMULA_STARTS) else name
 
 
@@ -59,7 +59,7 @@ _ROWS_PER_GROUP = 32_768
 
 
 def parquet_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The files by name, each as chunks of bytes."""
+    """Yield the files by name, each as chunks of bytes."""
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -76,7 +76,7 @@ def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet
     sink = _ChunkSink()
     rows = read_rows(history, table)
     with parquet.ParquetWriter(sink, schema) as writer:
-        # One row group at a time: memory does not grow with the length of the run.
+        # Write one row group at a time, so that memory does not grow with the length of the run.
         while group := list(itertools.islice(rows, _ROWS_PER_GROUP)):
             columns = [
                 arrow.array([row[place] for row in group], type=type_, from_pandas=False)
@@ -88,7 +88,7 @@ def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet
 
 
 class _ChunkSink(io.RawIOBase):
-    """A write-only file whose content is taken in chunks."""
+    """A write-only file whose content can be taken in chunks."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -105,23 +105,24 @@ class _ChunkSink(io.RawIOBase):
         return self._taken + len(self._buffer)
 
     def take(self) -> bytes:
-        """What was written since the last call."""
+        """Return the bytes written since the last call."""
         taken = bytes(self._buffer)
         self._taken += len(taken)
         self._buffer.clear()
         return taken
 
 
+# The reversed polynomial of CRC-32C, and the largest finite 32-bit float.
 _POLYNOMIAL = 0x82F63B78
 _MAX_FLOAT = 3.4028234663852886e38
 _CHUNK_BYTES = 1024**2
 
 
 def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The one event file, as chunks of bytes.
+    """Yield the name of the event file and its content as chunks of bytes.
 
-    Written without TensorBoard: the file is a sequence of records (length, checksum, data, checksum), and the data is
-    an `Event` of tensorboard's event.proto: wall_time, step, file_version, and a `Summary` of tags and numbers.
+    This does not need TensorBoard. The file is a sequence of records (length, checksum, data, checksum). The data is an
+    `Event` of TensorBoard's event.proto with wall_time, step, file_version, and a `Summary` of tags and numbers.
     """
     first = next((event.time for event in history.events()), 0.0)
     yield f"events.out.tfevents.{max(0, int(first)):010d}.whet", _tensorboard_chunks(history, started=first)
@@ -154,7 +155,7 @@ def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
 
 
 def _float32(value: float) -> bytes:
-    """A number in 32 bits; too large ones become the largest."""
+    """Return a number as 32-bit float. Numbers out of range become the largest float."""
     try:
         return struct.pack("<f", value)
     except OverflowError:
@@ -162,7 +163,7 @@ def _float32(value: float) -> bytes:
 
 
 def record(data: bytes) -> bytes:
-    """The data as one record of the file."""
+    """Return the data as one record of the file."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
 
@@ -173,7 +174,7 @@ def _masked(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli), which the standard library lacks.
+    """Return the CRC-32C (Castagnoli) checksum, which the standard library lacks.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -217,9 +218,9 @@ def _bytes(field: int, data: bytes) -> bytes:
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
-# Formats of the model itself, which `whet.api.export` writes.
+# Formats of the model, which `whet.api.export` writes.
 MODEL_FORMATS = ("transformers", "onnx")
-# Prefixes of our file names: a folder with any other file is never replaced.
+# Prefixes of exported files. A folder that contains any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
 
 
@@ -228,14 +229,14 @@ class ExportResult(FrozenModel):
 
     folder: Path
     files: dict[str, int]
-    """Bytes by name."""
+    """Sizes of the files in bytes, by name."""
 
 
 def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
-    """Write the numbers of a run as files of a format into a new folder, by default NAME-FORMAT.
+    """Write the numbers of a run into a new folder, by default NAME-FORMAT.
 
-    Steps that were repeated after a resume are written once. An existing folder is an error; with `force` it is
-    replaced if it contains only an export.
+    Steps that were repeated after a resume are written once. An existing folder is an error, unless `force` is set and
+    the folder contains only an export.
     """
     if to not in FORMATS:
         known = (*FORMATS, *MODEL_FORMATS)
@@ -258,9 +259,9 @@ def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None,
 def publish_export(
     run: Run, folder: Path, *, fill: Callable[[Path], Iterable[str]], is_ours: Callable[[str], bool], force: bool
 ) -> ExportResult:
-    """Create a folder with the files that `fill` writes into a draft and names: all of them, or none.
+    """Create a folder atomically. `fill` writes files into a draft folder and returns their names.
 
-    An existing folder is replaced only with `force`, and only where every file in it `is_ours`.
+    An existing folder is replaced only with `force`, and only if `is_ours` accepts every file in it.
     """
     _check_target(folder, run=run, is_ours=is_ours, force=force)
     files: dict[str, int] = {}
@@ -269,7 +270,7 @@ def publish_export(
     def fill_and_move_old(draft: Path) -> None:
         files.update((name, (draft / name).stat().st_size) for name in fill(draft))
         if folder.exists() and any(folder.iterdir()):
-            # Only now: the new one is complete.
+            # Remove the old folder only now, when the new one is complete.
             old.append(durable.move_aside(folder))
 
     made = durable.make_directory(folder.parent)

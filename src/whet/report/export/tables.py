@@ -1,4 +1,4 @@
-"""The numbers of events by name, and the tables they make."""
+"""The numbers of events by name, and the tables that contain them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from whet.base.errors import WhetError
 from whet.run.event import Event, as_number
 from whet.run.events import History
 
-# The kinds of events with curves.
+# Event kinds that have curves.
 EXPORTED_KINDS = ("step", "eval", "health")
 
 ExportRow = tuple[int | float | None, ...]
 
 _PREFIXES = {"step": "train", "eval": "eval", "health": "health"}
-# Integers up to here are exact as a float.
+# Larger integers are not exact as a float.
 _EXACT = 2**53
 _REQUIRED_TABLES = ("steps", "evaluations")
 _TABLE_KINDS = {"steps": "step", "evaluations": "eval", "health": "health"}
@@ -22,12 +22,12 @@ _MAX_COLUMNS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class ExportTable:
-    """One kind of event, a row each: first its step and its time (unix seconds), then its numbers by name."""
+    """A table with one row per event of a kind: step, time (unix seconds), then the numbers by name."""
 
     name: str
     kind: str
     columns: tuple[str, ...]
-    """The numbers; `step` and `time` come before them."""
+    """Names of the numbers, which follow `step` and `time`."""
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class ExportTable:
 
 
 def find_tables(history: History) -> tuple[ExportTable, ...]:
-    """The tables of a run; health is left out where it has no rows."""
+    """Return the tables of a run. The health table is omitted if it has no rows."""
     tables = (
         ExportTable(name=name, kind=kind, columns=_table_columns(history, kind)) for name, kind in _TABLE_KINDS.items()
     )
@@ -44,14 +44,14 @@ def find_tables(history: History) -> tuple[ExportTable, ...]:
 
 
 def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
-    """The rows of a table in the order of the run, without void events; None where an event lacks a number."""
+    """Yield the rows of a table in order, without void events. None stands for a missing number."""
     for event in history.events(kinds=(table.kind,)):
         values = event_numbers(event)
         yield (checked_step(event), event.time, *(values.get(name) for name in table.columns))
 
 
 def event_numbers(event: Event) -> dict[str, int | float]:
-    """Every number of an event; one in a map is named "seconds/data"."""
+    """Return all numbers of an event by name. An entry of a map has a name such as "seconds/data"."""
     numbers: dict[str, int | float] = {}
     for name, value in event.fields.items():
         if isinstance(value, dict):
@@ -63,7 +63,7 @@ def event_numbers(event: Event) -> dict[str, int | float]:
 
 
 def named_event_numbers(event: Event) -> dict[str, float]:
-    """The same under the names that dashboards group by: train/loss, seconds/data, eval/accuracy.
+    """Return the numbers of an event by their exported names: train/loss, seconds/data, eval/accuracy.
 
     >>> named_event_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
     {'train/loss': 0.5, 'seconds/data': 0.25}
@@ -72,7 +72,7 @@ def named_event_numbers(event: Event) -> dict[str, float]:
 
 
 def export_name(kind: str, field: str) -> str:
-    """The exported name of a field of a kind of event.
+    """Return the exported name of a field. Dashboards group by the part before the slash.
 
     >>> export_name("step", "loss"), export_name("step", "seconds/data"), export_name("health", "memory/process")
     ('train/loss', 'seconds/data', 'health/memory/process')
@@ -82,12 +82,12 @@ def export_name(kind: str, field: str) -> str:
 
 
 def valid_utf8(name: str) -> str:
-    """The name with lone surrogates replaced: JSON may contain them, UTF-8 may not."""
+    """Return the name with lone surrogates replaced, which JSON can contain but UTF-8 cannot."""
     return name if name.isascii() else name.encode("utf-8", "replace").decode()
 
 
 def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:
-    """The events of a history, without health readings at steps that were repeated after a resume."""
+    """Yield the events, without health readings at steps that were repeated after a resume."""
     step = None
     for event in events:
         if event.kind == "step":
@@ -97,7 +97,7 @@ def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def checked_step(event: Event) -> int:
-    """The step of an event; raises where other programs could not store it."""
+    """Return the step of an event. Raise an error if it is too large for other programs."""
     if 0 <= event.step < 2**63:
         return event.step
     raise WhetError(
@@ -115,7 +115,7 @@ def _add_number(numbers: dict[str, int | float], name: str, value: object) -> No
 
 
 def _table_columns(history: History, kind: str) -> tuple[str, ...]:
-    # From the index: millions of steps need not be read twice.
+    # Use the index, so that millions of steps are not read twice.
     names: dict[str, None] = {}
     for block in history.valid_blocks():
         names.update((field.removeprefix(f"{kind}/"), None) for field in block.fields if field.startswith(f"{kind}/"))

@@ -1,1 +1,1 @@
-"""Forwarding a run to a dashboard: a separate process reads the folder, so that no network can disturb training."""
+"""Forward a run to a dashboard from a separate process, so that network problems cannot disturb the training."""

@@ -1,4 +1,4 @@
-"""The dashboards a run can be forwarded to: W&B, Trackio and MLflow."""
+"""The supported dashboards: W&B, Trackio and MLflow."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ Parameter = str | int | float | bool
 
 
 class UnreachableError(Exception):
-    """The dashboard does not answer; a retry may succeed."""
+    """The dashboard does not respond. A retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """What the dashboard already has of a run: up to which step, for all numbers or by name."""
+    """The last step that the dashboard already has, for all numbers or by name."""
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)
 
     def new_part(self, row: DashboardRow) -> DashboardRow | None:
-        """The numbers of a row that the dashboard does not have; None without any."""
+        """Return the part of a row that the dashboard does not have yet, or None if it has all."""
         values = {name: v for name, v in row.values.items() if row.step > self.by_name.get(name, self.step)}
         return DashboardRow(row.step, row.time, values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
-    """The description of a run that is sent once."""
+    """The description of a run, which is sent once."""
 
     id: str
     name: str
@@ -56,26 +56,26 @@ class RunDescription:
 
 
 class Dashboard(Protocol):
-    """One dashboard. Its calls may be slow: only the forwarding process waits."""
+    """The interface to a dashboard. Its calls may be slow, because only the forwarding process waits."""
 
     max_rows: int
-    """Rows per `send`."""
+    """Maximum rows per `send`."""
 
     def open(self, about: RunDescription) -> ForwardedState:
-        """Create the run there, or find it again."""
+        """Create the run in the dashboard, or find the existing one."""
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
-        """Send rows in the order of their steps; UnreachableError when a retry may succeed."""
+        """Send rows in the order of their steps. Raise UnreachableError if a retry may succeed."""
 
     def close(self, state: str | None) -> None:
-        """Close it; `state` is how the run ended, or None when only the forwarding ends."""
+        """Close the connection. `state` is the final state of the run, or None if only the forwarding ends."""
 
     def where(self) -> str:
-        """Where the run can be viewed."""
+        """Return the address at which the run can be viewed."""
 
 
 def describe_run(run: Run, *, project: str) -> RunDescription:
-    """The description of a run: its configuration, and the settings of its plan."""
+    """Return the description of a run: its configuration, and the settings of its plan."""
     settings = run.plan.get("settings")
     plan = {
         f"plan.{name}": setting.get("value")
@@ -93,7 +93,7 @@ def describe_run(run: Run, *, project: str) -> RunDescription:
 
 
 def import_library(name: str) -> Any:
-    """Import the library of a dashboard; raises with the command to install it."""
+    """Import the library of a dashboard. Raise an error with the install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -118,7 +118,7 @@ _RETRYABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEED
 
 
 class Mlflow:
-    """MLflow, at MLFLOW_TRACKING_URI: a file, a database or a server. A tag with our id identifies the run."""
+    """MLflow at MLFLOW_TRACKING_URI: a file, a database or a server. A tag with the run id identifies the run."""
 
     max_rows = 100
 
@@ -127,7 +127,7 @@ class Mlflow:
         self._client: Any = self._mlflow.MlflowClient()
         self._run = self._where = ""
         self._num_sent = 0
-        """How many numbers of the current rows were accepted; the same rows are sent again after a failure."""
+        """Accepted numbers of the current rows. After a failure, the same rows are sent again without them."""
 
     def open(self, about: RunDescription) -> ForwardedState:
         with self._retryable_errors():
@@ -189,7 +189,7 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """A name that MLflow accepts."""
+    """Return a name that MLflow accepts."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_MAX_NAME].strip("/. ") or "_"
 
 
@@ -197,7 +197,7 @@ _LONGEST_WAIT_SECONDS = 30.0
 
 
 class Trackio:
-    """Trackio: a local folder, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. Its name contains a part of our id."""
+    """Trackio: a local folder, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. The run name contains a part of the run id."""
 
     max_rows = 1_000
 
@@ -214,21 +214,21 @@ class Trackio:
             config=dict(about.parameters),
             resume="allow",
             embed=False,
-            # They would measure this process, not the training.
+            # Disable system metrics, which would measure this process instead of the training.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
         self._where = f"Trackio (project {about.project}); `trackio show --project {about.project}` shows it"
-        # It continues from its last step; with one row per step that is all we need to know.
+        # Trackio continues from its last step. With one row per step, no other state is needed.
         return ForwardedState(step=getattr(self._run, "_next_step", 0) - 1)
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
         for row in rows:
             if row.step <= self._logged:
-                continue  # It has this row already, but did not write it in time.
+                continue  # Trackio already has this row, but was slow to write it.
             self._run.log(dict(row.values), step=row.step)
             self._logged = row.step
-        # It buffers what is logged, and writes twice a second.
+        # Trackio buffers rows and writes them twice a second.
         until = time.monotonic() + _LONGEST_WAIT_SECONDS
         while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
             if time.monotonic() > until:
@@ -237,7 +237,7 @@ class Trackio:
 
     def close(self, state: str | None) -> None:  # noqa: ARG002
         if self._run is not None:
-            # Through its own API: otherwise it would finish the run again when the process exits, and print.
+            # Finish through the API; otherwise Trackio would finish the run again at exit and print a message.
             self._trackio.finish()
 
     def where(self) -> str:
@@ -248,9 +248,9 @@ _EXIT_CODES = {"done": 0, "stopped": 130, "failed": 1}
 
 
 class Wandb:
-    """Weights & Biases, online, or offline with WANDB_MODE=offline and `wandb sync` later. The run has our id.
+    """Weights & Biases: online, or offline with WANDB_MODE=offline and `wandb sync` later.
 
-    A row of W&B is a step, and none can be inserted before the last one.
+    The W&B run has the id of the run. A row is a step, and no row can be inserted before the last one.
     """
 
     max_rows = 1_000
@@ -267,14 +267,14 @@ class Wandb:
             name=about.name,
             config=dict(about.parameters),
             resume="allow",
-            # What it collects by itself would describe this process, not the training.
+            # Disable data that W&B collects automatically, because it would describe this process.
             settings=self._wandb.Settings(
                 console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True, quiet=True
             ),
         )
         if not self._run.offline:
             return ForwardedState(step=self._run.starting_step - 1)
-        # Offline there is no record of what was sent before, so we write a note next to wandb's files.
+        # Offline runs do not record which rows were sent, so write a note next to wandb's files.
         folder = Path(self._run.settings.wandb_dir)
         self._note = folder / f"whet-{about.id}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -283,10 +283,10 @@ class Wandb:
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
         for row in rows:
-            # _timestamp: when it happened, not when it was forwarded.
+            # Set _timestamp to the time of the event. By default it is the time of forwarding.
             self._run.log({**row.values, "_timestamp": row.time}, step=row.step, commit=True)
         if self._note is not None and rows:
-            # Asking wandb's own process for the step waits until it has everything logged before.
+            # Querying the step waits until the wandb process has received all earlier rows.
             _ = self._run.step
             durable.write_file(self._note, data=json.dumps({"step": rows[-1].step}).encode())
 
@@ -304,7 +304,7 @@ DASHBOARDS: dict[str, Callable[[], Dashboard]] = {"wandb": Wandb, "trackio": Tra
 
 
 def open_dashboard(name: str) -> Dashboard:
-    """The dashboard of that name."""
+    """Return the dashboard with this name."""
     if name not in DASHBOARDS:
         meant = closest_match(name, DASHBOARDS)
         raise UsageError("unknown dashboard", got=name, try_=f"--to {meant}" if meant else " or ".join(DASHBOARDS))

@@ -1,4 +1,4 @@
-"""Forward a run to a dashboard: read its events, send them in batches, retry until accepted."""
+"""Forward a run to a dashboard: read its events, send them in batches, and retry until they are accepted."""
 
 import contextlib
 import queue
@@ -19,45 +19,45 @@ from whet.run.follow import PROCESS_DIED, follow
 
 
 class RowCollector:
-    """Collects events into one row per step. The newest row waits until a later step shows that it is complete."""
+    """Collects events into one row per step. The newest row is held back until an event of a later step arrives."""
 
     def __init__(self) -> None:
         self._open: DashboardRow | None = None
         self._sent = -1
         self.state: str | None = None
-        """How the run ended; None while it has not."""
+        """Final state of the run, or None if it has not ended."""
 
     def take(self, event: Event) -> Iterator[DashboardRow]:
-        """The rows that are complete after this event."""
+        """Add an event, and yield the rows that it completes."""
         if event.kind == "end":
             state = event.get("state")
             self.state = state if isinstance(state, str) else "done"
         if event.kind in SESSION_START_KINDS:
             self.state = None
         if event.kind == "resume" and self._open is not None and self._open.step > event.step:
-            # Void: the run resumed from an earlier step, and will repeat it.
+            # The run resumed from an earlier step and repeats this one, so drop the row.
             self._open = None
         if event.kind not in EXPORTED_KINDS:
             return
         step = checked_step(event)
         if event.kind == "health" and (self._open is None or self._open.step != step):
-            return  # Of a repeated step: its reading belongs to the first time.
+            return  # Skip health readings of a repeated step, which has its first reading.
         if self._open is not None and step > self._open.step:
             yield from self.rest()
-        # Steps that were sent are not sent again, even if the run repeats them after a resume.
+        # Do not send a step twice, even if the run repeats it after a resume.
         if step > self._sent:
             known = self._open.values if self._open is not None else {}
             self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
 
     def rest(self) -> Iterator[DashboardRow]:
-        """The row that was held back."""
+        """Yield the row that was held back."""
         if self._open is not None:
             self._sent = self._open.step
             yield self._open
             self._open = None
 
 
-# Events that wait in memory while a dashboard is slow; the rest stays in the file.
+# Maximum events in memory while a dashboard is slow. The others stay in the file.
 _QUEUE_EVENTS = 10_000
 _BATCH_SECONDS = 1.0
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
@@ -66,13 +66,13 @@ Notify = Callable[[str], None]
 
 
 class ForwardResult(FrozenModel):
-    """What was forwarded."""
+    """The result of forwarding a run."""
 
     rows: int
-    """Steps that were new to the dashboard."""
+    """Number of steps that were new to the dashboard."""
     last_step: int | None
     state: str | None
-    """How the run ended; None where it has not."""
+    """Final state of the run, or None if it has not ended."""
 
 
 def forward_run(
@@ -85,10 +85,10 @@ def forward_run(
     notify: Notify | None = None,
     stop: threading.Event | None = None,
 ) -> ForwardResult:
-    """Forward what the dashboard does not have yet, then new events until the run ends (`once`: only those so far).
+    """Forward the rows that the dashboard does not have yet, then new rows until the run ends.
 
-    A dashboard that does not answer is retried, `tries` times or forever. Setting `stop` ends it soon; what was not
-    sent is sent the next time.
+    With `once`, stop after the current rows. If the dashboard does not respond, retry `tries` times or forever. Set
+    `stop` to end early; the remaining rows are sent by the next call.
     """
     stop, notify = stop or threading.Event(), notify or _ignore
     retry = _Retry(tries=tries, notify=notify, stop=stop)
@@ -101,7 +101,7 @@ def forward_run(
             if any(event.kind == PROCESS_DIED for event in events):
                 notify("the training process died; waiting for a resume")
             complete = [row for event in events for row in rows.take(event)]
-            # An empty batch is the last one. A run that ended has nothing more for its last step.
+            # The last batch is empty. If the run has ended, its last row is complete and can be sent too.
             complete += [] if events or rows.state is None else rows.rest()
             fresh = [row for row in map(forwarded.new_part, complete) if row is not None]
             for start in range(0, len(fresh), target.max_rows):
@@ -120,7 +120,7 @@ def forward_run(
 
 
 class _StoppedError(Exception):
-    """Stopped before the dashboard answered."""
+    """Forwarding was stopped before the dashboard responded."""
 
 
 _Answer = TypeVar("_Answer")
@@ -128,7 +128,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Retry:
-    """Retries a call until it succeeds, with increasing pauses."""
+    """Repeats a call until it succeeds, with increasing pauses."""
 
     tries: int | None
     notify: Notify
@@ -159,7 +159,7 @@ def _ignore(text: str) -> None:
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:
-    """The events of a run in batches of a second, or of the size of the queue; the last one is empty."""
+    """Yield the events of a run in batches: one per second, or when the queue is full. The last batch is empty."""
     if once:
         batch: list[Event] = []
         for event in History(run).events():
@@ -170,7 +170,7 @@ def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Ev
         yield from (batch, [])
         return
     waiting: queue.Queue[Event | BaseException | None] = queue.Queue(_QUEUE_EVENTS)
-    # In a thread: following blocks on the file, and events already read must not wait for it.
+    # Follow the file in a thread, because waiting for new events must not delay those already read.
     threading.Thread(target=_read_events, args=(run, waiting, stop), daemon=True, name="follow").start()
     is_over = False
     while not is_over and not stop.is_set():

@@ -1,1 +1,1 @@
-"""The front end: plain JavaScript modules in `static/`, drawn with uPlot, without a build step or a network."""
+"""The front end: plain JavaScript modules in `static/` and uPlot. It needs no build step and no network."""

@@ -1,7 +1,7 @@
-"""The HTML report of a run as one self-contained file. (The live page is `static/watch.html`.)
+"""The HTML report of a run as a self-contained file. (The live page is `static/watch.html`.)
 
-Data of a run is in the page only as JSON, in a block that no browser executes; scripts insert it as text. The content
-security policy allows exactly these scripts and styles, by their hashes, and no connection at all.
+The page contains run data only as JSON, in a block that browsers do not execute. Scripts insert it as text. The
+content security policy allows only the scripts and styles of the page, by their hashes, and no connections.
 """
 
 import base64
@@ -22,20 +22,20 @@ from whet.run.disk import open_regular_file
 DOCUMENT_START = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
 STATIC_FOLDER = Path(__file__).parent / "static"
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
-# Characters of one text: nobody reads more, and a log may hold lines of 16 MB.
+# Maximum characters of one text. A log may contain lines of 16 MB.
 MAX_TEXT = 4000
 _MAX_ITEMS = 20_000
 _MAX_TITLE = 200
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
-# The two forms of import and export that the modules use, one line each.
+# The modules use only these two forms of import and export, each on one line.
 _IMPORT = re.compile(r'^import \{ (\w+(?:, \w+)*) \} from "\./([\w.]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
 _UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
 def report_page(report: RunReport | RunComparison) -> str:
-    """The whole report as one HTML file."""
+    """Return the whole report as one HTML file."""
     styles = [static_text(UPLOT_STYLE), static_text("page.css")]
     scripts = [static_text(UPLOT_SCRIPT), bundle_script("report.js")]
     name = report.name if isinstance(report, RunReport) else " / ".join(report.labels)
@@ -64,7 +64,7 @@ def report_page(report: RunReport | RunComparison) -> str:
 
 
 def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """The content security policy of a page: these scripts and styles, and nothing else."""
+    """Return a content security policy that allows only these scripts and styles."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -77,7 +77,7 @@ def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def embedded_json(report: RunReport | RunComparison) -> str:
-    """The report as JSON that cannot end the script block it is in, whatever a run is called or logs."""
+    """Return the report as JSON in which no name or log of a run can end the surrounding script block."""
     text = strict_json.encode_compact(shorten(report.for_page().as_json()))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -85,7 +85,7 @@ def embedded_json(report: RunReport | RunComparison) -> str:
 
 
 def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
-    """The same JSON with long texts and lists truncated, and lone surrogates replaced."""
+    """Return the JSON with long texts and lists truncated, and lone surrogates replaced."""
     if isinstance(value, str):
         return _shorten_text(value, most)
     if isinstance(value, dict):
@@ -97,7 +97,7 @@ def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file begins like our reports, so that a newer one may replace it."""
+    """Whether a file begins like a report of whet, so that a new report may replace it."""
     try:
         with open_regular_file(path) as file:
             start = file.read(len(DOCUMENT_START))
@@ -107,16 +107,16 @@ def is_report(path: Path) -> bool:
 
 
 def static_text(name: str) -> str:
-    """A file of the front end."""
+    """Return the text of a front-end file."""
     return (STATIC_FOLDER / name).read_text(encoding="utf-8")
 
 
 @cache
 def bundle_script(entry: str) -> str:
-    """A JavaScript module and everything it imports as one script.
+    """Return a JavaScript module and all its imports as one script.
 
-    Each module becomes a function that returns its exports. Syntax other than the two supported forms of import and
-    export raises, so that the bundled script is what runs on the live page.
+    Each module becomes a function that returns its exports. Any other import or export syntax raises an error, so that
+    the bundled script does the same as the modules of the live page.
     """
     order: list[str] = []
     _collect_modules(entry, order, above=())

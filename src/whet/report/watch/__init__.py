@@ -1,4 +1,4 @@
-"""The live page and the live terminal view: read-only, and gentle on the machine.
+"""The live page and the live terminal view. Both are read-only and use few resources.
 
 status_reader   the status of one run, updated by reading only new bytes
 listing         all runs of a folder, and which of them changed

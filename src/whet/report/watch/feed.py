@@ -1,7 +1,7 @@
-"""Server-sent events for open pages: what changed for each since it was last notified.
+"""Server-sent events for open pages, with the changes since the last notification.
 
-Runs are scanned only while a page is open. Pending changes are merged, not queued, so a slow page costs no more memory
-than a list of the runs; a page that reads nothing at all is disconnected by the guard.
+Runs are scanned only while a page is open. Pending changes are merged and not queued, so a slow page needs no more
+memory than a list of the runs. The guard disconnects a page that reads nothing at all.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from whet.web.access import HttpError
 
 MAX_LISTENERS = 64
 _POLL_SECONDS = 1.0
-# Share of a core that scanning for changes may take.
+# Maximum share of a core for scanning.
 _MAX_CORE_SHARE = 0.05
 _HEARTBEAT_SECONDS = 15.0
 _MAX_GROUPS = 20
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class _Listener:
-    """One open page, and the changes it has not been sent yet."""
+    """One open page and its pending changes."""
 
     def __init__(self, runs: Collection[str]) -> None:
         self.runs = frozenset(runs)
-        """Ids of the runs that the page shows in full."""
+        """Ids of the runs that the page shows in detail."""
         self.versions: dict[str, str] = {}
         self._changed: dict[str, RunStatus] = {}
         self._removed: set[str] = set()
@@ -61,7 +61,7 @@ class _Listener:
             self._wake.set()
 
     async def next_messages(self) -> list[bytes]:
-        """Wait for changes, but no longer than a connection may be silent."""
+        """Wait for changes, at most until the next heartbeat is due, and return the messages."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), _HEARTBEAT_SECONDS)
         self._wake.clear()
@@ -77,7 +77,7 @@ class _Listener:
 
 
 class UpdateFeed:
-    """Scans the runs while any page is open, and sends each page what changed."""
+    """Scans the runs while a page is open, and sends the changes to all pages."""
 
     def __init__(self, listing: RunListing, cache: RunCache, executor: Executor) -> None:
         self._listing = listing
@@ -89,15 +89,15 @@ class UpdateFeed:
 
     @property
     def num_listeners(self) -> int:
-        """How many pages are open."""
+        """Number of open pages."""
         return len(self._listeners)
 
     async def listen(self, runs: Collection[str]) -> AsyncIterator[bytes]:
-        """Server-sent events: `hello` (fetch everything), `runs` (list changes), `run` (fetch it again), `still`."""
+        """Yield server-sent events: `hello` (fetch all), `runs` (list changes), `run` (fetch it again), `still`."""
         listener = _Listener(runs)
         self._listeners.add(listener)
         try:
-            # Before the page fetches anything: a change in between is announced twice rather than never.
+            # Register before the page fetches data, so that a change in between is announced twice rather than never.
             listener.versions = await self._in_thread(lambda: self._versions(runs))
             if self._polling is None or self._polling.done():
                 self._polling = asyncio.create_task(self._poll())
@@ -106,18 +106,18 @@ class UpdateFeed:
                 for message in await listener.next_messages():
                     yield message
                 if self._polling is not None and self._polling.done():
-                    self._polling.result()  # Raises what ended polling; the next page starts it again.
+                    self._polling.result()  # Raise the error that ended polling. The next page starts it again.
         finally:
             self._listeners.discard(listener)
 
     def check_capacity(self) -> None:
-        """HTTP 503 when too many pages are open; before the response begins."""
+        """Raise HTTP 503 if too many pages are open. Call it before the response begins."""
         if self.num_listeners >= MAX_LISTENERS:
             raise HttpError(503, "too many open pages", got=self.num_listeners, try_="close some of them")
 
     async def scan(self) -> float:
-        """Scan the runs now and notify all pages; how long to pause afterwards."""
-        async with self._turn:  # Notifications must have the order of the scans.
+        """Scan the runs, notify all pages, and return the seconds to pause."""
+        async with self._turn:  # Send notifications in the order of the scans.
             changes, versions, pause = await self._in_thread(self._scan)
             for listener in self._listeners:
                 listener.add_changes(changes)
@@ -150,10 +150,10 @@ class UpdateFeed:
 
 
 def groups_json(groups: dict[str, int]) -> list[dict[str, Any]]:
-    """The first folders with runs of their own, by name."""
+    """Return the first folders that contain runs, by name."""
     return [{"name": shorten(name), "number": number} for name, number in sorted(groups.items())[:_MAX_GROUPS]]
 
 
 def _message(name: str, data: dict[str, Any]) -> bytes:
-    # JSON on one line: nothing in it can begin another message.
+    # The JSON is on one line, so its content cannot begin another message.
     return f"event: {name}\ndata: {strict_json.encode_compact(data)}\n\n".encode()

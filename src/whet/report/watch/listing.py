@@ -10,26 +10,26 @@ from whet.report.run_status import RunStatus
 from whet.report.watch.status_reader import RunStamp, StatusReader, run_id
 from whet.run.folder import RUN_FILE, run_folders
 
-# Reading time of one scan; what is left is read by the next one.
+# Maximum reading time of one scan. The next scan reads the remaining runs.
 _SCAN_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class ListingChanges:
-    """What changed since the last scan."""
+    """The changes since the last scan."""
 
     changed: tuple[RunStatus, ...] = ()
     removed: tuple[str, ...] = ()
-    """Ids of runs that are gone."""
+    """Ids of removed runs."""
     groups: dict[str, int] | None = None
-    """Folders that contain runs of their own, and how many; None where that did not change."""
+    """Folders that contain runs, with the numbers of runs, or None if nothing changed."""
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.removed or self.groups is not None)
 
 
 class RunListing:
-    """The runs of a folder, or a single run. One thread at a time scans; any may read."""
+    """The runs of a folder, or a single run. Scans are serialized; any thread may read."""
 
     def __init__(self, folder: Path) -> None:
         self._only = folder.name if (folder / RUN_FILE).is_file() else None
@@ -39,22 +39,22 @@ class RunListing:
         self._ids: dict[str, str] = {}
         self._scanning = threading.Lock()
         self.is_complete = False
-        """Whether every run is up to date; reading thousands for the first time takes a few scans."""
+        """Whether all runs are up to date. Reading thousands of runs for the first time takes several scans."""
         self.scanned_at = 0.0
         self.groups: dict[str, int] = {}
-        """Folders that contain runs of their own, such as those of a search, and how many."""
+        """Folders that contain runs, such as those of a search, with the numbers of runs."""
 
     def folder(self, run: str) -> Path | None:
-        """The folder of a run by its id; None for an id that was never listed."""
+        """Return the folder of a run by its id, or None if the id was never listed."""
         return self._folders.get(run)
 
     def statuses(self) -> tuple[RunStatus, ...]:
-        """All runs read so far, the newest first."""
+        """Return the status of all runs read so far, newest first."""
         statuses = [reader.status for reader in list(self._readers.values())]
         return tuple(sorted(statuses, key=lambda status: -status.updated))
 
     def scan(self, *, seconds: float = _SCAN_SECONDS) -> ListingChanges:
-        """Find what changed: three stats per run, reading only those that changed, the newest first."""
+        """Return the changes since the last scan. Only changed runs are read, newest first."""
         with self._scanning:
             self.scanned_at = time.monotonic()
             try:
@@ -62,7 +62,7 @@ class RunListing:
             except (FileNotFoundError, NotADirectoryError):
                 stamps, groups, self._folders = {}, {}, {}
             except OSError:
-                return ListingChanges()  # The disk does not answer; its runs may still be there.
+                return ListingChanges()  # The disk does not respond, but its runs may still exist.
             is_regrouped, self.groups = groups != self.groups, groups
             removed = tuple(run for run in self._readers if run not in stamps)
             for run in removed:
@@ -74,7 +74,7 @@ class RunListing:
     def _refresh(self, stamps: dict[str, RunStamp], *, until: float) -> tuple[RunStatus, ...]:
         changed: list[RunStatus] = []
         self.is_complete = True
-        # Unreadable runs come last: they are tried at every scan, and nothing should wait for them.
+        # Try unreadable runs last: they are read at every scan, and must not delay other runs.
         unreadable = {run for run, reader in self._readers.items() if reader.status.state == "unreadable"}
         for run, stamp in sorted(stamps.items(), key=lambda item: (item[0] in unreadable, -item[1].newest)):
             if time.monotonic() > until:
@@ -88,7 +88,7 @@ class RunListing:
         return tuple(changed)
 
     def _stamps(self) -> tuple[dict[str, RunStamp], dict[str, int]]:
-        """The stamps of all run folders, damaged ones included, and the folders that contain runs.
+        """Return the stamps of all run folders, including damaged ones, and the folders that contain runs.
 
         Links and hidden folders are skipped.
         """

@@ -1,4 +1,4 @@
-"""The runs that pages look at: kept open, and rendered again only when their folder changed."""
+"""A cache of the runs that pages show. A run is rendered again only if its folder has changed."""
 
 import contextlib
 import hashlib
@@ -22,25 +22,25 @@ from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
-# How long requests wait for a run to open, counted from the first one; most runs are open by then.
+# Maximum wait of requests for a run to open, counted from the first request. Most runs open faster.
 WAIT_SECONDS = 2.0
-# Not a failure: a later request gets the run.
+# HTTP status while a run is opening. A later request gets the run.
 ACCEPTED = 202
 _MAX_RUNS = 16
-# Of 256 events each, over all open runs: a run of 5 million events has half of them.
+# Maximum blocks (of 256 events) of all open runs. A run of 5 million events has half of them.
 _MAX_BLOCKS = 40_000
-# Share of a core that rendering one run may take.
+# Maximum share of a core for rendering one run.
 _MAX_CORE_SHARE = 0.03
-# The same with all waiting included, so that a slow disk is not kept busy.
+# Maximum share of wall time, including waits, so that a slow disk is not kept busy.
 _MAX_WALL_SHARE = 0.2
 _MAX_PAUSE_SECONDS = 30.0
 _OPEN_LOCK = threading.Lock()
 
 
 class WorkTimer:
-    """Time spent by this thread, and how long to pause after it to use only a small share of the machine.
+    """Measures the time of this thread, and computes the pause that keeps its share of the machine small.
 
-    CPU time counts, not wall time: next to a training run most of the time is waiting for a core.
+    It measures CPU time, because next to a training run most of the wall time is spent waiting for a core.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class WorkTimer:
 
     @property
     def seconds(self) -> float:
-        """Wall time so far."""
+        """Return the wall time so far."""
         return time.monotonic() - self._begun
 
     def pause(self, *, share: float) -> float:
-        """Seconds to pause so that at most this share of a core is used."""
+        """Return the seconds to pause, so that at most this share of a core is used."""
         cpu = time.thread_time() - self._begun_cpu
         return min(max(cpu / share, self.seconds / _MAX_WALL_SHARE), _MAX_PAUSE_SECONDS)
 
 
 class RunOpener:
-    """Opens a run in a thread of its own: reading a long log without an index takes a minute."""
+    """Opens a run in a separate thread, because reading a long log without an index takes a minute."""
 
     def __init__(self, folder: Path) -> None:
         self.history: LiveHistory | None = None
@@ -69,11 +69,11 @@ class RunOpener:
         self._is_cancelled = False
         self._done = threading.Event()
         self._wait_until = time.monotonic() + WAIT_SECONDS
-        # A daemon: the server does not wait for it when it ends.
+        # Use a daemon thread, so that the server does not wait for it at exit.
         threading.Thread(target=self._open, name="opener", daemon=True).start()
 
     def wait(self) -> LiveHistory:
-        """The history, if it opens soon; otherwise an HTTP 202 with the progress."""
+        """Return the history if it opens soon. Otherwise raise HTTP 202 with the progress."""
         if not self._done.wait(max(0.0, self._wait_until - time.monotonic())):
             raise HttpError(ACCEPTED, f"reading the log of this run: {self._percent} %", try_="again in a second")
         if self._error is not None:
@@ -102,7 +102,7 @@ class RunOpener:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRun:
-    """A run as it was at a moment."""
+    """A rendered run with its version."""
 
     version: str
     report: RunReport
@@ -110,7 +110,7 @@ class RenderedRun:
 
 
 class CachedRun:
-    """A run that is kept open."""
+    """An open run in the cache."""
 
     def __init__(self, folder: Path) -> None:
         self.opener = RunOpener(folder)
@@ -120,13 +120,13 @@ class CachedRun:
 
     @property
     def num_blocks(self) -> int:
-        """A measure of the memory it takes."""
+        """Number of blocks, as a measure of memory."""
         history = self.opener.history
         return 0 if history is None else len(history.layout.blocks)
 
 
 class RunCache:
-    """Renders runs by their ids; several threads may ask."""
+    """Renders runs by their ids. It is thread-safe."""
 
     def __init__(self, listing: RunListing) -> None:
         self._listing = listing
@@ -135,7 +135,7 @@ class RunCache:
         self._salt = secrets.token_bytes(8)
 
     def folder(self, run: str) -> Path:
-        """The folder of a run; HTTP 404 for an unknown id."""
+        """Return the folder of a run. Raise HTTP 404 for an unknown id."""
         folder = self._listing.folder(run)
         if folder is None and not self._listing.scanned_at:
             self._listing.scan()
@@ -145,19 +145,19 @@ class RunCache:
         return folder
 
     def version(self, run: str) -> str:
-        """Changes whenever there may be something new to see; costs a few stats."""
+        """Return a version that changes whenever the run may have changed. This costs a few stat calls."""
         folder = self.folder(run)
         try:
             entries, is_running = folder.stat().st_mtime_ns, is_locked(folder)
         except (WhetError, OSError):
             entries, is_running = 0, False
-        # A file that is being copied appears before its content, and checkpoints come and go without an event.
+        # Stat these files too: a copied file appears before its content, and checkpoints change without an event.
         parts = [file_stamp(f"{folder}/{name}") for name in (*(f"{part}.json" for part in RUN_PARTS), CHECKPOINTS)]
         state = repr((run, RunStamp.of(folder), parts, entries, is_running)).encode()
         return hashlib.sha256(self._salt + state).hexdigest()[:20]
 
     def render(self, run: str) -> RenderedRun:
-        """The report of a run as it is now."""
+        """Return the current report of a run."""
         folder = self.folder(run)
         with self._opened(run) as (cached, history):
             version, timer = self.version(run), WorkTimer()
@@ -170,7 +170,7 @@ class RunCache:
             return cached.rendered
 
     def compare(self, runs: list[str]) -> bytes:
-        """Several runs side by side, as JSON."""
+        """Return a comparison of several runs as JSON."""
         if not 2 <= len(runs) <= MAX_COMPARED_RUNS:
             raise HttpError(
                 400, f"a comparison needs 2 to {MAX_COMPARED_RUNS} runs", got=len(runs), try_="/api/compare?ids=A,B"
@@ -179,13 +179,13 @@ class RunCache:
         return strict_json.encode_compact(shorten(comparison.as_json())).encode()
 
     def is_paused(self, run: str) -> bool:
-        """Whether the run was rendered so recently that pages should not ask for it again yet."""
+        """Whether the run was rendered so recently that pages should not request it yet."""
         cached = self._runs.get(run)
         return cached is not None and cached.paused_until > time.monotonic()
 
     @contextlib.contextmanager
     def history(self, run: str) -> Iterator[LiveHistory]:
-        """The events of a run as of now, for this thread alone while it reads."""
+        """Yield the current history of a run. The thread has exclusive access inside the `with` block."""
         with self._opened(run) as (_, history):
             history.refresh()
             yield history
@@ -198,7 +198,7 @@ class RunCache:
     @contextlib.contextmanager
     def _opened(self, run: str) -> Iterator[tuple[CachedRun, LiveHistory]]:
         folder = self.folder(run)
-        # The guard protects only the table; a slow run is locked by itself, so that others stay available.
+        # The guard protects only the table. Each run has a separate lock, so that a slow run does not block the others.
         with self._guard:
             cached = self._runs.get(run) or CachedRun(folder)
             self._runs[run] = cached
@@ -215,7 +215,7 @@ class RunCache:
         self._evict()
 
     def _evict(self) -> None:
-        """Close the least recently used runs until the others fit into memory."""
+        """Close the least recently used runs until the rest is within the limits."""
         with self._guard:
             while len(self._runs) > 1 and (
                 len(self._runs) > _MAX_RUNS or sum(run.num_blocks for run in self._runs.values()) > _MAX_BLOCKS

@@ -1,4 +1,4 @@
-"""The server of the live page. Read-only; runs are named by ids from the list, never by a path.
+"""The server of the live page. It is read-only, and identifies runs by ids from the list, never by a path.
 
     GET /                                  the page
     GET /static/NAME                       its files
@@ -14,8 +14,8 @@
         run    {"id", "version"}               this run changed: fetch it again
         still  {}                              nothing new, every 15 seconds
 
-Responses with runs and files carry an ETag. A run whose log is being read for the first time, which can take a minute,
-answers 202 with the progress until it is open.
+Responses with runs and files have an ETag. Reading the log of a run for the first time can take a minute; until then
+the response is 202 with the progress.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ DEFAULT_PORT = 8321
 PAGE_FILE = "watch.html"
 ICON_FILE = "icon.svg"
 MAX_EVENTS = 500
-# Blocks read for one page: where the wanted kinds are rare, a page may be short or empty.
+# Maximum blocks that are read for one page. If the requested kinds are rare, a page may be short or empty.
 _MAX_PAGE_BLOCKS = 400
 _HIDDEN_KINDS = frozenset(("step", "health"))
 _FRESH_SECONDS = 1.0
@@ -81,11 +81,11 @@ def watch_runs(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serve the live page of a folder of runs (or of one run) until a signal stops it; the exit code."""
+    """Serve the live page of a folder of runs, or of one run, until a signal arrives. Return the exit code."""
     require_libraries()
     folder = resolve_watch_folder(folder)
     with contextlib.suppress(OSError):
-        os.nice(5)  # The page may be late; a training run must not be.
+        os.nice(5)  # The page must not slow down a training run.
     routes = WatchRoutes(folder)
     try:
         return serve(
@@ -105,12 +105,12 @@ def watch_runs(
 
 
 def find_watch_server(folder: Path) -> RunningServer | None:
-    """The running server of this folder, if there is one."""
+    """Return the running server of this folder, or None."""
     return find_server(name=SERVER_NAME, about=str(resolve_watch_folder(folder)))
 
 
 def resolve_watch_folder(folder: Path) -> Path:
-    """The absolute path of a folder, which need not exist yet."""
+    """Return the absolute path of a folder, which need not exist."""
     folder = folder.expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise UsageError("not a folder of runs", got=str(folder), try_="whet watch DIR")
@@ -124,11 +124,11 @@ class PageFile:
     body: bytes
     media_type: str
     tag: str
-    """A hash of its content."""
+    """Hash of the content."""
 
 
 def page_files(folder: Path = STATIC_FOLDER) -> dict[str, PageFile]:
-    """All files of the page by name: nothing else is served, whatever is on the disk."""
+    """Return all files of the page by name. No other file on the disk is served."""
     files: dict[str, PageFile] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         media_type = _MEDIA_TYPES.get(path.suffix)
@@ -145,15 +145,15 @@ class WatchRoutes:
         self._name = folder.name
         self._listing = RunListing(folder)
         self._cache = RunCache(self._listing)
-        # Two, so that a large run does not block another one.
+        # Use two threads, so that a large run does not block another run.
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
-        # The list never waits for a run, however many pages wait for theirs.
+        # Use a separate thread for the list, so that it never waits for a run.
         self._lister = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lister")
         self._feed = UpdateFeed(self._listing, self._cache, self._lister)
         self._files = page_files()
 
     def routes(self) -> list["BaseRoute"]:
-        """The routes for `web.server.serve`."""
+        """Return the routes for `web.server.serve`."""
         from starlette.routing import Route
 
         return [
@@ -180,7 +180,7 @@ class WatchRoutes:
         return self._file(request, PAGE_FILE)
 
     async def _icon(self, request: "Request") -> "Response":
-        """Browsers ask for it before they have read the page, which names another one."""
+        """Return the icon that browsers request before they have read the page, which names another icon."""
         return self._file(request, ICON_FILE)
 
     async def _static(self, request: "Request") -> "Response":
@@ -238,10 +238,10 @@ class WatchRoutes:
 def event_page(
     history: History, *, before: str | None, kinds: Collection[str] | None, limit: int
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Up to `limit` events before a position, the newest first, and the position to continue from (None: the end).
+    """Return up to `limit` events before a position, newest first, and the next position (None at the end).
 
-    Without `kinds`: all but steps and health, which curves show. A position is a block and a number in it, so that a
-    page of a run of millions costs no more than one of a short run.
+    Without `kinds`, steps and health are excluded, because curves show them. A position is a block and an index in the
+    block, so that a page of a long run costs no more than a page of a short one.
     """
     last_block, number = _parse_position(before)
     page: list[dict[str, Any]] = []
@@ -299,7 +299,7 @@ def _json(body: bytes) -> "Response":
 
 
 def _tagged(request: "Request", body: bytes, *, tag: str, media_type: str) -> "Response":
-    """A response with an ETag: 304 where the client has the content already."""
+    """Return a response with an ETag, or 304 if the client already has the content."""
     from starlette.responses import Response
 
     headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache, private"}

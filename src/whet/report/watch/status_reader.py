@@ -1,4 +1,4 @@
-"""The status of one run in a list, updated by reading only the bytes that are new."""
+"""The status of one run in a list, updated by reading only new bytes."""
 
 import hashlib
 import os
@@ -16,14 +16,14 @@ from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, RUN_FILE, Run, open_run
 from whet.run.lock import LOCK_FILE, is_locked
 
-# Where more bytes are new, the run is read again with its index.
+# If there are more new bytes than this, read the run again with its index.
 _MAX_NEW_BYTES = 1024**2
-# Bytes of a log that are read for a list; of a longer one without an index only both ends.
+# Maximum bytes of a log that are read for a list. Of a longer log without an index, only both ends are read.
 _MAX_SCAN_BYTES = 8 * 1024**2
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 1024**2
 _SLOW_SECONDS = 0.2
-# A run that takes longer than `_SLOW_SECONDS` to fail is not tried again for this long, unless it changes.
+# A run that takes longer than `_SLOW_SECONDS` to fail is retried only after this time, unless it changes.
 _RETRY_SECONDS = 30.0
 _MAX_TEXT = 300
 
@@ -31,7 +31,7 @@ FileStamp = tuple[int, int, int]
 
 
 def file_stamp(path: str) -> FileStamp | None:
-    """Modification time, size and inode of a file; None where there is none."""
+    """Return modification time, size and inode of a file, or None if it does not exist."""
     try:
         stat = os.lstat(path)
     except OSError:
@@ -41,32 +41,34 @@ def file_stamp(path: str) -> FileStamp | None:
 
 @dataclass(frozen=True, slots=True)
 class RunStamp:
-    """Tells without reading whether a run has changed."""
+    """File stamps that show whether a run has changed without reading it."""
 
     events: FileStamp | None
     header: FileStamp | None
     lock: FileStamp | None
-    """A process writes it when it takes or releases the lock: a run is active before its first event."""
+    """Stamp of the lock file. It changes when a process takes the lock, before the first event."""
 
     @classmethod
     def of(cls, folder: Path | str) -> "RunStamp":
-        """The stamp of a run folder; called for thousands every second, so without creating Path objects."""
+        """Return the stamp of a run folder.
+
+        This is called for thousands of runs every second, so it creates no Path objects."""
         names = {"events": EVENTS_FILE, "header": RUN_FILE, "lock": LOCK_FILE}
         return cls(**{part: file_stamp(f"{folder}/{name}") for part, name in names.items()})
 
     @property
     def newest(self) -> int:
-        """Time of the last change in nanoseconds; 0 for a folder that is not a run."""
+        """Time of the last change in nanoseconds, or 0 if the folder is not a run."""
         return max((stamp[0] for stamp in (self.events, self.header) if stamp), default=0)
 
 
 def run_id(name: str) -> str:
-    """Identifies a run in URLs without revealing its path."""
+    """Return an id for URLs, which does not reveal the path of the run."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:20]
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """The status as a page lists it: with an id instead of a path."""
+    """Return the status as JSON for a page, with an id instead of a path."""
     fields = status.as_json()
     del fields["path"], fields["size_bytes"]
     name = status.path.name
@@ -74,7 +76,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 
 def hide_path(text: str, folder: Path) -> str:
-    """The text with the path of a run replaced by its name."""
+    """Return the text with the path of a run replaced by its name."""
     return text.replace(f"{folder}", folder.name)
 
 
@@ -88,11 +90,11 @@ class StatusReader:
         self._retry_at = 0.0
         self._position = 0
         self._last_turn: Event | None = None
-        """The newest start, resume or end."""
+        """Newest start, resume or end event."""
         self.status = RunStatus(path=folder, state="never started")
 
     def refresh(self, stamp: RunStamp) -> bool:
-        """Read what is new; whether the status changed."""
+        """Read new events. Return whether the status changed."""
         before, begun = self.status, time.monotonic()
         if stamp == self._failed_stamp and begun < self._retry_at:
             return False
@@ -111,7 +113,7 @@ class StatusReader:
                 updated=stamp.newest / 1e9,
                 problem=hide_path(problem, self._folder),
             )
-            # Retried at every scan: it may be in the middle of being copied. But a disk may take seconds to fail.
+            # Retry at every scan, because the run may be being copied. But a disk may take seconds to fail.
             self._stamp, self._failed_stamp = None, stamp
             if time.monotonic() - begun > _SLOW_SECONDS:
                 self._retry_at = begun + _RETRY_SECONDS
@@ -129,7 +131,7 @@ class StatusReader:
         self.status = read_status(run, history=history)
 
     def _read_both_ends(self, run: Run) -> None:
-        """The status from the first and last megabyte of the log."""
+        """Read the status from the first and last megabyte of the log."""
         events, self._position = _read_log_ends(self._folder)
         self._last_turn = _last(events, *SESSION_START_KINDS, "end")
         step, evaluation = _last(events, "step"), _last(events, "eval")
@@ -148,11 +150,11 @@ class StatusReader:
         self._set_state(is_running=is_locked(self._folder))
 
     def _read_new_bytes(self, stamp: RunStamp) -> bool:
-        """Continue from the last position; False where that is not enough to know the status."""
+        """Continue from the last position. Return False if the run must be read again."""
         if self._stamp is None or self._stamp.events is None or stamp.events is None:
             return False
         _, size, inode = stamp.events
-        # A replaced run.json, another inode or a shorter log: not the same run any more.
+        # A replaced run.json, another inode or a shorter log means that this is a different run.
         is_same = stamp.header == self._stamp.header and inode == self._stamp.events[2]
         if not is_same or size < self._stamp.events[1] or self.status.state == "unreadable":
             return False
@@ -161,7 +163,7 @@ class StatusReader:
         with open_regular_file(self._folder / EVENTS_FILE) as file:
             file.seek(self._position)
             data = file.read(_MAX_NEW_BYTES)
-        data = data[: data.rfind(b"\n") + 1]  # A torn last line is read with the next bytes.
+        data = data[: data.rfind(b"\n") + 1]  # A torn last line is read next time.
         events = _parse_lines(data.split(b"\n"))
         if any(event.kind in SESSION_START_KINDS for event in events):
             return False  # A resume may have voided steps.
@@ -185,7 +187,7 @@ class StatusReader:
 
 
 class _LongScanError(Exception):
-    """The whole log would have to be read."""
+    """Raised if the whole log would have to be read."""
 
 
 def _stop_long_scan(done: int, total: int) -> None:
@@ -194,7 +196,7 @@ def _stop_long_scan(done: int, total: int) -> None:
 
 
 def _read_log_ends(folder: Path) -> tuple[list[Event], int]:
-    """The first and last events of a log, and the position behind its last complete line."""
+    """Return the first and last events of a log, and the position after its last complete line."""
     with open_regular_file(folder / EVENTS_FILE) as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -202,7 +204,7 @@ def _read_log_ends(folder: Path) -> tuple[list[Event], int]:
         begin = file.seek(max(len(head), size - _TAIL_BYTES))
         tail = file.read(size - begin)
     complete = tail[: tail.rfind(b"\n") + 1]
-    # The first line of the tail and the last one of the head are incomplete.
+    # The last line of the head and the first line of the tail are incomplete, so drop them.
     events = _parse_lines([*head.split(b"\n")[:-1], *complete.split(b"\n")[1:]])
     return events, begin + len(complete)
 
@@ -216,6 +218,6 @@ def _last(events: list[Event], *kinds: str) -> Event | None:
 
 
 def _start_value(events: list[Event], name: str) -> object:
-    """The value of a field in the newest start or resume that has it."""
+    """Return the value of a field in the newest start or resume event that has it, or None."""
     values = (event.get(name) for event in reversed(events) if event.kind in SESSION_START_KINDS)
     return next((value for value in values if value is not None), None)

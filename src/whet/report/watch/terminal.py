@@ -1,8 +1,8 @@
-"""The live view of runs in a terminal of any size: a table of runs, and one of them in full.
+"""The live view of runs in a terminal of any size: a table of runs, and details of one run.
 
-Each refresh asks the system for the size of each events file; only the runs that are shown and have changed are read.
-All text of a run passes `TerminalArea.clean`: a run folder may come from anywhere, and its names and logs must not
-control the terminal.
+Each refresh checks the size of each events file, and reads only the visible runs that have changed. All text of a run
+passes through `TerminalArea.clean`: a run folder may be untrusted, and its names and logs must not control the
+terminal.
 """
 
 import shlex
@@ -26,7 +26,7 @@ from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders, run_gr
 from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 
-# Runs that changed within this time come first, by name, so that their rows do not move.
+# Runs that changed within this time come first. They are sorted by name, so that their rows do not move.
 ACTIVE_SECONDS = 120.0
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 
@@ -46,24 +46,24 @@ _MAX_GROUPS, _MIN_HEIGHT_FOR_GROUPS = 3, 16
 _SPARK_WIDTH = 16
 _CURVE_WIDTH, _CURVE_HEIGHT, _MIN_CURVE_HEIGHT = 120, 14, 3
 _KEYS = "q quits   up and down select a run"
-# The last ones are dropped first where there is no room.
+# Columns by priority. In a narrow terminal, the last ones are dropped first.
 _COLUMNS = ("state", "step", "loss", "curve", "left", "goal", "updated")
 
 
 class RunBoard(FrozenModel):
-    """What the live view shows at one moment."""
+    """The content of the live view at one moment."""
 
     folder: Path
     now: float
     num_runs: int
     rows: tuple[LiveStatus, ...]
-    """As many as fit."""
+    """Status of the runs that fit on the screen."""
     first: int = 0
-    """The position of the first row among all runs."""
+    """Position of the first row among all runs."""
     selected: int | None = None
-    """The row that is shown in full."""
+    """Index of the row that is shown in detail, or None."""
     groups: dict[Path, int] = Field(default_factory=dict)
-    """Folders that contain runs of their own, such as those of a search, and how many."""
+    """Folders that contain runs, such as those of a search, with the numbers of runs."""
 
 
 @dataclass(slots=True)
@@ -71,11 +71,11 @@ class _CachedStatus:
     stamp: FileStamp | None
     status: LiveStatus
     history: LiveHistory | None
-    """Kept, so that only new bytes are read; None where the run cannot be read."""
+    """Open history of the run, which reads only new bytes, or None if the run cannot be read."""
 
 
 class BoardReader:
-    """Reads the runs in a folder, or a single run, again and again."""
+    """Reads the runs in a folder, or a single run, repeatedly."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ class BoardReader:
         self._grouped_at = -_GROUPS_SECONDS
 
     def read(self, *, rows: int, move: int = 0) -> RunBoard:
-        """The runs as they are now, `rows` of them; `move` moves the selection that many rows down."""
+        """Return the current state of `rows` runs. `move` moves the selection down by this many rows."""
         now = self._clock()
         paths = self._paths(now)
         position = self._select(paths, move)
@@ -105,7 +105,7 @@ class BoardReader:
         )
 
     def _read_groups(self, now: float) -> dict[Path, int]:
-        """Read only every few seconds: it lists every folder that is not a run."""
+        """Return the folders that contain runs. Reading them lists many folders, so it is done every few seconds."""
         if (self._folder / RUN_FILE).is_file():
             return {}
         if not 0 <= now - self._grouped_at < _GROUPS_SECONDS:
@@ -113,7 +113,7 @@ class BoardReader:
         return self._groups
 
     def _select(self, paths: list[Path], move: int) -> int:
-        """The position of the selected run; by default the active run that was created last."""
+        """Return the position of the selected run, by default the newest active run."""
         if self._selected in paths:
             position = paths.index(self._selected)
         else:
@@ -124,7 +124,7 @@ class BoardReader:
         return position
 
     def _paths(self, now: float) -> list[Path]:
-        """Active runs first, then the others, the newest first."""
+        """Return the paths of active runs by name, then those of the other runs, newest first."""
         if (self._folder / RUN_FILE).is_file():
             return [self._folder.absolute()]
         updated = {path: _updated(_stamp(path)) for path in run_folders(self._folder.absolute())}
@@ -135,7 +135,7 @@ class BoardReader:
     def _status(self, path: Path) -> _CachedStatus:
         stamp, before = _stamp(path), self._cache.get(path)
         history = before.history if before else None
-        # An unreadable run is tried each time: it may be in the middle of being copied.
+        # Retry an unreadable run each time, because it may be in the middle of being copied.
         if before and history is not None and before.stamp == stamp and not _lock_changed(before.status):
             return before
         try:
@@ -167,7 +167,7 @@ def _created(path: Path) -> float:
 
 
 def _lock_changed(status: LiveStatus) -> bool:
-    """Whether a process has started or died without writing an event."""
+    """Whether a process has started, or died, without writing an event."""
     try:
         return is_locked(status.path) != (status.state == "running")
     except (WhetError, OSError):
@@ -176,30 +176,30 @@ def _lock_changed(status: LiveStatus) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TerminalArea:
-    """The space to draw in."""
+    """The size and abilities of the terminal."""
 
     width: int
     height: int | None
-    """None: as many lines as needed."""
+    """Number of lines, or None for no limit."""
     unicode: bool = True
 
     def clean(self, text: str) -> str:
-        """The text on one line, without control characters, in characters that the terminal has."""
+        """Return the text on one line, without control characters and characters that the terminal lacks."""
         text = printable(text).replace("\n", " ")
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def fit(self, text: str, cells: int) -> str:
-        """The text in exactly so many columns; wide characters count as two."""
+        """Pad or truncate the text to exactly `cells` columns. Wide characters count as two."""
         return set_cell_size(self.clean(text), max(0, cells))
 
 
 def board_rows(height: int) -> int:
-    """How many runs to list on so many lines."""
+    """Return the number of runs to list on a screen with `height` lines."""
     return max(1, (height - 4) // 3)
 
 
 def render_board(board: RunBoard, area: TerminalArea, *, has_keys: bool = False) -> list[Text]:
-    """The lines of the live view: a heading, the runs, the selected one in full."""
+    """Return the lines of the live view: a heading, the runs, and details of the selected run."""
     lines = [_heading(board, area), *_table(board, area), *_groups(board, area)]
     footer = [Text(_KEYS, style="dim")] if has_keys else []
     room = None if area.height is None else area.height - len(lines) - len(footer)
@@ -255,7 +255,7 @@ def _table(board: RunBoard, area: TerminalArea) -> list[Text]:
 
 
 def _cell(row: LiveStatus, heading: str, *, now: float, area: TerminalArea) -> tuple[str, str]:
-    """The text and its style."""
+    """Return the text of a cell and its style."""
     if heading == "state":
         return row.state, _STATE_STYLES.get(row.state, "")
     if heading == "step":
@@ -272,7 +272,7 @@ def _cell(row: LiveStatus, heading: str, *, now: float, area: TerminalArea) -> t
 
 
 def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
-    """Folders with more runs; a small screen has no room for them."""
+    """Return lines for folders that contain runs, or none if the screen is small."""
     if area.height is not None and area.height < _MIN_HEIGHT_FOR_GROUPS:
         return []
     lines = []
@@ -284,7 +284,7 @@ def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
 
 
 def _details(row: LiveStatus, area: TerminalArea, *, now: float, room: int | None) -> list[Text]:
-    """The selected run; the curve takes the room that figures and events leave."""
+    """Return the lines of the selected run. The curve uses the space that figures and events leave."""
     figures = [_line("problem", row.problem, area, style="red")] if row.problem else _figures(row, area, now=now)
     events = [_recent_event(entry, area, now=now) for entry in row.recent]
     if room is None:
@@ -344,7 +344,7 @@ def _line(label: str, text: str, area: TerminalArea, *, style: str = "") -> Text
 
 
 def _gauge(label: str, share: float | None, text: str, area: TerminalArea, *, style: str | None = None) -> Text:
-    """A bar and its text; without a style of its own it turns yellow, then red, as it fills up."""
+    """Return a bar with its text. Without `style`, it turns yellow and then red as it fills up."""
     line = Text(area.fit(label, _LABEL_WIDTH), style="dim")
     cells = min(_BAR_WIDTH, area.width - _LABEL_WIDTH - len(text) - 2)
     if share is not None and cells >= 4:
