@@ -1,6 +1,7 @@
 """Worker processes: messages, timeouts, deaths, and isolation from files that lie around."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -136,7 +137,11 @@ def test_path_of_the_parent_comes_last(marker: Path) -> None:
     with JsonWorker("worker_jobs:describe_process") as worker:
         described = worker.receive(TIMEOUT_SECONDS)
     hostile = os.getcwd()  # noqa: PTH109
-    own = [path for path in described["path"] if "site-packages" in path or path.endswith("lib-dynload")]
+    # The paths that a child starts with. Libraries may have added more to the path of this process.
+    fresh = subprocess.run(
+        [sys.executable, "-I", "-c", "import sys; print(*sys.path, sep=chr(10))"], capture_output=True, text=True
+    )
+    own = [path for path in fresh.stdout.split() if path in described["path"]]
     assert described["path"].index(hostile) > max(map(described["path"].index, own))
     assert described["python_path"] == hostile, "processes that the child starts see it again"
     assert described["stdin"] == ""

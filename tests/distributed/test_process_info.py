@@ -13,6 +13,8 @@ from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 
+pytestmark = pytest.mark.torch
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -158,7 +158,7 @@ def test_measuring_both_layouts_in_turns_leaves_no_trace(is_yours):
         last, plain = (rig.prepare(settings, seconds=30) for settings in ({"layout": "channels_last"}, {}))
         seen.clear()
         places: dict[object, set[int]] = {}
-        averages = [prepared._parts.stepper.ema.average["first.weight"].stride() for prepared in (last, plain)]
+        averages = [prepared._built.stepper.ema.average["first.weight"].stride() for prepared in (last, plain)]
         assert averages == [(27, 1, 9, 3), (27, 9, 3, 1)]
         for prepared in (plain, last, plain, last):
             assert prepared.step(0) > 0

@@ -99,5 +99,5 @@ def test_gradients_of_a_parameter_that_was_replaced_do_not_add_up() -> None:
 def test_a_group_of_parameters_that_comes_later_is_refused_in_words() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    with pytest.raises(UsageError, match="other groups of parameters"):
+    with pytest.raises(UsageError, match="other parameter groups"):
         train(model, optimizer, before_step=lambda number: number and optimizer.add_param_group({"params": model.bias}))

@@ -130,7 +130,7 @@ def test_recomputed_blocks_with_batchnorm_are_not_compiled(tmp_path: Path, monke
     train(plain, tmp_path / "plain", compile="off", activation_checkpointing="on")
     train(model, tmp_path / "run", compile="on", activation_checkpointing="on")
     (line,) = said(tmp_path / "run", "plan", "message")
-    assert line.startswith("not compiled: activation_checkpointing=on computes blocks with BatchNorm again")
+    assert line.startswith("not compiled: activation_checkpointing=on recomputes blocks with BatchNorm")
     assert open_run(tmp_path / "run").plan["settings"]["compile"]["value"] == "off"
     assert graphs == []
     for name, tensor in plain.state_dict().items():
@@ -147,7 +147,7 @@ def test_simulated_out_of_memory_of_a_compiled_run_continues_eagerly(
     train(model, run, compile="on", fails_in_step=2)
     assert graphs
     cures = said(run, "oom", "action")
-    assert cures[-1] == "activations are computed again in the backward pass, and the model is no longer compiled"
+    assert cures[-1] == "activations are recomputed in the backward pass, and the model is no longer compiled"
     learnt = open_run(run).plan["settings"]["compile"]
     assert (learnt["value"], learnt["evidence"]["requested"]) == ("off", "on")
     assert model._compiled_call_impl is None

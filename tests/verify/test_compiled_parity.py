@@ -352,7 +352,7 @@ def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: 
     first, changed = (event for event in read_events(open_run(run)) if event.kind == "plan")
     (new,) = (event for event in read_events(open_run(tmp_path / "new")) if event.kind == "plan")
     assert [event.fields.get("exact") for event in (first, changed, new)] == [None, False, None]
-    assert (changed.step, changed.get("reason")) == (NUM_STEPS, "runs as it is written")
+    assert (changed.step, changed.get("reason")) == (NUM_STEPS, "runs eagerly")
     reasons = [newest_about(folder).reasons for folder in (run, tmp_path / "new")]
     assert reasons == [(f"since step {NUM_STEPS}: runs as it is written",), ()]
 

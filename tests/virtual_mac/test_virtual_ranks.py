@@ -34,4 +34,4 @@ def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: 
     )
     assert ended.stdout.strip() == "[2, 2, 2] []", ended.stderr
     assert ended.stderr.count("several processes cannot train together on MPS") == 3
-    assert ended.stderr.count("--device cpu, where they talk through gloo") == 3
+    assert ended.stderr.count("--device cpu, where they communicate through gloo") == 3
