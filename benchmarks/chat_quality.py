@@ -31,7 +31,7 @@ from whet.device.open import open_device
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.data import read_chat
 from whet.recipes.chat.dataset import ChatDataset, ChatSplit, open_dataset
-from whet.recipes.chat.evaluation import conclude, tally
+from whet.recipes.chat.evaluation import merge_metrics, partial_metrics
 from whet.recipes.chat.generation import Sampling
 from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
@@ -156,7 +156,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     step = load_weights(run, speaker.model, checkpoint="best")
     device.put_model(speaker.model)
     with torch.no_grad():
-        test = conclude(speaker.model, [tally(speaker.model, batches(data.test, device))], None)
+        test = merge_metrics(speaker.model, [partial_metrics(speaker.model, batches(data.test, device))], None)
     found = {
         "model": kind,
         "words": data.arch.summary(data.tokenizer.vocab_size),

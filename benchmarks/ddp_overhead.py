@@ -44,7 +44,7 @@ class GroupOfOne(RankGroup):
 
     def __init__(self, ranks: RankInfo) -> None:
         super().__init__(ranks)
-        self.is_alone = False
+        self.is_single_process = False
 
 
 @dataclass

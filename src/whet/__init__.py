@@ -42,7 +42,7 @@ _PUBLIC = {
     "check": "whet.api.verify",
     "compare": "whet.api.verify",
     "make_plan": "whet.plan.plan",
-    "open_run": "whet.report.opened_run",
+    "open_run": "whet.report.run_view",
     "probe": "whet.machine.probe",
     "search": "whet.api.search",
     "summarize": "whet.report.run_report",
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
     from whet.recipes.recipe import Recipe as Recipe
-    from whet.report.opened_run import open_run as open_run
     from whet.report.run_report import summarize as summarize
+    from whet.report.run_view import open_run as open_run
     from whet.step.optimizers import OptimizerChoice as OptimizerChoice
     from whet.training.callback import Action as Action
     from whet.training.callback import Callback as Callback

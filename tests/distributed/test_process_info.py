@@ -42,9 +42,9 @@ def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) 
 def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    assert read_rank_info().is_alone
+    assert read_rank_info().is_single_process
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert read_rank_info().is_alone
+    assert read_rank_info().is_single_process
 
 
 @pytest.mark.parametrize("port", ["abc", "0", "99999"])
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_sharded() -> None:
 
 def test_who_is_late_follows_from_how_long_it_took_before() -> None:
     now = [0.0]
-    detector = StallDetector(is_alone=False, clock=lambda: now[0])
+    detector = StallDetector(is_single_process=False, clock=lambda: now[0])
 
     def is_late_after(seconds: float) -> bool:
         now[0] += seconds

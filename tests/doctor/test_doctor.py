@@ -14,12 +14,12 @@ from paths import ROOT
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run as run_cli
 from whet.device.cpu import CpuDevice
-from whet.doctor import examination
+from whet.doctor import report as doctor_report
 from whet.doctor.check import CheckGroup, CheckResult, DeviceUnderTest
 from whet.doctor.checks import hazards, operators, speeds, training
 from whet.doctor.checks.compare import draw, operator
-from whet.doctor.examination import GROUPS, DoctorReport, choose_device, examine_device, redact, report_bytes
 from whet.doctor.render import render_report
+from whet.doctor.report import GROUPS, DoctorReport, choose_device, redact, report_bytes, run_doctor
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Accelerator, Conditions, Machine, TorchFacts
 from whet.verify.tolerance import relative_error
@@ -37,7 +37,7 @@ def planted(table: str) -> CheckGroup:
 @pytest.fixture(scope="module")
 def examined() -> DoctorReport:
     told: list[str] = []
-    found = examine_device(
+    found = run_doctor(
         "cpu",
         groups=[planted("CASES"), GROUPS[0]],
         show=lambda group, check: told.append(group if check is None else check.name),
@@ -218,11 +218,11 @@ def test_redact_removes_a_home_with_a_space_and_names(monkeypatch) -> None:
     monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
     monkeypatch.setattr("platform.node", lambda: "annas-air.local")
     monkeypatch.setattr("getpass.getuser", lambda: "aberg")
-    examination._name_patterns.cache_clear()
+    doctor_report._name_patterns.cache_clear()
     try:
         shown = redact("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
     finally:
-        examination._name_patterns.cache_clear()
+        doctor_report._name_patterns.cache_clear()
     assert shown == "no .../x.py on (host) for (user) ((host))"
 
 
@@ -248,7 +248,7 @@ def test_exit_code_shows_whether_there_are_problems(monkeypatch, capsys, tmp_pat
         machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=1,
         load_per_core=3.0, versions={}, checks=(check,),
     )  # fmt: skip
-    monkeypatch.setattr("whet.doctor.examination.examine_device", lambda *_, **__: found)
+    monkeypatch.setattr("whet.doctor.report.run_doctor", lambda *_, **__: found)
     assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
     out = capsys.readouterr().out
     assert "SIMULATED" in out
@@ -273,7 +273,7 @@ def test_load_without_heavy_processes_is_described() -> None:
 
 @pytest.mark.slow
 def test_all_checks_pass_on_the_cpu() -> None:
-    found = examine_device("cpu", budget_seconds=600)
+    found = run_doctor("cpu", budget_seconds=600)
     assert not found.problems, found.problems
     assert not [check for check in found.checks if check.verdict == "skipped"]
     assert len(found.checks) > 150

@@ -21,7 +21,7 @@ DIRE = "some avg10=61.00 avg60=3.10 avg300=0.70 total=81\nfull avg10=33.33 avg60
 
 
 class SimulatedMac:
-    """The C library of a Mac as far as vitals ask it, and its programs."""
+    """The C library of a Mac as far as the sensors ask it, and its programs."""
 
     def __init__(self, *, thermal: int = 0, pressure: int = 1, swap: int = 0, has_sysctl: bool = True) -> None:
         self.thermal, self.pressure, self.swap, self.has_sysctl = thermal, pressure, swap, has_sysctl

@@ -238,14 +238,14 @@ class Ids:
     """An evaluation that counts how often each sample was seen."""
 
     def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> dict[str, float]:
-        return self.conclude(model, [self.tally(model, micro_batches)])
+        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
-    def tally(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> list[int]:
+    def partial_metrics(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> list[int]:
         return [int(number) for micro in micro_batches for number in micro.ids]
 
-    def conclude(self, model: nn.Module, tallies: list[list[int]]) -> dict[str, float]:
-        seen = [number for tally in tallies for number in tally]
-        return {"seen": len(seen), "different": len({*seen}), "most": max(map(len, tallies))}
+    def merge_metrics(self, model: nn.Module, parts: list[list[int]]) -> dict[str, float]:
+        seen = [number for part in parts for number in part]
+        return {"seen": len(seen), "different": len({*seen}), "most": max(map(len, parts))}
 
 
 def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
@@ -311,7 +311,7 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
     def loss(micro: MicroBatch) -> Tensor:
         calls.append(1)
-        if len(calls) == 3 and not current_group().is_first:
+        if len(calls) == 3 and not current_group().is_rank_zero:
             raise OSError("the disk of the second process is gone")
         return nn.functional.cross_entropy(model(micro.rows), micro.labels)
 

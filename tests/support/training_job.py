@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         val=images(40, seed=1),
         run=path,
         goal="accuracy",
-        vitals=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
+        read_sensors=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
         overrides={"threads": 1, **options.pop("overrides", {})},
         **{
             "global_batch_size": 16,

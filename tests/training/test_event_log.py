@@ -51,11 +51,11 @@ SEEN = Conditions(
 def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readings of the machine are simulated; those of the process are real."""
     monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 1e9)
-    without, _ = train(tmp_path / "without", vitals=lambda: SEEN)
+    without, _ = train(tmp_path / "without", read_sensors=lambda: SEEN)
     assert events(tmp_path / "without", "health") == []
     monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(health, "INTERVAL_SECONDS", 0.0)
-    with_health, _ = train(tmp_path / "with", vitals=lambda: SEEN)
+    with_health, _ = train(tmp_path / "with", read_sensors=lambda: SEEN)
     pairs = zip(without.state_dict().values(), with_health.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 

@@ -1,4 +1,4 @@
-"""ThermalCare: sensors change the time of a run, never its numbers; reactions are debounced. Sensors are simulated."""
+"""ThermalPolicy: sensors change the time of a run, never its numbers; reactions are debounced. Sensors are simulated."""
 
 import io
 import itertools
@@ -39,7 +39,7 @@ from whet.training.callbacks.thermal import (
     PRESSURE_SAVE_SECONDS,
     REST_SECONDS_WITHOUT_SENSOR,
     SensorThread,
-    ThermalCare,
+    ThermalPolicy,
 )
 
 pytestmark = pytest.mark.torch
@@ -68,7 +68,7 @@ OUTCOME = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=())
 
 
 class Stage:
-    """ThermalCare on a simulated clock; a rest takes no real time, and `while_resting` may change the readings."""
+    """ThermalPolicy on a simulated clock; a rest takes no real time, and `while_resting` may change the readings."""
 
     def __init__(self, policy: str, *, while_resting=lambda stage: None) -> None:
         self.now, self.step = 1000.0, 0
@@ -80,7 +80,7 @@ class Stage:
             None, FakeDevice(), on_event=lambda kind, fields: self.told.append((self.now, kind, fields))
         )
         recorder.spent = lambda phase, seconds: self.rests.append(seconds)
-        self.thermal = ThermalCare(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
+        self.thermal = ThermalPolicy(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -259,7 +259,7 @@ def test_any_simulated_sequence_changes_at_most_once_in_30_seconds_and_every_pau
 # --- in a session ----------------------------------------------------------------------------------------------------
 
 
-class Simulated(ThermalCare):
+class Simulated(ThermalPolicy):
     """Simulated sensors, step times and clock in a real session: each step brings the next reading."""
 
     life = ()
@@ -321,7 +321,7 @@ def assert_same(found, expected) -> None:
 def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, undisturbed, tmp_path_factory) -> None:
     Simulated.life = life
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whet.training.setup.ThermalCare", Simulated)
+        patch.setattr("whet.training.setup.ThermalPolicy", Simulated)
         found = fit(tmp_path_factory.mktemp("governed") / "run", policy=policy)
     assert_same(found, undisturbed)
 
@@ -329,7 +329,7 @@ def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, un
 def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkeypatch) -> None:
     """Guards the test above: the simulated sensors do reach the run."""
     Simulated.life = [(HOT, 0.1)] * 4 + [(Conditions(thermal="nominal", memory_pressure="critical"), 0.1)] * 12
-    monkeypatch.setattr("whet.training.setup.ThermalCare", Simulated)
+    monkeypatch.setattr("whet.training.setup.ThermalPolicy", Simulated)
     fit(tmp_path / "run", policy="pause")
     report = whet.summarize(tmp_path / "run")
     assert {incident.kind for incident in report.incidents} == {"throttle", "pressure"}
@@ -338,28 +338,28 @@ def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkey
     assert saved[:2] == [0, 1], "before the pause"
 
 
-def vitals_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "whet-vitals"]
+def sensor_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "whet-sensors"]
 
 
 def test_one_thread_watches_and_none_is_left(tmp_path: Path) -> None:
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with whet.Session(model, optimizer, images(16, seed=0), global_batch_size=8) as session:
-        assert len(vitals_threads()) == 1
+        assert len(sensor_threads()) == 1
         for batch in session:
             session.step(lambda micro: model(micro.x).square().mean(), batch)
-    assert vitals_threads() == []
+    assert sensor_threads() == []
 
     def broken(micro):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         whet.train(model, images(16, seed=0), loss=broken, optimizer=optimizer, global_batch_size=8, on_event=None)
-    assert vitals_threads() == []
+    assert sensor_threads() == []
     with pytest.raises(whet.WhetError):
         fit(device="cuda")
-    assert vitals_threads() == []
+    assert sensor_threads() == []
 
 
 def test_a_reader_that_fails_does_not_end_a_run() -> None:
@@ -369,7 +369,7 @@ def test_a_reader_that_fails_does_not_end_a_run() -> None:
         asked.append(1)
         raise OSError("no such sensor")
 
-    fit(vitals=broken)
+    fit(read_sensors=broken)
     assert asked
 
 
@@ -399,7 +399,7 @@ def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> Non
         epochs=6,
         overrides={"threads": 1, "workers": 2, "worker_start_method": "fork"},
     )
-    assert vitals_threads() == []
+    assert sensor_threads() == []
 
 
 def test_a_forked_child_can_leave() -> None:
@@ -469,7 +469,7 @@ def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) ->
     saved = json.loads((run / "plan.json").read_text())
     del saved["settings"]["on_heat"], saved["overrides"]["on_heat"]
     (run / "plan.json").write_text(json.dumps(saved))
-    fit(run, policy="pace", vitals=lambda: COOL)
+    fit(run, policy="pace", read_sensors=lambda: COOL)
     assert whet.summarize(run).state == "done"
     setting = json.loads((run / "plan.json").read_text())["settings"]["on_heat"]
     assert (setting["value"], setting["source"]) == ("pace", "you")

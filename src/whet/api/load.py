@@ -7,7 +7,7 @@ from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe
 from whet.run.folder import Run
 
 
-def recipe_word(run: Run, *, given: str | None = None) -> str:
+def recipe_spec(run: Run, *, given: str | None = None) -> str:
     """Return the recipe of a run, as accepted by `load_recipe`. `given` is required for a user-defined recipe.
 
     A run folder may come from an untrusted source and must not decide which code is executed. Only built-in recipes are
@@ -21,7 +21,7 @@ def recipe_word(run: Run, *, given: str | None = None) -> str:
 
 def load_run_recipe(run: Run, *, given: str | None = None) -> Recipe:
     """Load the recipe of a run. `given` is required for a user-defined recipe."""
-    return load_recipe(recipe_word(run, given=given))
+    return load_recipe(recipe_spec(run, given=given))
 
 
 def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, Any, int]:

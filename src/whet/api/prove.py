@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.api.load import recipe_word
+from whet.api.load import recipe_spec
 from whet.config.options import CommonConfig
 from whet.config.resolve import ResolvedConfig, resolve_config
 from whet.plan.plan import read_plan
@@ -27,7 +27,7 @@ def training_from_args(
 def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[Recipe, ProvableTraining]:
     """Return the training of a run folder, with the settings saved in it."""
     run = open_run(path)
-    what = recipe_word(run, given=file)
+    what = recipe_spec(run, given=file)
     recipe = load_recipe(what)
     overrides = read_plan(run.plan, where=f"{path}/plan.json").overrides
     config = recipe.Config.model_validate(run.config)

@@ -31,8 +31,8 @@ def doctor(
     """
     from whet.base.errors import UsageError
     from whet.cli import output
-    from whet.doctor.examination import examine_device, report_bytes
     from whet.doctor.render import conclusion, render_group, render_report
+    from whet.doctor.report import report_bytes, run_doctor
     from whet.run.durable import write_file
 
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
@@ -51,7 +51,7 @@ def doctor(
             done.clear()
         output.note(f"{group} ...")
 
-    report = examine_device(device, budget_seconds=budget, quick=quick, show=show)
+    report = run_doctor(device, budget_seconds=budget, quick=quick, show=show)
     if done:
         output.note(render_group(done[0].group, done) + "\n")
     output.result("\n".join([*render_report(report), "", conclusion(report)]))

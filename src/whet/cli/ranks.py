@@ -89,7 +89,7 @@ def is_distributed() -> bool:
     """Return whether torchrun or --nproc started this process as one of several."""
     from whet.distributed.ranks import read_rank_info
 
-    return not read_rank_info().is_alone
+    return not read_rank_info().is_single_process
 
 
 def nproc_options() -> list[str]:
@@ -186,7 +186,7 @@ def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator
         return
     from whet.distributed.group import current_group
 
-    with context if current_group().is_first else contextlib.nullcontext():
+    with context if current_group().is_rank_zero else contextlib.nullcontext():
         current_group().barrier()
         yield
 

@@ -36,14 +36,14 @@ class RankGroup:
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks
         # Attributes, not properties: every step reads them.
-        self.is_first = ranks.is_first
+        self.is_rank_zero = ranks.is_rank_zero
         """Whether this is rank 0, which writes files and prints."""
-        self.is_alone = ranks.is_alone
+        self.is_single_process = ranks.is_single_process
         self.tensor_group: dist.ProcessGroup | None = None
         """The process group for tensors of the device; None for the default group."""
         self.backend = "none"
         """The backend for tensors of the device: nccl or gloo."""
-        self.stall_detector = StallDetector(is_alone=ranks.is_alone)
+        self.stall_detector = StallDetector(is_single_process=ranks.is_single_process)
 
     @functools.cached_property
     def store(self) -> RankStore:
@@ -57,7 +57,7 @@ class RankGroup:
 
     def use_device(self, device: AbstractDevice) -> None:
         """Choose the backend for tensors: NCCL between GPUs, gloo between CPUs and where ranks share a GPU."""
-        if self.is_alone or self.backend != "none":
+        if self.is_single_process or self.backend != "none":
             return
         if device.kind == "mps":
             raise UsageError(
@@ -74,15 +74,15 @@ class RankGroup:
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0, as plain JSON."""
-        return value if self.is_alone else self._all_gather_json(value if self.is_first else None)[0]
+        return value if self.is_single_process else self._all_gather_json(value if self.is_rank_zero else None)[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, as plain JSON."""
-        return [value] if self.is_alone else self._all_gather_json(value)
+        return [value] if self.is_single_process else self._all_gather_json(value)
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         """The largest value of any rank for each number; cheap enough for every few steps."""
-        if self.is_alone:
+        if self.is_single_process:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
         with self._in_collective():
@@ -95,7 +95,7 @@ class RankGroup:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks in place."""
-        if not self.is_alone:
+        if not self.is_single_process:
             with self._in_collective():
                 dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.tensor_group)
         return tensor
@@ -103,7 +103,7 @@ class RankGroup:
     @torch.no_grad()
     def broadcast_model(self, model: nn.Module) -> None:
         """Give all ranks the weights and buffers of rank 0."""
-        if not self.is_alone:
+        if not self.is_single_process:
             with self._in_collective():
                 for tensor in (*model.parameters(), *model.buffers()):
                     first = tensor.detach().contiguous()
@@ -148,13 +148,13 @@ class RankGroup:
 def current_group() -> RankGroup:
     """The group of this process, from torchrun's variables; created on first use."""
     ranks = read_rank_info()
-    if not ranks.is_alone and not dist.is_initialized():
+    if not ranks.is_single_process and not dist.is_initialized():
         store = join_store(ranks, start_seconds=START_SECONDS, timeout_seconds=TIMEOUT_SECONDS)
         timeout = dt.timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
         atexit.register(_shut_down)
     group = RankGroup(ranks)
-    if not ranks.is_alone:
+    if not ranks.is_single_process:
         heartbeat = group.heartbeat
         group.barrier()
         heartbeat.start()

@@ -59,8 +59,8 @@ class StallDetector:
     take as long as it likes.
     """
 
-    def __init__(self, *, is_alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._is_alone = is_alone
+    def __init__(self, *, is_single_process: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_single_process = is_single_process
         self._clock = clock
         self._activity: tuple[Activity, str, float] = "free", "", clock()
         self._times: deque[float] = deque(maxlen=_WINDOW)
@@ -70,7 +70,7 @@ class StallDetector:
 
     def working(self, what: str) -> contextlib.AbstractContextManager[None]:
         """While entered, this rank must make progress."""
-        return _NULL_CONTEXT if self._is_alone else self._working(what)
+        return _NULL_CONTEXT if self._is_single_process else self._working(what)
 
     def progress(self) -> None:
         """Some of the work is done."""
@@ -93,7 +93,7 @@ class StallDetector:
 
     def reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches; the first one may take long, since workers start for it."""
-        return batches if self._is_alone else self._reading(batches)
+        return batches if self._is_single_process else self._reading(batches)
 
     def restart(self) -> None:
         """The process was suspended for a while: count from now."""

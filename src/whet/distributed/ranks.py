@@ -20,12 +20,12 @@ class RankInfo:
     local_size: int = 1
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether there is one process only; it needs no process group, even if torchrun has started it."""
         return self.size == 1
 

@@ -22,7 +22,7 @@ class ShardedStrategy(ParallelStrategy):
     Blocks are gathered when they are computed and released afterwards. Gradients are summed, not averaged.
     """
 
-    is_alone = False
+    is_single_process = False
     has_full_model = False
 
     def __init__(self, model: nn.Module, group: RankGroup, *, blocks: Sequence[nn.Module], kind: str) -> None:

@@ -97,7 +97,7 @@ def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float)
     deadline = time.monotonic() + start_seconds
     shared = _connect(ranks, seconds=start_seconds)
     shared.set_timeout(dt.timedelta(seconds=timeout_seconds))
-    join = _assign_prefixes if ranks.is_first else _request_prefix
+    join = _assign_prefixes if ranks.is_rank_zero else _request_prefix
     return distributed_c10d.PrefixStore(join(shared, ranks, deadline), shared)
 
 

@@ -34,7 +34,7 @@ class RetryStepError(Exception):
 class ParallelStrategy:
     """How ranks compute one step together. The base class is for one process and does nothing."""
 
-    is_alone = True
+    is_single_process = True
     has_full_model = True
     """Whether this rank has the whole model."""
 
@@ -81,7 +81,7 @@ class _LossModule(nn.Module):
 class ReplicatedStrategy(ParallelStrategy):
     """Sums gradients over ranks that all have the whole model."""
 
-    is_alone = False
+    is_single_process = False
 
     def __init__(self, model: nn.Module, group: RankGroup, *, bucket_mb: float) -> None:
         self._model = model

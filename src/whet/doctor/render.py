@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from whet.base.units import format_seconds
 from whet.doctor.check import CheckResult, Verdict
-from whet.doctor.examination import DoctorReport
+from whet.doctor.report import DoctorReport
 from whet.machine.render import conditions_lines, machine_line
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")

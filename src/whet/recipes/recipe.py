@@ -101,15 +101,15 @@ class Recipe:
         """Return metrics over the micro-batches of a split, optionally with a confusion matrix and samples."""
         raise NotImplementedError
 
-    def tally(self, model: Any, micro_batches: Any) -> Any:
-        """Return the counts of one process over its share of a split, as JSON. `conclude` combines the tallies.
+    def partial_metrics(self, model: Any, micro_batches: Any) -> Any:
+        """Return the counts of one process over its share of a split, as JSON. `merge_metrics` combines the parts.
 
         Without these two methods, the first process evaluates the whole split while all other processes wait.
         """
         raise NotImplementedError
 
-    def conclude(self, model: Any, tallies: list[Any]) -> dict[str, Any]:
-        """Return the metrics computed from all tallies."""
+    def merge_metrics(self, model: Any, parts: list[Any]) -> dict[str, Any]:
+        """Return the metrics computed from all parts."""
         raise NotImplementedError
 
     def outputs(self, model: Any, micro: Any) -> Any:

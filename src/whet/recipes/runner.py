@@ -125,18 +125,18 @@ class SharedEvaluation:
     def __call__(self, model: Any, micro_batches: Any, /) -> dict[str, Any]:
         return self._recipe.evaluate(model, micro_batches)
 
-    def tally(self, model: Any, micro_batches: Any, /) -> Any:
-        return self._recipe.tally(model, micro_batches)
+    def partial_metrics(self, model: Any, micro_batches: Any, /) -> Any:
+        return self._recipe.partial_metrics(model, micro_batches)
 
-    def conclude(self, model: Any, tallies: list[Any], /) -> dict[str, Any]:
-        return self._recipe.conclude(model, tallies)
+    def merge_metrics(self, model: Any, parts: list[Any], /) -> dict[str, Any]:
+        return self._recipe.merge_metrics(model, parts)
 
 
 def recipe_evaluation(recipe: Recipe) -> Any:
-    """Return the recipe's evaluation, shared between processes if it has `tally`; None without `evaluate`."""
+    """Return the recipe's evaluation, shared between processes if it has `partial_metrics`; None without `evaluate`."""
     if not recipe.supports("evaluate"):
         return None
-    return SharedEvaluation(recipe) if recipe.supports("tally") else recipe.evaluate
+    return SharedEvaluation(recipe) if recipe.supports("partial_metrics") else recipe.evaluate
 
 
 def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload:

@@ -11,7 +11,7 @@ Its renderers:
     page/               the HTML report, and the front end of the live page
     watch/              the live page and the live terminal view
     comparison          several runs side by side
-    opened_run          whet.open_run(): curves and plots in Python
+    run_view            whet.open_run(): curves and plots in Python
     export/, forward/   numbers as files, or to a dashboard
 
 Other reports: bench_report, search_report, seeds; svg and table are shared by all.

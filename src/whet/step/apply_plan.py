@@ -39,7 +39,7 @@ def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan
     on_device_failure=cpu, a device that cannot be opened leads to a new plan for the CPU.
     """
     opened = open_device(
-        rank_device(plan.device, 0 if ranks is None or ranks.is_alone else ranks.local_rank),
+        rank_device(plan.device, 0 if ranks is None or ranks.is_single_process else ranks.local_rank),
         on_failure=plan.on_device_failure,
         overlaps_copies=plan.copies == "overlapped",
     )
@@ -105,7 +105,7 @@ def place_model(
 
 def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: AbstractDevice) -> ParallelStrategy:
     """Distribute the model over the ranks; all start with the weights of rank 0."""
-    if group.is_alone:
+    if group.is_single_process:
         return ParallelStrategy()
     group.broadcast_model(model)
     if plan.sharding == "full":
@@ -129,7 +129,7 @@ def build_stepper(
 ) -> tuple[Stepper, list[float]]:
     """Build the optimizer, if it is not the user's own, and the stepper; also return the base learning rates."""
     strategy = strategy or ParallelStrategy()
-    graphs, graph_obstacle = _open_graphs(plan, device, is_alone=strategy.is_alone)
+    graphs, graph_obstacle = _open_graphs(plan, device, is_single_process=strategy.is_single_process)
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
         optimizer = build_optimizer(
@@ -157,11 +157,13 @@ def build_stepper(
     return stepper, base_rates
 
 
-def _open_graphs(plan: Plan, device: AbstractDevice, *, is_alone: bool) -> tuple[AbstractGraphs | None, str | None]:
+def _open_graphs(
+    plan: Plan, device: AbstractDevice, *, is_single_process: bool
+) -> tuple[AbstractGraphs | None, str | None]:
     """The capturer of steps if the plan has graphs, or why there is none."""
     if plan.graph == "off":
         return None, None
-    if not is_alone:
+    if not is_single_process:
         return None, "ranks wait for each other in a step, which no graph can do"
     if plan.activation_checkpointing == "on":
         return None, "activation checkpointing restores generators, which no graph can do"

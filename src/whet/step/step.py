@@ -151,13 +151,13 @@ class Stepper:
         start = mark()
         # Only several ranks need to know the last micro-batch in advance: it triggers the gradient exchange.
         for loaded_micro, is_last in (
-            zip(micro_batches, repeat(True)) if strategy.is_alone else mark_last(micro_batches)
+            zip(micro_batches, repeat(True)) if strategy.is_single_process else mark_last(micro_batches)
         ):
             loaded = mark()
             micro = loaded_micro if loaded_micro.is_on_device else loaded_micro.map_tensors(self.device.put)
             moved = mark()
             # With several ranks, no rank knows the sum of all weights yet.
-            is_whole = len(micro) == num_samples and strategy.is_alone
+            is_whole = len(micro) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
                 with self.device.autocast(self._precision):
                     total, weight = parse_loss(strategy.call(loss, micro))

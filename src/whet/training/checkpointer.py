@@ -33,9 +33,9 @@ itself, and a failure is an error."""
 
 def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str) -> store.LoadedCheckpoint | None:
     """Load the newest checkpoint that every rank can read; a sharded model loads its own rows only."""
-    if group.is_alone:
+    if group.is_single_process:
         return store.load_newest(folder, run_id=run_id)
-    steps = group.broadcast(store.list_steps(folder) if group.is_first else None)
+    steps = group.broadcast(store.list_steps(folder) if group.is_rank_zero else None)
     return store.load_newest(
         folder, run_id=run_id, steps=steps, read=lambda path: load_on_all_ranks(path, model, group)
     )
@@ -43,7 +43,7 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
 
 def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapshot:
     """Load a checkpoint; if one rank cannot read it, all ranks raise."""
-    if group.is_alone:
+    if group.is_single_process:
         return store.load_checkpoint(path)
     snapshot: Snapshot | None = None
     problem: list[Any] | None = None
@@ -81,7 +81,7 @@ class Checkpointer:
         """Steps whose checkpoints were damaged when the run was resumed."""
         self._last_bytes = 0
         self._num_failures = 0
-        if run.group.is_first:
+        if run.group.is_rank_zero:
             with contextlib.suppress(WhetError, OSError):
                 durable.remove_leftovers(self._folder)
 
@@ -98,7 +98,7 @@ class Checkpointer:
         Of several ranks with the whole model only rank 0 writes; ranks that hold shards all write.
         """
         run, step = self._run, self._run.state.step
-        if not (run.group.is_first or self._is_sharded):
+        if not (run.group.is_rank_zero or self._is_sharded):
             return
         start = time.perf_counter()
         if self._as_rank_zero(urgency == "due" and self._writer.is_busy):
@@ -186,7 +186,7 @@ class Checkpointer:
             else:
                 check()
                 write.num_bytes = store.save_checkpoint(folder, held, step=step)
-            if not group.is_first:
+            if not group.is_rank_zero:
                 return
             try:
                 self._rejected.discard(step)

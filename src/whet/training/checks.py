@@ -162,7 +162,7 @@ def check_own_norms(plan: Plan) -> None:
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
     """Refuse what several ranks cannot train together, or would train differently."""
-    if ranks.is_alone:
+    if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)
     number = f"{ranks.size} processes"
@@ -202,7 +202,7 @@ def check_ranks_agree(
     training: TrainingConfig,
 ) -> None:
     """Refuse, on all ranks, a training that differs on one of them: the loss would not show it."""
-    if group.is_alone:
+    if group.is_single_process:
         return
     facts = group.all_gather(
         {

@@ -33,14 +33,14 @@ _MAX_OPEN_SOURCES = 4
 
 @runtime_checkable
 class ShardedEvaluation(Protocol):
-    """An evaluation that ranks share: each tallies its samples, and rank 0 computes the metrics from all tallies."""
+    """An evaluation that ranks share: each evaluates its samples, and rank 0 merges the parts."""
 
     def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Mapping[str, Any]: ...
 
-    def tally(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
+    def partial_metrics(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
         """What is needed of these samples, as plain JSON; there may be none."""
 
-    def conclude(self, model: nn.Module, tallies: list[Any], /) -> Mapping[str, Any]:
+    def merge_metrics(self, model: nn.Module, parts: list[Any], /) -> Mapping[str, Any]:
         """The metrics of all of them."""
 
 
@@ -83,13 +83,13 @@ class Evaluator:
     def _metrics(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
         """One process evaluates all data; several share it if the evaluation supports that, else rank 0 does it."""
         model, group = self._run.model, self._run.group
-        if group.is_alone:
+        if group.is_single_process:
             return _normalized(evaluate(model, self.batches(data)))
         if isinstance(evaluate, ShardedEvaluation):
-            tallies = group.all_gather(evaluate.tally(model, self._own_batches(data)))
-            metrics = _normalized(evaluate.conclude(model, tallies)) if group.is_first else None
+            parts = group.all_gather(evaluate.partial_metrics(model, self._own_batches(data)))
+            metrics = _normalized(evaluate.merge_metrics(model, parts)) if group.is_rank_zero else None
         else:
-            metrics = _normalized(evaluate(model, self.batches(data))) if group.is_first else None
+            metrics = _normalized(evaluate(model, self.batches(data))) if group.is_rank_zero else None
         shared: dict[str, Any] = group.broadcast(metrics)
         return shared
 

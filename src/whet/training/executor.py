@@ -124,7 +124,7 @@ class Executor:
         if is_first:
             self._prepare(loss, batch, number=number)
         run, stepper, rollback = self._run, self._run.stepper, self._rollback
-        if not run.group.is_alone:
+        if not run.group.is_single_process:
             # A pure function of the step, so that no rank has generators to save, and no two ranks draw the same.
             seed_everything(mix_seed(run.config.training.seed, number, run.group.ranks.rank) % 2**63)
         while True:
@@ -299,7 +299,7 @@ class Executor:
     def _check_single_rank(self, problem: str) -> None:
         """Of several ranks all stop: the others are inside the same step and cannot split it differently."""
         group = self._run.group
-        if not group.is_alone:
+        if not group.is_single_process:
             half = max(1, int(self._run.plan.micro_batch or 1) // 2)
             raise InsufficientMemoryError(
                 "a step of this model needs more memory than this process may use",

@@ -40,5 +40,5 @@ class SessionKeywords(TrainingKeywords, total=False):
     allow: Collection[str]
     attach: Mapping[str, bytes] | None
     callbacks: Sequence[Callback]
-    vitals: ReadConditions | None
+    read_sensors: ReadConditions | None
     outputs: OutputFunction | None

@@ -66,9 +66,9 @@ def train(
     if (evaluate is None) != (val is None):
         raise UsageError("evaluate and val belong together", got="one of them", try_="evaluate=..., val=...")
     line = ProgressLine(epochs=options.get("epochs", 1))
-    is_first = read_rank_info().is_first
+    is_rank_zero = read_rank_info().is_rank_zero
     handler = line if on_event == "line" else on_event
-    if not is_first:
+    if not is_rank_zero:
         handler = None
     elif notify:
         handler = DesktopNotifier("train", on_event=handler, print_line=line.print_line)
@@ -87,7 +87,7 @@ def train(
         metrics=metrics,
         exit_code=session.exit_code,
     )
-    if on_event == "line" and is_first and result.state == "done":
+    if on_event == "line" and is_rank_zero and result.state == "done":
         line.print_line(_summary(result))
     return result
 

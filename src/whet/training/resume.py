@@ -26,7 +26,7 @@ ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StartingPoint:
+class ResumeDecision:
     """What a session starts from."""
 
     plan: Plan
@@ -41,7 +41,7 @@ def run_exists(path: Path | None) -> bool:
     return path is not None and (path / RUN_FILE).exists()
 
 
-def find_starting_point(requested: "RunConfig") -> StartingPoint:
+def decide_resume(requested: "RunConfig") -> ResumeDecision:
     """The plan in the run folder if there is one and it fits this machine, else a new plan. Writes nothing.
 
     `requested.plan` is used for a new run, if it was made for this machine.
@@ -52,7 +52,7 @@ def find_starting_point(requested: "RunConfig") -> StartingPoint:
     if path is None or not run_exists(path):
         if requested.plan is not None:
             check_plan_fits(requested.plan, plan)
-        return StartingPoint(plan=requested.plan or plan, run=None)
+        return ResumeDecision(plan=requested.plan or plan, run=None)
     run = open_run(path)
     check_unchanged(
         run.config, requested.config, where=path, free=[key for name in requested.allow for key in ALLOWED_KEYS[name]]
@@ -64,7 +64,7 @@ def find_starting_point(requested: "RunConfig") -> StartingPoint:
     if before != now:
         changed = "; ".join(filter(None, (changed, f"global_batch_size {before} -> {now}")))
     if changed is not None:
-        return StartingPoint(plan=plan, run=run, replanned=changed)
+        return ResumeDecision(plan=plan, run=run, replanned=changed)
     # The saved plan, with the settings that may change and the number of steps as they are now.
     overrides = {name: value for name, value in saved.overrides.items() if name not in _FREE_SETTINGS}
     overrides |= {name: value for name, value in plan.overrides.items() if name in _FREE_SETTINGS}
@@ -75,7 +75,7 @@ def find_starting_point(requested: "RunConfig") -> StartingPoint:
             "settings": {**saved.settings, **{name: plan.settings[name] for name in _FREE_SETTINGS}},
         }
     )
-    return StartingPoint(plan=kept, run=run)
+    return ResumeDecision(plan=kept, run=run)
 
 
 def check_plan_fits(given: Plan, ours: Plan) -> None:

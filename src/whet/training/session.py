@@ -57,7 +57,7 @@ class Session:
     `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric that decides the
     best checkpoint, and `mode` whether it should be "max" or "min". `init_from` is a run whose weights a new one
     starts with. `allow` names what may differ when a run resumes: "data", "batch". `callbacks` are instances of
-    whet.Callback (docs/callbacks.md). `on_event` is called with the kind and the fields of every event. `vitals`
+    whet.Callback (docs/callbacks.md). `on_event` is called with the kind and the fields of every event. `read_sensors`
     reads the sensors of the machine; its own if not given. `outputs` is given for a causal model: a function from a
     micro-batch to the model's outputs, (batch, length, ...); causality is then verified before the first step. All
     other keywords are fields of `TrainingConfig`: global_batch_size, epochs, max_steps, seed, shuffle, schedule,
@@ -88,7 +88,7 @@ class Session:
         attach: Mapping[str, bytes] | None = None,
         callbacks: Sequence[Callback] = (),
         on_event: EventHandler | None = None,
-        vitals: ReadConditions | None = None,
+        read_sensors: ReadConditions | None = None,
         outputs: OutputFunction | None = None,
         **training: Unpack[TrainingKeywords],
     ) -> None:
@@ -114,7 +114,7 @@ class Session:
             attach=attach or {},
             callbacks=tuple(callbacks),
             on_event=on_event,
-            vitals=vitals,
+            read_sensors=read_sensors,
             outputs=outputs,
         )
         self.state = State(epochs=self.training.epochs, max_steps=self.training.max_steps)
@@ -127,8 +127,8 @@ class Session:
     def tune(self, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> None:
         """Before entering: measure which plan is fastest, if this is a new run that is long enough to repay it."""
         group, config = current_group(), self.config
-        if not group.is_alone:
-            if group.is_first:
+        if not group.is_single_process:
+            if group.is_rank_zero:
                 report_lines(config.on_event, "not measured: the steps of several ranks are planned by rules")
         elif config.plan is None and not run_exists(config.path):
             self.config = replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
@@ -146,7 +146,7 @@ class Session:
             self._first_epoch = self.state.epoch
             self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
             self.run.callbacks.on_start(self.run)
-            self.run.log_news()
+            self.run.log_pending_events()
             if not self.model.training:
                 # Only then: a model in training mode may have a part in eval mode on purpose.
                 self.model.train()
@@ -219,7 +219,7 @@ class Session:
                     self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
                 if batch.is_last_of_epoch:
                     run.pending |= run.callbacks.on_epoch_end(state)
-                if action.stop is not None or (run.group.is_alone and run.is_stop_requested):
+                if action.stop is not None or (run.group.is_single_process and run.is_stop_requested):
                     return
             else:
                 checks.check_epoch_complete(state.position)
@@ -232,7 +232,7 @@ class Session:
             action |= Action(stop=_ALL_DONE, on_all_ranks=True)
         # What is a pure function of the step is known to all ranks; they agree on the rest when they synchronize.
         is_non_finite, has_failed = False, run.callbacks.failure is not None
-        if not run.group.is_alone:
+        if not run.group.is_single_process:
             must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
             if not must_sync and not self._sync.is_due(step):
                 return Action.NONE
@@ -277,7 +277,7 @@ class Session:
             if action is not Action.NONE:
                 run.pending |= action
             if not outcome.is_skipped:
-                run.log_news()
+                run.log_pending_events()
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.

@@ -41,11 +41,11 @@ from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
 from whet.training.callbacks.event_log import EventHandler, Recorder
 from whet.training.callbacks.health import Health
 from whet.training.callbacks.stop_signals import StopSignals
-from whet.training.callbacks.thermal import ThermalCare
+from whet.training.callbacks.thermal import ThermalPolicy
 from whet.training.checkpointer import Checkpointer, load_newest
 from whet.training.executor import Executor
 from whet.training.restore import RestoredRun, with_earlier_inexactness
-from whet.training.resume import find_starting_point, run_exists
+from whet.training.resume import decide_resume, run_exists
 from whet.training.schedule import LearningRates, LearningRateSchedule
 from whet.training.training_config import TrainingConfig
 from whet.training.weights import load_weights
@@ -80,7 +80,7 @@ class RunConfig:
     """Given for a causal model."""
     callbacks: tuple[Callback, ...] = ()
     on_event: EventHandler | None = None
-    vitals: ReadConditions | None = None
+    read_sensors: ReadConditions | None = None
 
 
 def make_run_config(
@@ -218,7 +218,7 @@ class RunContext:
         """Continue with a changed plan, and write it to the run folder."""
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
-        if self.folder is not None and self.group.is_first:
+        if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
 
     def note_inexact(self, step: int, reason: str) -> None:
@@ -226,7 +226,7 @@ class RunContext:
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
-    def log_news(self) -> None:
+    def log_pending_events(self) -> None:
         """Log what device and data report; a device that has failed without an error stops the run here."""
         for kind, fields in (*self.device.monitor.events(), *self.source.events()):
             self.log.event(kind, step=self.state.step, **fields)
@@ -253,7 +253,7 @@ class RunContext:
         if self.folder is None:
             return False
         is_logged = False
-        if self.group.is_first:
+        if self.group.is_rank_zero:
             newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
             is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
         # Rank 0 decides: others may see what it has written a little later.
@@ -262,7 +262,7 @@ class RunContext:
     def raise_callback_error(self) -> NoReturn:
         """Save, and raise the error of a callback that failed on any rank."""
         failure = self.callbacks.failure
-        if self.group.is_alone:
+        if self.group.is_single_process:
             # The final checkpoint is written on the way out of the session.
             assert failure is not None
             raise failure[1]
@@ -291,16 +291,16 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     model, path = config.model, config.path
     group = current_group()
     is_new = group.broadcast(not run_exists(path))
-    if path is not None and not is_new and group.is_first:
+    if path is not None and not is_new and group.is_rank_zero:
         # Locked before it is read: two processes must not resume one run.
         exit_stack.enter_context(lock.acquire(path))
-    start = find_starting_point(config)
+    start = decide_resume(config)
     # All ranks use the plan of rank 0; nobody writes before all have read.
     plan = _plan_of_first_rank(start.plan, group)
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
     # Which rows of a checkpoint a rank needs is known once the model is sharded.
-    is_sharded = not group.is_alone and plan.sharding == "full"
+    is_sharded = not group.is_single_process and plan.sharding == "full"
     checkpoint = None if is_sharded else _find_checkpoint(start.run, model, group)
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
     if checkpoint is None and not has_any and config.init_from is not None:
@@ -314,7 +314,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     exit_stack.callback(run.source.close)
     _open_folder(run, start.run)
     _add_services(run, start.run)
-    if run.folder is not None and not is_new and group.is_first:
+    if run.folder is not None and not is_new and group.is_rank_zero:
         run.folder = rewrite_parts(run.folder, plan=run.plan.as_json(), config=config.config)
     _start_or_resume(run, checkpoint, is_new=is_new)
     for reason in filter(None, (start.replanned, fell_back)):
@@ -370,7 +370,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
     """Create the run folder if the run is new, and write the attached files."""
     config, group, path = run.config, run.group, run.config.path
     run.folder = existing
-    if existing is None and path is not None and group.is_first:
+    if existing is None and path is not None and group.is_rank_zero:
         run.folder = create_run(
             path,
             recipe=config.recipe,
@@ -386,19 +386,19 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
         run.folder = open_run(path)
     for name, content in config.attach.items():
         # Also into a run that was killed between the creation of its folder and this.
-        if run.folder is not None and group.is_first and not (run.folder.path / name).exists():
+        if run.folder is not None and group.is_rank_zero and not (run.folder.path / name).exists():
             durable.write_file(run.folder.path / name, data=content)
 
 
 def _add_services(run: RunContext, existing: Run | None) -> None:
     """Event log, NaN guard, checkpointer, executor and callbacks."""
-    is_first, exit_stack = run.group.is_first, run.exit_stack
-    log = None if run.folder is None or not is_first else exit_stack.enter_context(EventLog(run.folder))
+    is_rank_zero, exit_stack = run.group.is_rank_zero, run.exit_stack
+    log = None if run.folder is None or not is_rank_zero else exit_stack.enter_context(EventLog(run.folder))
     run.guard = NonFiniteGuard(
         has_scaler=run.stepper.scaler.is_enabled(),
         earlier=() if existing is None else History(existing).events(kinds=("skip",)),
     )
-    run.log = Recorder(log, run.device, guard=run.guard, on_event=run.config.on_event if is_first else None)
+    run.log = Recorder(log, run.device, guard=run.guard, on_event=run.config.on_event if is_rank_zero else None)
     if run.folder is not None:
         run.checkpointer = Checkpointer(run, run.folder)
         exit_stack.callback(run.checkpointer.close)
@@ -411,7 +411,7 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
 def _own_callbacks(run: RunContext) -> list[Callback]:
     """whet's own callbacks, in the order in which they are called."""
     training, checkpointer = run.config.training, run.checkpointer
-    thermal = ThermalCare(run.plan, run.log, run.device, reader=run.config.vitals)
+    thermal = ThermalPolicy(run.plan, run.log, run.device, reader=run.config.read_sensors)
     return [
         run.log,
         *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
@@ -442,4 +442,4 @@ def _find_checkpoint(folder: Run | None, model: nn.Module, group: RankGroup) -> 
 
 
 def _plan_of_first_rank(plan: Plan, group: RankGroup) -> Plan:
-    return plan if group.is_alone else read_plan(group.broadcast(plan.as_json()), where="the plan of rank 0")
+    return plan if group.is_single_process else read_plan(group.broadcast(plan.as_json()), where="the plan of rank 0")

@@ -20,7 +20,7 @@ from whet.recipes.chat.architecture import PRESETS, ChatArch
 from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.data import read_chat
 from whet.recipes.chat.dataset import open_dataset
-from whet.recipes.chat.evaluation import conclude, tally
+from whet.recipes.chat.evaluation import merge_metrics, partial_metrics
 from whet.recipes.chat.model import build_model, document_attention, next_token_loss
 from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
@@ -165,7 +165,7 @@ def test_rows_mark_assistant_tokens_and_evaluation_weighs_them_equally(tmp_path:
     with torch.no_grad():
         model.tokens.weight.zero_()
         micro_batches = iter([MicroBatch(fields=dict(read.train), ids=np.arange(read.num_rows))])
-        found = conclude(model, [tally(model, micro_batches)], None)
+        found = merge_metrics(model, [partial_metrics(model, micro_batches)], None)
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
     assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)

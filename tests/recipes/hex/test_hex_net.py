@@ -12,7 +12,7 @@ from whet.plan.plan import make_plan
 from whet.recipes.hex.architecture import HexArch, count_parameters
 from whet.recipes.hex.config import HexConfig, describe_hex
 from whet.recipes.hex.data import to_columns, with_half_turns
-from whet.recipes.hex.evaluation import conclude, metrics, tally
+from whet.recipes.hex.evaluation import merge_metrics, metrics, partial_metrics
 from whet.recipes.hex.game.games import Samples
 from whet.recipes.hex.game.rules import Positions
 from whet.recipes.hex.game.symmetry import MIRRORED, mover_view, transform, transform_policy
@@ -205,4 +205,4 @@ def test_uniform_policy_has_zero_top1() -> None:
     net = HexNet(HexArch(depth=1, width=8))
     torch.nn.init.zeros_(net.policy.weight)
     with torch.no_grad():
-        assert conclude([tally(net, iter([some_micro(20)]))])["policy_top1"] == 0
+        assert merge_metrics([partial_metrics(net, iter([some_micro(20)]))])["policy_top1"] == 0

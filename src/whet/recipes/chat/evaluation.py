@@ -19,7 +19,7 @@ _MAX_NATS = 50.0
 """The limit of the exponent of perplexity, which would overflow."""
 
 
-def tally(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float]:
+def partial_metrics(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float]:
     """Sum nats, tokens, correct tokens and bytes over micro-batches. Each process sums its share."""
     totals = [0.0] * 4
     for micro in micro_batches:
@@ -34,9 +34,9 @@ def tally(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float
     return totals
 
 
-def conclude(model: CausalModel, tallies: list[list[float]], data: ChatData | None) -> dict[str, Any]:
-    """Combine the tallies of all processes into metrics, and add sample answers."""
-    nats, tokens, correct, num_bytes = (sum(column) for column in zip(*tallies, strict=True))
+def merge_metrics(model: CausalModel, parts: list[list[float]], data: ChatData | None) -> dict[str, Any]:
+    """Combine the partial metrics of all processes into metrics, and add sample answers."""
+    nats, tokens, correct, num_bytes = (sum(column) for column in zip(*parts, strict=True))
     mean = nats / max(1.0, tokens)
     metrics: dict[str, Any] = {
         "bits_per_byte": nats / math.log(2) / max(1.0, num_bytes),

@@ -72,17 +72,17 @@ class ChatRecipe(Recipe):
         return model.logits(model(*model_inputs(micro))[-1])
 
     def evaluate(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        return self.conclude(model, [self.tally(model, micro_batches)])
+        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
-    def tally(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> list[float]:
-        from whet.recipes.chat.evaluation import tally
+    def partial_metrics(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> list[float]:
+        from whet.recipes.chat.evaluation import partial_metrics
 
-        return tally(model, micro_batches)
+        return partial_metrics(model, micro_batches)
 
-    def conclude(self, model: "CausalModel", tallies: list[list[float]]) -> dict[str, Any]:
-        from whet.recipes.chat.evaluation import conclude
+    def merge_metrics(self, model: "CausalModel", parts: list[list[float]]) -> dict[str, Any]:
+        from whet.recipes.chat.evaluation import merge_metrics
 
-        return conclude(model, tallies, self._data)
+        return merge_metrics(model, parts, self._data)
 
     def metadata(self, config: ChatConfig, data: "ChatData") -> dict[str, Any]:  # noqa: ARG002
         from whet.recipes.chat.responder import responder_metadata

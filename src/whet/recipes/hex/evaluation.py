@@ -15,7 +15,7 @@ NUM_BINS = 10
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-def tally(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+def partial_metrics(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
     """Collect the outcomes of positions as plain JSON. Each process collects its share."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micro_batches:
@@ -33,14 +33,14 @@ def tally(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, A
     return {**outcomes, "policy": sum(policy for policy, _ in losses), "value": sum(value for _, value in losses)}
 
 
-def conclude(tallies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the tallies of all processes into metrics."""
-    ranks, wins, results = ([np.asarray(tally[name]) for tally in tallies] for name in ("ranks", "wins", "results"))
+def merge_metrics(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the partial metrics of all processes into metrics."""
+    ranks, wins, results = ([np.asarray(part[name]) for part in parts] for name in ("ranks", "wins", "results"))
     result = metrics(ranks, wins, results)
     num_moves = max(1, sum(int((rank >= 0).sum()) for rank in ranks))
     num_positions = max(1, sum(map(len, wins)))
-    result["policy_loss"] = sum(tally["policy"] for tally in tallies) / num_moves
-    result["value_loss"] = sum(tally["value"] for tally in tallies) / num_positions
+    result["policy_loss"] = sum(part["policy"] for part in parts) / num_moves
+    result["value_loss"] = sum(part["value"] for part in parts) / num_positions
     return result
 
 

@@ -64,17 +64,17 @@ class HexRecipe(Recipe):
         return hex_loss(model(micro.board), micro, self._weights or LossWeights())
 
     def evaluate(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        return self.conclude(model, [self.tally(model, micro_batches)])
+        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
-    def tally(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        from whet.recipes.hex.evaluation import tally
+    def partial_metrics(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+        from whet.recipes.hex.evaluation import partial_metrics
 
-        return tally(model, micro_batches)
+        return partial_metrics(model, micro_batches)
 
-    def conclude(self, model: "HexNet", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
-        from whet.recipes.hex.evaluation import conclude
+    def merge_metrics(self, model: "HexNet", parts: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+        from whet.recipes.hex.evaluation import merge_metrics
 
-        return conclude(tallies)
+        return merge_metrics(parts)
 
     def metadata(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
         return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}

@@ -227,11 +227,13 @@ def evaluate(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "Te
     Class names and texts come from `data`. Without it, only metrics are returned. Multi-label data has no confusion
     matrix.
     """
-    return conclude([tally(model, micro_batches, data)], data)
+    return merge_metrics([partial_metrics(model, micro_batches, data)], data)
 
 
-def tally(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None") -> dict[str, Any]:
-    """Return the sums over some texts as plain JSON. Each process tallies its part."""
+def partial_metrics(
+    model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None"
+) -> dict[str, Any]:
+    """Return the sums over some texts as plain JSON. Each process counts its part."""
     loss = 0.0
     scores: Scores | None = None
     mistakes: list[Mistake] = []
@@ -257,21 +259,21 @@ def tally(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextD
     return {"loss": loss, "scores": None if scores is None else scores.as_json(), "mistakes": shown}
 
 
-def conclude(tallies: list[dict[str, Any]], data: "TextData | None") -> dict[str, Any]:
-    """Combine the tallies of all processes."""
-    sums = [tally["scores"] for tally in tallies if tally["scores"] is not None]
+def merge_metrics(parts: list[dict[str, Any]], data: "TextData | None") -> dict[str, Any]:
+    """Combine the partial metrics of all processes."""
+    sums = [part["scores"] for part in parts if part["scores"] is not None]
     assert sums, "an evaluation has texts"
     scores = Scores(sums[0]["num_classes"], is_multi_label=sums[0]["is_multi_label"])
     for each in sums:
         scores.merge(each)
-    loss = sum(tally["loss"] for tally in tallies)
+    loss = sum(part["loss"] for part in parts)
     result: dict[str, Any] = {**scores.metrics(), "cross_entropy": loss / scores.num_texts}
     if data is None:
         return result
     result["classes"] = {"labels": list(data.classes), **scores.classes()}
     if scores.confusion is not None:
         result["confusion"] = {"labels": list(data.classes), "counts": scores.confusion.tolist()}
-    mistakes = [(tuple(rank), shown) for tally in tallies for rank, shown in tally["mistakes"]]
+    mistakes = [(tuple(rank), shown) for part in parts for rank, shown in part["mistakes"]]
     result["samples"] = [shown for _, shown in nlargest(NUM_MISTAKES, mistakes, key=lambda mistake: mistake[0])]
     return result
 

@@ -97,15 +97,15 @@ class TextRecipe(Recipe):
 
         return evaluate(model, micro_batches, self._data)
 
-    def tally(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
-        from whet.recipes.text.evaluation import tally
+    def partial_metrics(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+        from whet.recipes.text.evaluation import partial_metrics
 
-        return tally(model, micro_batches, self._data)
+        return partial_metrics(model, micro_batches, self._data)
 
-    def conclude(self, model: "Classifier", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
-        from whet.recipes.text.evaluation import conclude
+    def merge_metrics(self, model: "Classifier", parts: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+        from whet.recipes.text.evaluation import merge_metrics
 
-        return conclude(tallies, self._data)
+        return merge_metrics(parts, self._data)
 
     def metadata(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
         from whet.recipes.text.factory import model_metadata

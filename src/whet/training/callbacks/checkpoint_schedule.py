@@ -32,7 +32,7 @@ class CheckpointSchedule(Callback):
 
     def __init__(self, checkpointer: "Checkpointer", group: RankGroup) -> None:
         self._checkpointer = checkpointer
-        self._is_first = group.is_first
+        self._is_rank_zero = group.is_rank_zero
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
         self._checkpointer.poll()
@@ -41,7 +41,7 @@ class CheckpointSchedule(Callback):
         if due == "requested":
             return Action(save=SAVE_NOW, on_all_ranks=True)
         # The clock of rank 0 decides for all.
-        return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_first else Action.NONE
+        return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_rank_zero else Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
         # The best state must be this one, not one a few steps later. All ranks know the score.

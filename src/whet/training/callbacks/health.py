@@ -14,7 +14,7 @@ from whet.machine.load import ProcessUsage, Usage
 from whet.step.step import Outcome
 from whet.training.callback import Action, Callback, State
 from whet.training.callbacks.event_log import Recorder
-from whet.training.callbacks.thermal import ThermalCare
+from whet.training.callbacks.thermal import ThermalPolicy
 
 FIRST_AFTER_SECONDS, INTERVAL_SECONDS = 1.0, 5.0
 
@@ -26,7 +26,7 @@ class Health(Callback):
         self,
         log: Recorder,
         device: AbstractDevice,
-        thermal: ThermalCare,
+        thermal: ThermalPolicy,
         *,
         memory_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,

@@ -190,7 +190,7 @@ class ProgressLine:
             self._on_epoch(fields)
         elif kind == "health":
             self._note_memory(fields)
-        elif kind == "vitals":
+        elif kind == "sensors":
             self._heat = fields["heat"]
         elif kind == "measuring":
             self._draw(lambda: f"{self._name}  {fields['message']}")

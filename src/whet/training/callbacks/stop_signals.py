@@ -61,6 +61,8 @@ class StopSignals(Callback):
 
     def _announce(self, run: "RunContext", number: int) -> None:
         """Report it immediately: a user who waits for a long step must know that the signal was received."""
-        when = "after this step" if run.group.is_alone else "after the next step at which all ranks synchronize"
+        when = (
+            "after this step" if run.group.is_single_process else "after the next step at which all ranks synchronize"
+        )
         when = "once all is evaluated and saved" if run.state.is_finished else when
         run.log.interject("stopping", step=run.state.step, message=stop_message(number, when=when))

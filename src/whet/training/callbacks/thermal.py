@@ -107,7 +107,7 @@ class SensorThread:
         self._take = take
         self._every_seconds = every_seconds
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="whet-vitals", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="whet-sensors", daemon=True)
 
     def __enter__(self) -> Self:
         self._pid = os.getpid()
@@ -175,7 +175,7 @@ class _Debounced(Generic[T]):
         self._changed_at = now
 
 
-class ThermalCare(Callback):
+class ThermalPolicy(Callback):
     """Watches sensors and step times, and acts between steps by the plan's `on_heat`: warn, pace or pause."""
 
     def __init__(
@@ -196,7 +196,7 @@ class ThermalCare(Callback):
         self._slowdowns = SlowdownDetector()
         self.conditions = Conditions()
         """The last readings of the sensors."""
-        self._has_news = False
+        self._has_new_readings = False
         self._heat = _Debounced[Heat]("cool")
         self._pressure = _Debounced[PressureLevel]("normal")
         self._power = _Debounced[Power]((False, False))
@@ -221,9 +221,9 @@ class ThermalCare(Callback):
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         """Act on new readings; one comparison if there are none."""
-        if not self._has_news:
+        if not self._has_new_readings:
             return Action.NONE
-        self._has_news = False
+        self._has_new_readings = False
         return self._act(state.step)
 
     def before_step(self, state: State) -> None:
@@ -239,7 +239,7 @@ class ThermalCare(Callback):
     def take(self, conditions: Conditions) -> None:
         """Take a reading; from any thread."""
         self.conditions = conditions
-        self._has_news = True
+        self._has_new_readings = True
 
     def take_step_times(self, steps: list[tuple[int, float]]) -> None:
         """Take the seconds that steps took on the device's clock."""
@@ -247,7 +247,7 @@ class ThermalCare(Callback):
         for step, seconds in steps:
             self._slowdowns.observe(step, seconds)
         if (self._slowdowns.verdict is not None) != was_slow:
-            self._has_news = True
+            self._has_new_readings = True
 
     # --- actions -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class ThermalCare(Callback):
             self._log_heat(step, reason if heat != "hot" else f"{reason}{self._policy_note()}")
         elif not self._is_cool_reported and heat == "cool" and conditions.thermal is not None:
             self._is_cool_reported = True
-            self._log.notify("vitals", heat=heat)
+            self._log.notify("sensors", heat=heat)
         if self._policy == "pace":
             self._adapt_rest_share(now)
         elif self._policy == "pause" and self._heat.value == "hot" and now >= self._may_pause_at:

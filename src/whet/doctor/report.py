@@ -75,7 +75,7 @@ class DoctorReport(FrozenModel):
         return tuple(result for result in self.checks if result.is_problem)
 
 
-def examine_device(
+def run_doctor(
     device: str = "auto",
     *,
     budget_seconds: float = BUDGET_SECONDS,

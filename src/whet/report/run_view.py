@@ -21,7 +21,7 @@ Axis = Literal["step", "samples", "seconds"]
 Curves = dict[str, dict[str, list[float]]]
 
 
-class OpenedRun(folder.Run):
+class RunView(folder.Run):
     """A run folder with its curves. Each call reads the log again."""
 
     def curves(self, *, points: int = POINTS) -> Curves:
@@ -66,10 +66,10 @@ class OpenedRun(folder.Run):
         return [name for name in usual if name in curves]
 
 
-def open_run(path: Path | str) -> OpenedRun:
+def open_run(path: Path | str) -> RunView:
     """Open the run in a folder: `.curves()`, `.plot()`, `.summary()`, and its files (`.config`, `.plan`, ...)."""
     run = folder.open_run(path)
-    return OpenedRun(**{name: getattr(run, name) for name in type(run).model_fields})
+    return RunView(**{name: getattr(run, name) for name in type(run).model_fields})
 
 
 def _match_curve(name: str, curves: Curves) -> str:
