@@ -9,6 +9,7 @@ from whet.doctor.report import DoctorReport
 from whet.machine.render import conditions_lines, machine_line
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
+# Problems beyond this number are counted, not listed.
 _MAX_LINES = 25
 # The load per core above which speeds are unreliable.
 _BUSY_LOAD = 0.5

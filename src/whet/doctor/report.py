@@ -178,6 +178,7 @@ def _now() -> str:
 _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:/[^\s/:'\"<>,;()]+){2,}/?")
 # A quoted path may contain spaces.
 _QUOTED_PATH = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
+# Replacing a name of one letter would garble the text.
 _MIN_NAME_LENGTH = 2
 
 

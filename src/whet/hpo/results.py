@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
+# The number of trials that are trained again with new seeds.
 MAX_CANDIDATES = 3
 TRIAL_KEY, SEED_KEY = "trial", "seed"
 

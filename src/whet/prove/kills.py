@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # The time limit of a process whose duration is unknown.
 MAX_SECONDS = 3600.0
+# A run is finished and compared after at most this many kills.
 MAX_KILLS_PER_RUN = 8
 # The fraction of kills at any time after the process starts, including imports. All other kills happen during training.
 EARLY_SHARE = 0.1

@@ -14,7 +14,9 @@ from whet.prove.training_process import ProcessOrder
 
 _HASH_SEED = "PYTHONHASHSEED"
 _POLL_SECONDS = 0.002
+# Importing torch from a cold disk may take minutes.
 _LOAD_SECONDS = 600.0
+# Extra time for the fork server to respond on a busy machine.
 _SLACK_SECONDS = 60.0
 
 

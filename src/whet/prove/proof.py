@@ -29,6 +29,7 @@ from whet.run import durable
 from whet.run.folder import installed_versions, open_run
 from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, Verdict, why_insufficient
 
+# Limits of the number of steps; within them, TARGET_SECONDS determines it.
 MAX_STEPS, MIN_STEPS = 48, 12
 NUM_CHECKPOINTS = 12
 # Steps of the trial run, which shows how fast the training is and which device it uses.

@@ -18,11 +18,13 @@ from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_short_attention
 
 _EPSILON = 1e-5
+# The constants of the official TRM implementation.
 _INNER_MULTIPLE = 256
 _ROTARY_BASE = 10_000.0
 
 _TRUNCATE_AT = 2.0
 """The number of standard deviations at which the normal distribution is truncated, before it is rescaled."""
+# The probability within the bounds, and the density at a bound.
 _INSIDE = math.erf(_TRUNCATE_AT / math.sqrt(2))
 _DENSITY = math.exp(-(_TRUNCATE_AT**2) / 2) / math.sqrt(2 * math.pi)
 _RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)

@@ -87,6 +87,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
     figures: dict[str, Figure] = {}
     shown = []
     for name, taken in seconds.items():
+        # A matrix product has size^3 multiplications and as many additions.
         work = 2 * sizes[name] ** 3 / 1e9
         speed = work / statistics.median(taken)
         figures |= {f"{name}_gflops": speed, f"{name}_best_gflops": work / min(taken)}
@@ -98,10 +99,12 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
 def _bandwidth(target: DeviceUnderTest) -> CheckFinding:
     device = target.device
     limit = device.memory.usage().limit or 2**33
+    # Much larger than the caches, and small enough for a device with little memory.
     num_bytes = min(2**28, limit // 32)
     source = torch.zeros(num_bytes // 4, device=device.torch_device)
     copied = torch.empty_like(source)
     seconds = time_in_turn({"copy": (device, lambda: copied.copy_(source))})["copy"]
+    # A copy reads and writes every byte.
     speed = 2 * num_bytes / statistics.median(seconds)
     return good(
         f"{speed / 1e9:,.1f} GB/s read and written", gb_per_second=speed / 1e9, spread=_spread(seconds), bytes=num_bytes

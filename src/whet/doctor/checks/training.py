@@ -110,6 +110,7 @@ PARITY: list[Check] = [
 
 # --- Exact resume ----------------------------------------------------------------------------------------------------
 
+# Two interruptions, so that a run is also resumed from a resumed run.
 RESUME_STEPS = 14
 _STOPS = (5, 9)
 _LIMIT_SECONDS = 60.0

@@ -19,6 +19,7 @@ EMBEDDED_SIZES = 4096, 180, 232_000
 
 The numbers are approximate: the texts are generated from the help of whet and Python, which differs between versions.
 """
+# Round numbers of positions suit the kernels better.
 _SEQ_LEN_MULTIPLE = 64
 _MIN_SEQ_LEN = 128
 

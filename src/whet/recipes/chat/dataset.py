@@ -31,6 +31,7 @@ ARRAYS = {"tokens": None, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
 
+# More open rows pack more tightly, but reorder documents more and use more memory.
 MAX_OPEN_ROWS = 64
 
 

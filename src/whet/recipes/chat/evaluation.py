@@ -13,6 +13,7 @@ from whet.recipes.chat.generation import DecodingRules, GenerationRequest, Sampl
 from whet.recipes.chat.model import CausalModel, model_inputs, next_tokens, summed_cross_entropy
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
+# Limits of sample answers: an evaluation must not take much longer because of them.
 _MAX_ANSWER_TOKENS = 48
 _MAX_SECONDS = 5.0
 _MAX_NATS = 50.0

@@ -258,6 +258,7 @@ def read_trm_rows(path: Path) -> Iterator[Record]:
 
 # --- All formats ------------------------------------------------------------------------------------------------------
 
+# The number of records that are examined to detect the format.
 _NUM_DETECTED = 64
 
 

@@ -20,6 +20,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.run.disk import open_regular_file
 
 _DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
+# The magic number of a Zstandard frame.
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 

@@ -91,6 +91,7 @@ def _split_long(turns: Sequence[TurnIds], tokenizer: ChatTokenizer, *, max_lengt
     return Assembled(tuple(documents), sum(segment.is_truncated for segment in segments))
 
 
+# Texts are tokenized in batches of about this size, and at most two batches wait to be written.
 _BATCH_CHARACTERS = 1_000_000
 _BATCHES_AHEAD = 2
 

@@ -100,6 +100,7 @@ def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Gener
     return boards
 
 
+# The 97.5 % quantile of the normal distribution.
 _CONFIDENCE_95 = 1.959964
 
 

@@ -11,6 +11,7 @@ from whet.recipes.hex.game.rules import flip_perspective, mover_has_won, place_s
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+# The child of a move that was never tried.
 UNKNOWN = -1
 
 

@@ -32,6 +32,7 @@ IGNORED_LABEL = -100
 """The label of a token that the loss ignores."""
 _HALT_BIAS = -5.0
 """The initial bias of the halting head, so that an untrained model does not halt."""
+# The weight of the halting loss, as in the official implementation.
 _HALT_WEIGHT = 0.5
 
 

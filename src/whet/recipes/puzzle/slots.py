@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whet.base.errors import WhetError
 
 _MASK = 0xFFFFFFFF
+# The multiplier of a common 32-bit integer hash. It has 27 bits, so products stay below 2^63.
 _MULTIPLIER = 0x45D9F3B
 
 _Number = TypeVar("_Number", int, Tensor)

@@ -43,6 +43,7 @@ _POSITIONS_AFTER_PADDING = (
 """Model types whose positions start after the padding index, in addition to all with "roberta" in their name."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+# Close to the limit of the safetensors library. It bounds memory for a damaged file.
 _MAX_HEADER_BYTES = 100 * 1024**2
 _DOWNLOADED_FILES = (
     "config.json",

@@ -21,6 +21,7 @@ _PAD = "<pad>"
 SEGMENT_OFFSET = 1 << 24
 """The offset of token ids in the second segment, so that one column holds both. No vocabulary is that large."""
 
+# No path separators: a file name from a run folder must stay inside of its folder.
 _FILE_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 

@@ -17,6 +17,7 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
 }
 _MAX_MESSAGES = 1_000
+# The limit of the OpenAI API.
 _MAX_STOPS = 4
 _IGNORED_KEYS = {
     "user",

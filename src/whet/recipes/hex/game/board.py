@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from whet.base.errors import UsageError
 
+# Columns are named by the 26 letters of the alphabet.
 MIN_SIZE, MAX_SIZE = 2, 26
 EMPTY, BLUE, RED = 0, 1, 2
 """The values of a cell. Blue moves first."""

@@ -8,6 +8,7 @@ from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, COLORS, EMPTY, NEIGHBORS, RED, SWAP, cell_name, check_size, other
 from whet.recipes.hex.game.rules import Positions
 
+# Offsets of the edge nodes, which follow the cells: top, bottom, left, right.
 _FIRST_EDGE, _LAST_EDGE = {BLUE: 0, RED: 2}, {BLUE: 1, RED: 3}
 
 

@@ -65,6 +65,7 @@ def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> N
 
 SUFFIXES = (".trmph", ".txt", ".dat", ".hex")
 _GAMES_PER_BATCH = 1024
+# The number of games that are replayed to determine the orientation.
 _NUM_SAMPLED = 2000
 _MAX_EXAMPLES = 5
 REASONS = {

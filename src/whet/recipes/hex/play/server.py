@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 PAGE = "play.html"
+# Every cell, and a swap.
 _MAX_MOVES = MAX_SIZE**2 + 1
 
 

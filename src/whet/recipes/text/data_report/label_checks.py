@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from whet.recipes.text.readers.samples import LABEL_NAMES, TEXT_NAMES
 
+# A label is rare if it has at most this many rows, or this fraction of the rows of the similar label.
 _RARE_SHARE = 0.01
 _RARE_ROWS = 3
 _HEADER_SHARE = 0.001

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 ONE_MB = 1_000_000
 
+# White space, and characters without a glyph such as zero-width spaces and soft hyphens.
 _INVISIBLE = " \t\r\n\f\v\u00a0\u00ad\u200b\u200c\u200d\u2060\ufeff\u3000\x00"
 _WORD = re.compile(r"\w")
 _NUL, _BOM, _REPLACEMENT = "\x00", "\ufeff", "\ufffd"
+# Control characters except tab, line feed, form feed and carriage return.
 _CONTROL = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f]")
 _TAGS = (
     "a|abbr|b|blockquote|body|br|center|code|dd|div|dl|dt|em|font|form|h[1-6]|head|hr|html|i|iframe|img|input|li|link|"
@@ -221,6 +223,7 @@ _RANGES = (
     (0x20000, "Chinese or Japanese"),
 )
 _STARTS = [start for start, _ in _RANGES]
+# The beginning of a text is enough to determine its script.
 _SAMPLED_CHARACTERS = 400
 _NOT_LATIN = re.compile("[^\0-\u036f\u1e00-\u1eff\u2000-\u2bff]")
 _SYMBOLS = "symbols"

@@ -30,6 +30,7 @@ _MAX_COLUMNS = 1_000
 
 AUTO = "auto"
 SEPARATORS = ("|", ";", ",")
+# Longer texts are not parsed as lists: literal_eval is slow and may exhaust the stack.
 _MAX_LIST_LENGTH = 10_000
 
 

@@ -35,6 +35,7 @@ _SHARD = re.compile(r"[-_]\d+[-_]of[-_]\d+$")
 _ROW_SUFFIXES = {"", ".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow"}
 _TEXT_SUFFIXES = {"", ".txt", ".text", ".md"}
 _HEAD_BYTES = 64 * 1024
+# JSON rows may lack keys, so the columns are collected from several rows.
 _SAMPLED_ROWS = 100
 
 
