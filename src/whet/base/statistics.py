@@ -30,7 +30,7 @@ def student_t(degrees: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean; None for fewer than two values.
+    """Return the 95 % confidence interval of the mean, or None for fewer than two values.
 
     >>> low, high = mean_interval([0.8, 0.9])
     >>> round(low, 3), round(high, 3)

@@ -31,8 +31,10 @@ from whet.base import env
 from whet.base.errors import UsageError, WhetError
 
 _TICK_SECONDS = 0.5
+# Check the memory limit often, because a process can allocate gigabytes within a second.
 _MEMORY_CHECK_SECONDS = 0.02
 _DRAIN_SECONDS = 1.0
+# Read only the end of stderr, which contains the last line of a traceback.
 _STDERR_TAIL_BYTES = 10_000
 # These variables are removed while the interpreter starts, and set again for the processes that the child starts.
 # `python -I` would do the same, but it would also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.

@@ -46,6 +46,7 @@ BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 ALIASES = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
+# Reject a value that is probably a seed and not a number of seeds.
 MAX_SEEDS = 10_000
 
 

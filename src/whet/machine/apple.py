@@ -19,6 +19,7 @@ from whet.machine.programs import ProgramRunner, clean_name, complete_lines, pos
 _BYTE_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _PRESSURE_LEVELS: dict[str, PressureLevel] = {"1": "normal", "2": "warn", "4": "critical"}
 _THERMAL_LEVELS: tuple[ThermalLevel, ...] = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+# macOS does not report fans, so they are derived from the model name.
 _WITH_FAN = ("MacBook Pro", "Mac mini", "iMac", "Mac Studio", "Mac Pro")
 _WITHOUT_FAN = ("MacBook Air", "MacBook Neo")
 
@@ -252,7 +253,7 @@ def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
 
 
 def thermal_pressure(*, libc: Any = None) -> int | None:
-    """Return macOS's thermal pressure, 0 to 4, through notify(3); None on other systems or if it cannot be read.
+    """Return the thermal pressure of macOS, 0 to 4, from notify(3), or None if it cannot be read.
 
     The key is in the private header OSThermalNotification.h; reading it needs no root.
     """
@@ -275,14 +276,14 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 
 def memory_pressure(*, libc: Any = None) -> int | None:
-    """Return the kernel's memory pressure, 1, 2 or 4, without starting a program; None on other systems."""
+    """Return the memory pressure of the kernel (1, 2 or 4) without starting a program, or None on other systems."""
     # A buffer of 8 bytes holds an int or a long, because macOS is always little-endian.
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
 
 
 def swap_used(*, libc: Any = None) -> int | None:
-    """Return the bytes of swap in use: the third number of `struct xsw_usage` (sys/sysctl.h); None on other systems."""
+    """Return the bytes of swap in use, from `struct xsw_usage` (sys/sysctl.h), or None on other systems."""
     raw = _sysctl(b"vm.swapusage", 32, libc=libc)
     return None if raw is None or len(raw) < 24 else int.from_bytes(raw[16:24], "little")
 

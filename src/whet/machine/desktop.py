@@ -46,7 +46,9 @@ def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
 
 
 _MAX_CHARACTERS = 200
+# The texts are passed as arguments and not inserted into the script, so that they cannot run code.
 _APPLE_SCRIPT = ("on run words", "display notification (item 2 of words) with title (item 1 of words)", "end run")
+# These terminals do not support notifications, so only the bell rings.
 _SILENT_TERMINALS = ("dumb", "linux")
 # These terminals support rxvt's escape sequence. Most other terminals support iTerm's sequence, or ignore it.
 _OTHER_TERMINALS = ("rxvt", "foot")

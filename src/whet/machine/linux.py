@@ -68,7 +68,7 @@ def linux_conditions(*, root: Path = ROOT) -> Conditions:
 
 
 def has_nvidia_card(*, root: Path = ROOT) -> bool | None:
-    """Whether an NVIDIA display device is on the PCI bus; None if the bus cannot be read."""
+    """Return whether an NVIDIA display device is on the PCI bus, or None if the bus cannot be read."""
     # A container may hide the PCI bus. It is then unknown whether there is a card.
     devices = _entries(root / "sys/bus/pci/devices")
     if not devices:
@@ -241,7 +241,7 @@ def parse_cgroup_membership(text: str | None) -> dict[str, str]:
 
 
 def parse_cpu_max(text: str | None) -> float | None:
-    """Parse the CPU quota in "200000 100000" (2.0 processors); None for "max"."""
+    """Parse the CPU quota: 2.0 processors for "200000 100000", None for "max"."""
     quota, _, period = (text or "").strip().partition(" ")
     return _cpu_quota(whole_number(quota), whole_number(period))
 

@@ -14,19 +14,21 @@ import psutil
 from whet.machine.facts import BusyProcess, Conditions
 from whet.machine.programs import clean_name
 
+# The sizes and times bound the measurement to about 0.3 s, even on a slow network disk.
 READ_BYTES = 32 * 1024**2
 READ_SECONDS = 0.2
 WRITE_BYTES = 8 * 1024**2
 WRITE_SECONDS = 0.1
 _CHUNK_BYTES = 1024**2
 _MIN_FILE_BYTES = 4 * 1024**2
+# Look at only this many folder entries for a file to read, because a data folder may have millions.
 _MAX_ENTRIES = 200
 # No disk reaches this many bytes per second. Anything faster was read from a cache.
 _CACHE_SPEED = 20e9
 
 
 def disk_read_speed(folder: Path) -> float | None:
-    """Measure the uncached read speed of the folder's disk in bytes per second, in about 0.3 s; None if impossible."""
+    """Measure the uncached read speed of a folder's disk in bytes per second, in 0.3 s. Return None if it fails."""
     try:
         # Prefer an existing file to a temporary one, because reading it writes nothing.
         existing = _largest_file(folder)
@@ -119,7 +121,7 @@ def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
 
 
 def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_SECONDS) -> tuple[BusyProcess, ...]:
-    """Return other processes that use a whole core or a tenth of the memory, except our parents and children."""
+    """Return processes that use a whole core or a tenth of the memory, except parents and children of this process."""
     ours = _own_process_tree()
     before, start = _process_samples(ours), time.monotonic()
     time.sleep(sample_seconds)

@@ -10,6 +10,7 @@ from whet.machine.programs import ProgramRunner, clean_name, complete_lines, pos
 DriverState = Literal["missing", "not running", "no card", "working"]
 
 _QUERY_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "utilization.gpu")
+# Drivers before 510 reject compute_cap.
 _QUERY_FIELDS_BEFORE_510 = ("name", "memory.total", "driver_version", "utilization.gpu")
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from whet.base import env
 
+# Programs such as nvidia-smi can hang with a broken driver.
 TIMEOUT_SECONDS = 5.0
 _MAX_NAME = 120
 

@@ -19,6 +19,7 @@ from whet.base.worker import JsonWorker, WorkerExitError, WorkerTimeoutError, de
 from whet.machine.facts import TorchFacts
 from whet.machine.programs import clean_name
 
+# Importing torch can be slow if its files are not in the page cache.
 TIMEOUT_SECONDS = 60.0
 _TARGET = "whet.machine.torch_child:describe_torch"
 _MAX_ERROR_LENGTH = 300

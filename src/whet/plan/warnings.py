@@ -16,6 +16,7 @@ _LONG_SEQUENCE = 1024
 _HAZARDS_PAGE = "docs/hazards.md"
 # A plan shows few hazards in full, so that they do not hide other warnings.
 _MAX_HAZARD_LINES = 2
+# On MPS a linear layer with bias damages rows if a batch dimension is larger (pytorch/pytorch#189495).
 _HUGE_BATCH = 65_536
 _HALF_PRECISIONS = ("bf16", "fp16")
 

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.base.model import FrozenModel
 
+# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two numbers per weight.
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8

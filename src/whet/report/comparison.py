@@ -109,6 +109,7 @@ def render_comparison(comparison: RunComparison) -> str:
 
 
 def _labels(names: Sequence[str]) -> tuple[str, ...]:
+    # Runs in different folders may have the same name.
     counted = [names[: position + 1].count(name) for position, name in enumerate(names)]
     return tuple(name if count == 1 else f"{name} ({count})" for name, count in zip(names, counted, strict=True))
 
@@ -121,6 +122,7 @@ def _rows(
     for name in dict.fromkeys(name for values in each for name in values):
         row = tuple(values.get(name) for values in each)
         rows.append(ComparisonRow(name=name, values=row, differs=len(set(row)) > 1))
+    # sorted() is stable, so rows keep their order within both groups.
     return tuple(sorted(rows, key=lambda row: not row.differs))
 
 

@@ -9,6 +9,7 @@ from whet.base.model import FrozenModel
 from whet.run.event import Event, as_number
 from whet.run.events import History
 
+# Limits of a report, which must stay readable and small with thousands of classes or samples.
 MAX_CLASSES = 60
 MAX_SAMPLES = 50
 MAX_COLUMNS = 8

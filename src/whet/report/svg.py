@@ -13,6 +13,7 @@ from whet.base.errors import UsageError
 from whet.run import durable
 
 _WIDTH, _PANEL_HEIGHT = 640, 250
+# Margins of a panel in pixels: space for labels and titles of the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
 _HEAD = 46
 _LINE = 18

@@ -34,6 +34,7 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, ha
     ]
     text = "\n\n".join("\n".join(lines) for lines in sections if lines)
     if report.resume:
+        # Do not wrap the command, so that it can be copied.
         text += "\n\nresume it with\n  " + _clean(report.resume)
     return text if unicode else text.encode("ascii", "replace").decode()
 
@@ -84,6 +85,7 @@ def _time(report: RunReport) -> str:
     sessions = f" in {len(report.sessions)} sessions" if len(report.sessions) > 1 else ""
     training, wall = format_seconds(report.training_seconds), format_seconds(report.wall_seconds)
     text = f"{training} of training{sessions}"
+    # Compare the formatted texts: a difference that is not visible is not worth a sentence.
     if training == wall or report.uptime is None:
         return text
     return f"{text}, {wall} from first to last (uptime {100 * report.uptime:.0f} %)"

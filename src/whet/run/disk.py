@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from whet.base.errors import WhetError
 
+# Errors of filesystems that do not support a sync call.
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from whet.run.event import as_number
 
+# A trade-off: larger blocks make the index smaller, but curves coarser and lookups slower.
 BLOCK_EVENTS = 256
 # Kinds of events whose numbers are summarized by field.
 SUMMARIZED_KINDS = ("step", "health", "eval")

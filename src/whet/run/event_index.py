@@ -43,6 +43,7 @@ ScanProgress = Callable[[int, int], None]
 
 # Number of blocks that are compared with the events before an index is trusted.
 _SPOT_CHECKS = 16
+# A longer line means damage. The limit bounds the memory for reading an untrusted file.
 _MAX_LINE_BYTES = 16 * 1024**2
 _PROGRESS_BYTES = 4 * 1024**2
 # Size of all cached indexes together. The oldest are removed first.

@@ -26,6 +26,7 @@ from whet.run.durable import disk_errors
 
 LOCK_FILE = "lock"
 
+# POSIX lets a system report a held lock with either error.
 _BUSY = (errno.EACCES, errno.EAGAIN)
 # `acquire` retries for this long, because `holder` in another process takes the lock for some microseconds, or longer
 # on a busy machine. If the lock has a live owner, `acquire` fails at once.

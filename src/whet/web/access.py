@@ -151,7 +151,7 @@ def check_origin(request: RequestInfo, hosts: Iterable[str]) -> None:
 
 
 def is_same_origin(request: RequestInfo) -> bool:
-    """Whether a browser sent the origin. Call it after `check_origin`, which accepts only our origin."""
+    """Whether a browser sent the origin. Call it after `check_origin`, which accepts only the server's origin."""
     return bool(request.all("origin") or request.all("sec-fetch-site"))
 
 

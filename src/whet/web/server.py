@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"
+# If the port is in use, try this many consecutive ports.
 _MAX_PORTS = 50
 _BACKLOG = 128
 _PORT_IN_USE = (errno.EADDRINUSE, errno.EACCES)
@@ -115,8 +116,10 @@ def _socket(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Allow a restart while old connections are in TIME_WAIT.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Without this, the IPv6 socket could also take the IPv4 port, and the other bind would fail.
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, port))
         # Listen right away, because bind() does not reserve the port: two processes may bind the same one.
@@ -141,6 +144,7 @@ def _url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+# 128 + SIGTERM, the exit code that a shell reports.
 SIGTERM_EXIT_CODE = 143
 # asyncio accepts this many connections at once before the monitor counts them. Each uses a file descriptor.
 _ACCEPT_BATCH = 8
@@ -250,6 +254,7 @@ def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits,
         log_config=None,
         log_level="critical",
         access_log=False,
+        # The server runs without a proxy, so forwarded addresses in headers must not be trusted.
         proxy_headers=False,
         server_header=False,
         date_header=False,

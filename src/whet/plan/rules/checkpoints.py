@@ -2,7 +2,9 @@
 
 from whet.plan.rule import Decision, RuleContext, rule
 
+# Young's formula for a save of half a second and one interruption a day.
 _MINUTES = 5
+# Never one: while a checkpoint is being replaced, another one must be complete.
 _KEEP = 2
 
 

@@ -3,7 +3,9 @@
 from whet.base.units import GB, format_bytes
 from whet.plan.rule import Decision, RuleContext, rule
 
+# A data set below this share of the memory is copied to the device once.
 _RESIDENT_SHARE = 0.1
+# macOS spawns workers, and each imports torch again (about 5 s and several hundred MB).
 _MAC_WORKERS = 0
 _LINUX_WORKERS = 2
 

@@ -8,8 +8,10 @@ from whet.plan.memory import predict_memory
 from whet.plan.rule import Decision, RuleContext, rule
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
+# Leave 8 % of a card for fragmentation, and a quarter of main memory for the system.
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
+# Without known activations nothing can be predicted, so start with a small micro-batch.
 _UNKNOWN_MEMORY_MICRO_BATCH = 8
 
 

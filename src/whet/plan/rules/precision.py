@@ -2,6 +2,7 @@
 
 from whet.plan.rule import Decision, RuleContext, rule
 
+# Ampere (8.0) is the first architecture with tf32 tensor cores.
 _TF32_CAPABILITY = 8.0
 
 

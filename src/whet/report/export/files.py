@@ -27,6 +27,7 @@ from whet.run.events import History
 from whet.run.folder import Run, open_run
 
 _ROWS_PER_CHUNK = 2_000
+# Spreadsheets evaluate cells that begin with one of these characters.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -55,6 +56,7 @@ def _escape_formula(name: str) -> str:
     return f"'{name}" if name.startswith(_FORMULA_STARTS) else name
 
 
+# Rows in memory at once. Smaller row groups would compress worse.
 _ROWS_PER_GROUP = 32_768
 
 

@@ -60,6 +60,7 @@ class RowCollector:
 # Maximum events in memory while a dashboard is slow. The others stay in the file.
 _QUEUE_EVENTS = 10_000
 _BATCH_SECONDS = 1.0
+# The pause doubles after each failure, up to a minute.
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 
 Notify = Callable[[str], None]

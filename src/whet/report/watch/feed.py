@@ -18,10 +18,12 @@ from whet.report.watch.status_reader import run_id, status_json
 from whet.run import strict_json
 from whet.web.access import HttpError
 
+# Half of the connections that the server accepts, so that open pages cannot block requests.
 MAX_LISTENERS = 64
 _POLL_SECONDS = 1.0
 # Maximum share of a core for scanning.
 _MAX_CORE_SHARE = 0.05
+# A regular message shows an open page that the connection is still alive.
 _HEARTBEAT_SECONDS = 15.0
 _MAX_GROUPS = 20
 

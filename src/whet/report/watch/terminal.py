@@ -31,6 +31,7 @@ ACTIVE_SECONDS = 120.0
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 
 _CURVE_POINTS = 200
+# Listing folders is slow on network disks, so groups are read less often than runs.
 _GROUPS_SECONDS = 5.0
 _STATE_STYLES = {
     "running": "bold green",
@@ -39,6 +40,7 @@ _STATE_STYLES = {
     "failed": "bold red",
     "unreadable": "red",
 }
+# Show a warning if a running run has written no event for this long.
 _STALE_SECONDS = 60.0
 _LABEL_WIDTH = 9
 _BAR_WIDTH = 24
