@@ -1,1 +1,1 @@
-"""Checks of a model and a device: preflight, parity with the CPU, checks before the first step, memory."""
+"""Checks of a model and a device: preflight, parity with the CPU, start checks and memory estimates."""

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Raised by fake tensors where only real ones can continue.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# Maximum number of input elements for which an operator is run on real tensors instead.
 _MAX_REAL_ELEMENTS = 2**24
-# Values that Python may read in one trace: a loop that waits for a value would never end.
+# Maximum number of values that Python may read in one trace. A loop that waits for a certain value would never end.
 _MAX_READS = 2_000
 # Functions that read or compare values without dispatching an operator.
 _READ_FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.equal, torch.allclose)
@@ -27,17 +28,20 @@ _CONVERSIONS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: in
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode that never computes: by default torch runs an operator without a fake kernel for real."""
+    """Return a fake tensor mode that never computes.
+
+    By default, torch runs an operator without a fake kernel on real tensors.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 class FakeExecutor:
-    """Runs operators and functions; fills in plausible values for fake tensors, real tensors get real results."""
+    """Runs operators and functions. Results that depend on the data of fake tensors get plausible values."""
 
     def __init__(self, mode: FakeTensorMode | None, *, condition: bool = False) -> None:
         self._mode = mode
         self._condition = condition
-        """Value that conditions on fake tensors evaluate to."""
+        """Result of every condition on fake tensors."""
         self._num_reads = 0
 
     @property
@@ -45,7 +49,10 @@ class FakeExecutor:
         return self._mode is not None
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; where fake tensors cannot, run it on ones, which are valid indices and mask nothing."""
+        """Run an operator. If fake tensors cannot, run it on real tensors of ones.
+
+        Ones are valid indices, and as a mask they select everything.
+        """
         if self._mode is not None and func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
             # Fused optimizers update in place and return nothing. They have no fake kernel.
             return None
@@ -69,7 +76,8 @@ class FakeExecutor:
         """Run a function that reads values of a tensor, such as `Tensor.item` or `Tensor.cpu`."""
         tensor = args[0]
         if func in (Tensor.cpu, Tensor.to):
-            # The trace runs on the CPU, where .cpu() would return the same tensor. The copy is a host tensor.
+            # The trace runs on the CPU, where .cpu() would return the same tensor. Copy it, so that the recorder can
+            # distinguish the host tensor from the device tensor.
             copy = tensor.clone()
             return func(copy, *args[1:], **kwargs)
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
@@ -85,7 +93,7 @@ class FakeExecutor:
         return _CONVERSIONS[func](number) if func in _CONVERSIONS else number
 
     def read_function_mode(self) -> TorchFunctionMode:
-        """Return a mode in which functions that read values without an operator get a substitute too."""
+        """Return a mode that also substitutes values in functions that read them without an operator."""
         return _ReadFunctionMode(self)
 
     def _scalar(self, tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Context managers that try out a model and restore its weights, buffers, modes and generators."""
+"""Context managers that restore the weights, buffers, modes and generators after running a model."""
 
 import math
 import sys
@@ -15,21 +15,23 @@ from whet.device.abstract import AbstractDevice
 from whet.device.rng import preserve_rng
 from whet.step.rollback import BufferSnapshot
 
+# A weight counts as zero if no element is larger than this.
 _ZERO_THRESHOLD = 1e-3
+# Standard deviation of the noise that replaces zero weights.
 _NOISE = 0.02
 _DROPOUT_FUNCTIONS = {
     f.dropout, f.dropout1d, f.dropout2d, f.dropout3d, f.alpha_dropout, f.feature_alpha_dropout
 }  # fmt: skip
-# These draw no random numbers but compute differently in eval mode; cuDNN also has no backward pass for a recurrent
-# layer in eval mode.
+# These modules draw no random numbers, but compute differently in eval mode. cuDNN also has no backward pass for a
+# recurrent layer in eval mode.
 _KEEP_TRAINING_MODE = (nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
 
 @contextmanager
 def preserve_model_and_rng(model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """Restore the model and every random generator on exit; run compiled code eagerly inside.
+    """Restore the model and every random generator on exit, and run compiled code eagerly inside.
 
-    State that a loss function keeps in its own Python objects is not restored.
+    State that a loss function keeps in Python objects is not restored.
     """
     with preserve_model(model), preserve_rng(device), force_eager():
         yield
@@ -37,9 +39,9 @@ def preserve_model_and_rng(model: nn.Module, device: AbstractDevice) -> Iterator
 
 @contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Restore weights, gradients, buffers and modes on exit: same objects, same memory, same bits.
+    """Restore weights, gradients, buffers and modes on exit, with the same objects, memory and bits.
 
-    Gradients are None inside.
+    Gradients are None inside the context.
     """
     saved = [(p, p.device, p.detach().to("cpu", copy=True), p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -53,7 +55,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
             memory = parameter.data.to(place, values.dtype)
             if not torch.equal(memory.cpu(), values):
                 memory.copy_(values)
-            # A gradient must match its parameter's dtype and device, so it is detached while the data is replaced.
+            # A gradient must match the dtype and device of its parameter, so remove it while the data is replaced.
             parameter.grad = None
             parameter.data = memory
             parameter.grad = gradient
@@ -64,9 +66,9 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def temporary_copy(model: nn.Module, place: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Point every parameter and buffer at a copy on `place`, and at its own memory again on exit.
+    """Replace the memory of every parameter and buffer by a copy on `place`, and restore it on exit.
 
-    With `dtype`, floating-point tensors are converted to it.
+    With `dtype`, the copies of floating-point tensors are converted.
     """
     saved = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     try:
@@ -85,9 +87,9 @@ def cast_floating(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @torch.no_grad()
 def perturb_zero_weights(model: nn.Module) -> None:
-    """Fill (almost) zero weights with noise: a zero weight hides everything computed before it.
+    """Fill weights that are almost zero with noise, because a zero weight hides all errors before it.
 
-    Call it inside `preserve_model_and_rng`, which restores the weights.
+    Call this inside `preserve_model_and_rng`, which restores the weights.
     """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -97,7 +99,11 @@ def perturb_zero_weights(model: nn.Module) -> None:
 
 
 def force_eager() -> AbstractContextManager[object]:
-    """Run compiled models eagerly: compiling a second time, for the CPU too, would take minutes."""
+    """Return a context in which compiled models run eagerly.
+
+    Compiling again for another shape or for the CPU would take minutes.
+    """
+    # Importing torch._dynamo takes seconds. If nothing has imported it, nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -105,10 +111,10 @@ def force_eager() -> AbstractContextManager[object]:
 
 @contextmanager
 def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False) -> Iterator[None]:
-    """Disable dropout in modules, functions and attention: generators differ between devices.
+    """Disable dropout in modules, functions and attention, because generators differ between devices.
 
-    With `use_eval_mode`, other modules are in eval mode too, so that modules with random draws of their own (stochastic
-    depth) make none. Layers that draw nothing but compute differently in training mode stay in training mode.
+    With `use_eval_mode`, other modules are also in eval mode, so that modules with other random draws (stochastic
+    depth) make none. Layers that draw nothing but compute differently in eval mode stay in training mode.
     """
     saved: list[tuple[nn.Module, str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Relative errors between tensors, and the bounds below which two results count as equal."""
+"""Relative errors between tensors, and the bounds up to which two results count as equal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ import torch
 from pydantic import PlainSerializer
 from torch import Tensor
 
-# JSON has no infinity and no NaN, so those are serialized as strings.
+# JSON has no infinity and no NaN, so they are serialized as strings.
 RelativeError = Annotated[
     float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value), when_used="json")
 ]
 
-# Largest relative error that counts as float32 rounding: far above rounding, far below a wrong result.
+# Maximum relative error that counts as float32 rounding. It is far above rounding and far below a wrong result.
 FP32_TOLERANCE = 1e-4
 HALF_TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-# A device may be this many times less accurate than the CPU is in the same dtype.
+# A device may be this many times less accurate than the CPU in the same dtype.
 CPU_ERROR_FACTOR = 20
-# Errors of small tensors are relative to this share of the largest value of the whole tree: a gradient that should be
-# zero is rounding noise on every device.
+# Errors of small tensors are relative to this share of the largest value of all tensors, because a gradient that should
+# be zero is rounding noise on every device.
 SMALL_TENSOR_SHARE = 1e-2
 _FLOAT32_SUFFICES = (torch.float32, torch.bfloat16, torch.float16)
 _TINY = 1e-30
@@ -39,7 +39,7 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest expected value or to `floor` if that is larger.
 
-    Infinite if shapes, NaNs, infinities or integers differ.
+    The result is infinite if shapes, NaNs, infinities or integers differ.
     """
     actuals, expecteds = [_on_cpu(t) for t in tensor_leaves(actual)], [_on_cpu(t) for t in tensor_leaves(expected)]
     if not expecteds or [t.shape for t in actuals] != [t.shape for t in expecteds]:
@@ -49,7 +49,7 @@ def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
 
 
 def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the error of every named tensor, with a floor shared by all; infinite if only one side has the name."""
+    """Return the error of every named tensor, with a common floor; infinity if only one side has the name."""
     floor = SMALL_TENSOR_SHARE * max((_tensor_max_abs(_on_cpu(t)) for t in expected.values()), default=0.0)
     errors = {}
     for name in (*expected, *(name for name in actual if name not in expected)):
@@ -59,7 +59,7 @@ def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def error_bound(minimum: float, cpu_error: float | None) -> float:
-    """Return the largest error that counts as agreement: `minimum`, or more where the CPU itself is inaccurate."""
+    """Return the largest error that counts as agreement: `minimum`, or more if the CPU itself is inaccurate."""
     return minimum if cpu_error is None or math.isnan(cpu_error) else max(minimum, CPU_ERROR_FACTOR * cpu_error)
 
 
@@ -69,7 +69,7 @@ def max_abs(tree: Any) -> float:
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    # Copy first, convert later: a copy that also converts is one of the known faults of MPS.
+    # Copy first and convert later, because MPS gives wrong results for copies that also convert.
     on_cpu = tensor.detach().cpu()
     return torch.view_as_real(on_cpu) if on_cpu.is_complex() else on_cpu
 
@@ -79,7 +79,7 @@ def _tensor_max_abs(tensor: Tensor) -> float:
         return 0.0
     low, high = tensor.aminmax()
     if bool(low.isfinite() & high.isfinite()):
-        # The common case: 20 times faster than masking non-finite values.
+        # This common case is 20 times faster than masking non-finite values.
         return max(-float(low), float(high))
     values = tensor.double().abs()
     return float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0
@@ -94,7 +94,7 @@ def _tensor_error(actual: Tensor, expected: Tensor, *, floor: float) -> float:
     dtype = torch.float32 if is_narrow else torch.float64
     worst = float((actual.to(dtype) - expected.to(dtype)).abs().max())
     if not math.isfinite(worst):
-        # Non-finite values must be the same on both sides; only the finite ones are then subtracted.
+        # Non-finite values must be the same on both sides. Only finite values are subtracted.
         actual, expected = actual.double(), expected.double()
         finite = expected.isfinite()
         if not torch.equal(actual[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):

@@ -1,4 +1,4 @@
-"""A model with its loss, optimizer and example data: the object of every check in this package."""
+"""A model with its loss, optimizer and example data, as every check in this package uses it."""
 
 import copy
 import inspect
@@ -21,43 +21,46 @@ from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 
-# Returns the outputs of a causal model, of shape (batch, length, ...): each position may depend only on itself and
+# Returns the outputs of a causal model, of shape (batch, length, ...). Each position may depend only on itself and
 # earlier positions.
 OutputFunction = Callable[[MicroBatch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainable:
-    """A model with everything an optimizer step needs. Its tensors are fake if it was made under a fake tensor mode."""
+    """A model with everything that an optimizer step needs.
+
+    Its tensors are fake if it was created in a fake tensor mode.
+    """
 
     model: nn.Module
     loss: LossFunction
     make_batch: Callable[[int], MicroBatch]
-    """Returns a micro-batch of that many samples, on the CPU."""
+    """Returns a micro-batch with the given number of samples, on the CPU."""
     batch_size: int
-    """Samples of a normal step."""
+    """Number of samples in a normal step."""
     is_scalable: bool = True
     """Whether `make_batch` accepts sizes other than `batch_size`."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     outputs: OutputFunction | None = None
-    """Set for a causal model."""
+    """Function that returns the outputs of a causal model; None for other models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableSpec:
-    """A name and a factory: a check makes the model itself, under fake tensors or for real, as often as it needs."""
+    """A name and a factory. A check creates the model as often as it needs, with fake or real tensors."""
 
     name: str
     make: Callable[[], Trainable]
     workload: Workload | None = None
-    """Set by a recipe, so that the check can plan for a machine."""
+    """Workload of a recipe, with which the check can plan for a machine; None for other models."""
 
 
 def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -> Trainable:
     """Return a trainable from (model, example inputs) or (model, example inputs, loss).
 
-    `loss` is called with the model and the inputs. Without one, the model's output is the loss if it is a scalar, else
-    the mean square of everything the model returns.
+    `loss` is called with the model and the inputs. Without it, a scalar output of the model is the loss; otherwise the
+    loss is the mean square of all outputs.
     """
     if len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise UsageError(
@@ -84,7 +87,7 @@ def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -
         return MicroBatch(fields=fields, ids=np.arange(size))
 
     def call(function: Callable[..., Any], first: tuple[Any, ...], batch: MicroBatch) -> Any:
-        # Only tensors come from the batch; strings, numbers and their containers are passed as they were given.
+        # Only tensors come from the batch. Strings, numbers and their containers are passed unchanged.
         values = [batch.fields.get(_tensor_name(path), leaf) for path, leaf in leaves]
         named: dict[str, Any] = tree_unflatten(values, tree)
         return function(*first, **named) if isinstance(inputs, Mapping) else function(*first, *named.values())
@@ -97,7 +100,7 @@ def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -
     def outputs(batch: MicroBatch) -> Any:
         if own_loss is None or _accepts(model, inputs):
             return call(model, (), batch)
-        # The model does not accept all inputs: those after the first, such as labels, are for the loss.
+        # The model does not accept all inputs. Inputs after the first, such as labels, are for the loss.
         return model(next(iter(batch.fields.values())))
 
     return Trainable(
@@ -110,12 +113,12 @@ def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -
     )
 
 
-# Models returned by a factory before: a factory that returns one again owns it.
+# Models that a factory has returned before. A factory that returns the same model again keeps it.
 _SEEN_MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 def _copy_if_shared(model: nn.Module) -> nn.Module:
-    """Return the model, or a copy if its factory keeps it: a check trains the model, and its owner must not notice."""
+    """Return the model, or a copy if its factory keeps it, because a check changes the model."""
     mode = detect_fake_mode()
     tensors = [*model.parameters(), *model.buffers()]
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
@@ -129,7 +132,7 @@ def _copy_if_shared(model: nn.Module) -> nn.Module:
     _SEEN_MODELS.add(model)
     if not is_shared:
         return model
-    # Under a fake mode the copy gets fake tensors, which take no memory.
+    # In a fake tensor mode the copy gets fake tensors, which take no memory.
     memo = {} if mode is None else {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     with unset_fake_temporarily():
         return copy.deepcopy(model, memo)
@@ -161,7 +164,7 @@ def _accepts(model: nn.Module, inputs: Any) -> bool:
 
 
 def _tensor_name(path: tuple[Any, ...]) -> str:
-    """Return input0, or input0['mask'] for a nested tensor."""
+    """Return the name of an input tensor, such as "input0", or "input0['mask']" for a nested tensor."""
     return f"{path[0].key}{keystr(path[1:])}"
 
 
@@ -173,14 +176,14 @@ def _as_mapping(inputs: Any) -> dict[str, Any]:
 
 
 def _resized(value: Tensor, size: int) -> Tensor:
-    """Return the first `size` rows, repeated if there are fewer."""
+    """Return the first `size` rows; rows are repeated if there are fewer."""
     return value if value.dim() == 0 else value[torch.arange(size) % len(value)]
 
 
 def _as_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    # Outputs of transformers models carry their loss.
+    # Outputs of models of the transformers library contain their loss.
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own

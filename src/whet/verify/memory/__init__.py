@@ -1,1 +1,1 @@
-"""Memory of a training step, estimated with fake tensors, and the machines that it fits."""
+"""Estimates of the memory of a training step with fake tensors, and the machines that it fits."""

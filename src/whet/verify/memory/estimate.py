@@ -1,12 +1,12 @@
-"""Estimate the memory of a training step on a device that need not be present, with fake tensors.
+"""Estimate the memory of a training step with fake tensors. The device is not needed.
 
-The step is the real one: the same code, from zeroed gradients to the update, on tensors that have shapes but no memory.
-The bytes alive at each operator are linear in the number of samples, so two batch sizes determine all others.
+The estimate runs the code of a real step, from zeroing the gradients to the update, on tensors that have shapes but no
+memory. The live bytes at each operator are linear in the number of samples, so two batch sizes determine all others.
 
-Where the step depends on data, a plausible result of the largest size is used: an index by a mask selects everything.
+If a result depends on data, the largest plausible result is used: indexing with a mask selects everything.
 
-Not known and not counted: cuDNN's workspaces for convolutions, the CUDA context, fragmentation. The reserve of a
-recurrent layer is assumed (`kernels.py`); on the CPU it is estimated as if the layer were written out step by step.
+The estimate does not include cuDNN's workspaces for convolutions, the CUDA context and fragmentation. The memory that a
+recurrent layer saves is an assumption (`kernels.py`). On the CPU it is that of a layer written as a loop over steps.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from whet.verify.memory.lifetimes import FIXED_SCRATCH_BYTES, LiveBytes, Storage
 from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-# Bytes that allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment.
+# Allocation granularity in bytes: blocks of CUDACachingAllocator, pages of Metal, alignment on the CPU.
 _ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
 
 
@@ -46,19 +46,22 @@ class MemoryEstimate:
     precision: str
     is_checkpointed: bool
     batch_size: int
-    """Samples of a normal step."""
+    """Number of samples in a normal step."""
     phases: tuple[str, ...]
-    """The phase of each operator."""
+    """Phase of each operator."""
     fixed: Mapping[str, np.ndarray] = field(repr=False)
     """Bytes at each operator that do not depend on the number of samples, by part."""
     per_sample: Mapping[str, np.ndarray] = field(repr=False)
 
     def bytes_at(self, size: int, *, is_split: bool = False) -> int:
-        """Return the peak with `size` samples at once; `is_split` if a step has several such micro-batches."""
+        """Return the peak in bytes for a micro-batch of `size` samples.
+
+        `is_split` means that a step consists of several micro-batches.
+        """
         return int(self._total(size, is_split).max())
 
     def parts_at(self, size: int, *, is_split: bool = False) -> dict[str, int]:
-        """Return the parts of the peak."""
+        """Return the bytes of each part at the peak."""
         peak = int(self._total(size, is_split).argmax())
         return {part: round(float(row[peak])) for part, row in self._rows(size, is_split).items()}
 
@@ -83,7 +86,7 @@ class MemoryEstimate:
     def _rows(self, size: int, is_split: bool) -> dict[str, np.ndarray]:
         rows = {part: self.fixed[part] + size * self.per_sample[part] for part in PARTS}
         if is_split:
-            # From the second micro-batch on all gradients exist, plus each new one until it is added to the first.
+            # From the second micro-batch on, all gradients exist. Each new gradient also exists until it is added.
             new = np.diff(rows["gradients"], prepend=0).clip(min=0)
             rows["gradients"] = rows["gradients"].max() + new
         return rows
@@ -99,9 +102,9 @@ def estimate_memory(
     kernels: str = "fused",
     clip: float | None = 1.0,
 ) -> MemoryEstimate:
-    """Estimate the memory of a training step on a kind of device; nothing is computed or allocated.
+    """Estimate the memory of a training step on a kind of device without computing or allocating anything.
 
-    `sizes` are the two batch sizes that are traced.
+    `sizes` are the two batch sizes to trace. Raises WhetError if the step depends on data.
     """
     if device not in _ALLOCATION_GRANULARITY:
         known = " or ".join(_ALLOCATION_GRANULARITY)
@@ -122,7 +125,8 @@ def estimate_memory(
                 executor=FakeExecutor(mode, condition=condition),
             )
 
-    # Some models accept one batch size only, and some conditions on data raise one way and not the other.
+    # Some models accept only one batch size, and some conditions on data raise an error for one result only. Try all
+    # combinations, and report the error of the last one.
     *others, last = product((False, True) if sizes is None else (False,), (False, True))
     for is_one_size, condition in others:
         with suppress(Exception):
@@ -149,7 +153,7 @@ def estimate_trainable(
     clip: float | None = 1.0,
     executor: FakeExecutor | None = None,
 ) -> MemoryEstimate:
-    """Estimate a trainable that exists: a fake one with `executor`, or a real one, whose steps are really made."""
+    """Estimate the memory of an existing trainable: a fake one with `executor`, or a real one, which is trained."""
     executor = executor or FakeExecutor(None)
     small, large = sizes or (2, max(4, trainable.batch_size))
     traced_sizes = (small, large) if trainable.is_scalable else (trainable.batch_size, trainable.batch_size)
@@ -201,7 +205,7 @@ class _CountingDevice(StandInDevice):
 
 
 def _make_batch(trainable: Trainable, size: int) -> MicroBatch:
-    """Make a batch outside the fake mode, because real data is read; inputs that are fake need the mode."""
+    """Return a batch, created outside of the fake mode if possible. Reading real data fails inside the mode."""
     with unset_fake_temporarily(), suppress(Exception):
         return trainable.make_batch(size)
     return trainable.make_batch(size)
@@ -227,7 +231,7 @@ def _trace_step(
 
     def loss(moved: MicroBatch) -> Any:
         returned = trainable.loss(moved)
-        # Everything allocated after the forward pass is freed within the step.
+        # All memory that is allocated after the forward pass is freed within the step.
         tracker.label = "temporary"
         return returned
 
@@ -250,9 +254,9 @@ MemoryRows = dict[str, np.ndarray]
 
 
 def _fit_rows(small: _TracedStep, large: _TracedStep, *, sizes: list[int]) -> tuple[MemoryRows, MemoryRows]:
-    """Fit a line through the bytes of both batch sizes, for each operator and part; return intercepts and slopes.
+    """Fit a line through the bytes of both batch sizes for each operator and part. Return intercepts and slopes.
 
-    The optimizer's state is created in the first step and does not depend on samples, nor does anything in the update.
+    The optimizer state and the memory of the update do not depend on the number of samples.
     """
     few, many = sizes
     rows = {part: large.live.row(part) for part in PARTS}
@@ -260,12 +264,12 @@ def _fit_rows(small: _TracedStep, large: _TracedStep, *, sizes: list[int]) -> tu
     end = large.num_before_update
     for part in ("activations", "temporary"):
         if few == many:
-            # Only one size is known: activations are assumed to be proportional to it.
+            # Only one size is known. Assume that activations are proportional to it.
             slopes[part][:end] = rows[part][:end] / many if part == "activations" else 0
         elif small.num_before_update == end:
             slopes[part][:end] = (rows[part] - small.live.row(part)[: len(rows[part])])[:end] / (many - few)
         else:
-            # The number of operators depends on the batch size: only the peaks can be compared.
+            # The number of operators depends on the batch size, so only the peaks can be compared.
             slopes[part][:end] = (_bytes_at_peak(large, part) - _bytes_at_peak(small, part)) / (many - few)
     return {part: rows[part] - many * slopes[part] for part in PARTS}, slopes
 

@@ -25,20 +25,20 @@ class MachineFit(FrozenModel):
 
     machine: str
     memory_bytes: int | None
-    """Memory of the machine, or of the card if it has its own."""
+    """Memory of the accelerator, or of the machine if they share memory."""
     device: str
     precision: str
     is_checkpointed: bool
     micro_batch: int | None
-    """The largest even split of the global batch that fits; None if not even the smallest fits."""
+    """Largest even split of the global batch that fits; None if none fits."""
     least: int
-    """The smallest allowed micro-batch: 1, or the global batch if BatchNorm forbids splitting."""
+    """Smallest possible micro-batch: 1, or the global batch if the model has BatchNorm and cannot be split."""
     num_bytes: int
     """Memory of a step with `micro_batch`, or with `least` if nothing fits."""
     limit_bytes: int | None
-    """Memory that the plan allows; None if the machine's memory is unknown."""
+    """Memory limit of the plan; None if the memory of the machine is unknown."""
     micro_batch_checkpointed: int | None = None
-    """What would fit with activation checkpointing; computed only if nothing fits without."""
+    """Micro-batch that fits with activation checkpointing; computed only if none fits without it."""
 
     @property
     def summary(self) -> str:
@@ -48,7 +48,7 @@ class MachineFit(FrozenModel):
         if self.limit_bytes is None:
             return f"{named}: a step with {self.least} needs {needs}; the machine's memory is unknown"
         limit = format_bytes(self.limit_bytes)
-        # A shared unit is shown once: 3.9 of 5.3 GB.
+        # Show a common unit once, as in "3.9 of 5.3 GB".
         needs = needs.removesuffix(f" {limit.split()[-1]}")
         if self.micro_batch is not None:
             return f"fits {named} at micro batch {self.micro_batch}: {needs} of {limit}"
@@ -73,10 +73,10 @@ def fit_machines(
     conditions: Conditions | None = None,
     trainable: Trainable | None = None,
 ) -> tuple[MachineFit, ...]:
-    """Return the largest micro-batch for each machine, by default all known ones.
+    """Return the largest micro-batch for each machine; for all known machines by default.
 
-    Device, precision and memory limit come from the plan that the machine would have with these overrides. `conditions`
-    is the free memory of this machine; `trainable` is one of the spec if it was made already.
+    Device, precision and memory limit come from the plan for each machine with these overrides. `conditions` contain
+    the free memory of this machine. Pass `trainable` if it has already been created from the spec.
     """
     workload, has_blocks = _describe(spec, trainable, global_batch_size)
 

@@ -1,8 +1,8 @@
 """Substitutes for kernels that use a different amount of memory on a GPU than on the CPU.
 
-A step is traced with CPU tensors on every device: fake tensors of a device that torch was not built for abort the
-process in the backward pass. Most operators use the same memory everywhere. This module replaces those that do not;
-branches that torch itself can be made to take are in `device/tracing.py`. The substitutes compute nothing.
+A step is traced with CPU tensors for every device, because fake tensors of a device that torch was not built for abort
+the process in the backward pass. Most operators use the same memory on all devices. This module replaces the others.
+`device/tracing.py` handles branches that torch can be configured to take. The substitutes compute nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ _SAVED_VECTORS = {"lstm": 5, "gru": 6}
 
 
 class FusedRnn(Function):
-    """An LSTM or GRU as cuDNN and MPS compute it: one kernel for all time steps, one reserve for the backward pass."""
+    """An LSTM or GRU as in cuDNN and MPS: one kernel for all time steps, and one saved buffer for the backward pass."""
 
     @staticmethod
     def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ def _run_rnn(kind: str, args: tuple[Any, ...]) -> Any:
 
 
 class FusedRmsNorm(Function):
-    """RMSNorm as one kernel that saves its input and one number per row."""
+    """RMSNorm as a single kernel that saves its input and one number per row."""
 
     @staticmethod
     def call(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002, ARG004
@@ -96,12 +96,13 @@ class FusedRmsNorm(Function):
 
 
 _aten = torch.ops.aten
-# The originals, which the substitutes call.
+# Original functions, which the substitutes call.
 _run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
 _cross_entropy = functional.cross_entropy
-# Functions that autocast computes in float32 on CUDA and MPS but not on the CPU; only those that save tensors.
+# Functions that autocast computes in float32 on CUDA and MPS but not on the CPU. Only functions that save tensors are
+# listed, because the others do not change the peak.
 _FLOAT32_UNDER_AUTOCAST = (
     functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm,
     functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, torch.log_softmax, Tensor.log_softmax,
@@ -127,7 +128,7 @@ class DeviceKernels(TorchFunctionMode):
             handlers[functional.dropout] = handlers[torch.dropout] = _cuda_dropout
             handlers[functional.scaled_dot_product_attention] = _cuda_attention
         self._handlers = handlers
-        # multi_head_attention_forward is a Python function: a mode that handles it does not see the calls inside.
+        # multi_head_attention_forward is a Python function. A mode that handles it does not see the calls inside.
         self._inside_attention = {
             name: handler
             for name in ("dropout", "scaled_dot_product_attention")
@@ -140,7 +141,7 @@ class DeviceKernels(TorchFunctionMode):
             with _replaced(functional, self._inside_attention):
                 return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
-            # Recomputed blocks run inside the backward pass and need the mode too.
+            # Recomputed blocks run inside the backward pass and also need the mode.
             with _replaced(torch.autograd, {"_engine_run_backward": self._entered(_run_backward)}):
                 return func(*args, **kwargs)
         if func not in self._handlers:
@@ -162,7 +163,7 @@ class DeviceKernels(TorchFunctionMode):
 
 @contextmanager
 def autocast(precision: str) -> Iterator[None]:
-    """Autocast of CPU tensors, for half precision only."""
+    """Enable autocast of CPU tensors for half precisions. Other precisions have no effect."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if half is None:
         yield
@@ -188,9 +189,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def _gpu_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """Under autocast, log_softmax inside cross_entropy keeps the logits' dtype on a GPU; only nll_loss is float32.
+    """Compute cross_entropy as a GPU does under autocast: log_softmax in the dtype of the logits, nll_loss in float32.
 
-    LossNLL.cpp passes the dtype explicitly, which autocast does not change; a trace on an H200 with torch 2.11 agrees.
+    LossNLL.cpp passes the dtype explicitly, and autocast does not change it. A trace on an H200 with torch 2.11 agrees.
     """
     if not torch.is_autocast_enabled("cpu"):
         return _cross_entropy(input, target, *args, **kwargs)
@@ -203,7 +204,10 @@ def _gpu_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any)
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-    """CUDA saves a mask of one byte per element; the CPU and MPS save one of the input's dtype."""
+    """Compute dropout as CUDA does, with a saved mask of one byte per element.
+
+    The CPU and MPS save a mask in the dtype of the input.
+    """
     if not training or p == 0 or inplace:
         return _dropout(input, p, training, inplace)
     dropped, _ = torch.native_dropout(input, p, True)
@@ -220,7 +224,10 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """CUDA never stores the attention matrix: flash attention in half precision, else the memory-efficient kernel."""
+    """Compute attention as CUDA does: flash attention in half precision, otherwise the memory-efficient kernel.
+
+    Neither kernel stores the attention matrix.
+    """
     if query.dim() != 4 or enable_gqa or not query.requires_grad:
         options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         return _attention(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)

@@ -1,4 +1,4 @@
-"""Track which storages are alive at each operator of a step."""
+"""Track the storages that are alive at each operator of a step."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from whet.verify.fake_tensors import FakeExecutor
 
-# Returns the bytes that a kernel allocates and frees besides its outputs, from operator, inputs and outputs.
+# Returns the bytes of a kernel's temporary memory, given the operator, its inputs and its outputs.
 ScratchFunction = Callable[[Any, tuple[Any, ...], Any], int]
 
 
@@ -40,7 +40,10 @@ class LiveBytes:
 
 @dataclass(slots=True)
 class _StorageLog:
-    """Everything recorded; separate from the mode, so that storages that outlive the mode do not keep it alive."""
+    """All recorded lifetimes.
+
+    They are separate from the mode, so that storages that outlive the mode do not keep it alive.
+    """
 
     now: int = 0
     lifetimes: list[StorageLifetime] = field(default_factory=list)
@@ -66,7 +69,7 @@ class StorageTracker(TorchDispatchMode):
         return self._log.now
 
     def follow(self, tensors: Iterable[Tensor], *, label: str) -> None:
-        """Follow these tensors too, or change the label of those already followed."""
+        """Follow these tensors, or change their label if they are already followed."""
         for tensor in tensors:
             self._follow(tensor, label).label = label
 
@@ -103,7 +106,7 @@ class StorageTracker(TorchDispatchMode):
         return LiveBytes(live=live, num_operators=end - start)
 
     def _follow(self, tensor: Tensor, label: str) -> StorageLifetime:
-        # Bypass function modes: each would handle every tensor.
+        # Bypass function modes, which would handle this call for every tensor.
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -111,7 +114,7 @@ class StorageTracker(TorchDispatchMode):
         if known is not None:
             return known[1]
         log = self._log
-        # Allocators round up.
+        # Allocators round up to their granularity.
         num_bytes = -(-storage.nbytes() // self._granularity) * self._granularity
         lifetime = StorageLifetime(num_bytes=num_bytes, born=log.now, label=label)
         log.lifetimes.append(lifetime)
@@ -128,8 +131,8 @@ class StorageTracker(TorchDispatchMode):
 # --- scratch memory of kernels ----------------------------------------------------------------------------------------
 
 _MB = 1024**2
-# cuBLAS keeps a workspace for each thread and stream that multiplied: 32 MiB on Hopper (8 before) for the forward
-# pass and as much for autograd's own thread. torch takes them from its allocator, so they count as allocated.
+# cuBLAS keeps a workspace for each combination of thread and stream: 32 MiB on Hopper (8 MiB on older GPUs) for the
+# forward pass, and the same for the autograd thread. torch allocates them, so they count as allocated.
 FIXED_SCRATCH_BYTES = {"cuda": 64 * _MB, "mps": 0, "cpu": 0}
 # Operators that copy the argument at this position if it is not contiguous.
 _COPIES_STRIDED_INPUT = {"aten::native_layer_norm": 0, "aten::native_layer_norm_backward": 1}
@@ -147,7 +150,7 @@ def _no_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG
 def _cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG001
     name = func.name()
     if name == "aten::_scaled_dot_product_flash_attention_backward":
-        # The gradient of the queries is accumulated in float32, plus one number per row.
+        # The kernel accumulates the gradient of the queries in float32, and one number per row.
         return int(args[1].numel() * 4 + args[1].numel() // args[1].shape[-1] * 4)
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
@@ -157,6 +160,6 @@ def _cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: A
         tensor = args[_COPIES_STRIDED_INPUT[name]]
         return 0 if tensor.is_contiguous() else int(tensor.nbytes)
     if name == "aten::embedding_dense_backward":
-        # Indices are sorted together with their positions: both twice, and the sort's own memory.
+        # Indices are sorted together with their positions: two copies of each, plus the memory of the sort.
         return int(args[1].numel() * 8 * 5)
     return 0

@@ -1,1 +1,1 @@
-"""Preflight (`whet check`): trace a training step as a device would execute it, without needing the device."""
+"""Preflight (`whet check`): trace a training step as a device would execute it. The device is not needed."""

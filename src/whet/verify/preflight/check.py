@@ -1,4 +1,4 @@
-"""Check whether a model can be trained on a device, on any computer, by tracing two optimizer steps."""
+"""Check whether a model can be trained on a device by tracing two optimizer steps on any computer."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,12 @@ from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment
 from whet.verify.start.causality import InconclusiveError, find_leak
 from whet.verify.trainable import Trainable, TrainableSpec
 
-# Larger models are not run with real tensors.
+# Maximum number of parameters of a model that is run with real tensors.
 _MAX_REAL_PARAMETERS = 50_000_000
 
 
 class PreflightResult(FrozenModel):
-    """All findings, worst first, and what was traced."""
+    """All findings, worst first, and a description of the trace."""
 
     name: str
     device: str
@@ -42,22 +42,22 @@ class PreflightResult(FrozenModel):
     torch: str
     findings: tuple[PreflightFinding, ...] = ()
     num_operators: int = 0
-    """Traced operator calls."""
+    """Number of traced operator calls."""
     num_parameters: int = 0
     num_samples: int = 0
-    """Samples of the micro-batch."""
+    """Number of samples in the micro-batch."""
     is_causal: bool | None = None
-    """Whether a model declared causal is causal; None if it was not declared so, or could not be determined."""
+    """Whether a model that is declared causal is causal; None if it is not declared causal, or if unknown."""
     model_at: SourceLocation | None = None
-    """Where the forward method is defined."""
+    """Location of the forward method."""
     is_fake: bool = True
     """Whether the trace used fake tensors only."""
     num_known_faults: int = 0
-    """Known wrong results of the machine, whether the model meets them or not."""
+    """Number of known wrong results of the machine, whether or not they affect the model."""
     fits: tuple[MachineFit, ...] = ()
-    """The micro-batch that fits into the memory of the machine, or of every known machine with the device."""
+    """Micro-batch that fits into the memory of the machine, or of every known machine with the device."""
     why_no_fits: str | None = None
-    """Why the memory could not be estimated; this is not a defect of the model."""
+    """Why the memory could not be estimated, which is not a defect of the model; None if it was."""
 
     def passes(self, *, is_strict: bool = False) -> bool:
         """Return whether there is no error and, with `is_strict`, no warning."""
@@ -66,7 +66,10 @@ class PreflightResult(FrozenModel):
 
 
 def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machine | None = None) -> PreflightResult:
-    """Trace two optimizer steps as the device would make them; report what it lacks, rejects or computes wrongly."""
+    """Trace two optimizer steps as the device would execute them, and report all problems.
+
+    Problems are missing operators, unsupported dtypes and shapes, known wrong results, and too little memory.
+    """
     if device not in BACKENDS:
         raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
     limit = buffer_limit(machine, device)
@@ -117,7 +120,10 @@ def _planned_micro_batch(spec: TrainableSpec, device: str, machine: Machine | No
 
 
 def _trace(spec: TrainableSpec, detectors: list[Detector], *, device: str, batch_size: int | None) -> TraceResult:
-    """Trace with fake tensors; on an error with conditions inverted; then with real tensors if the model is small."""
+    """Trace with fake tensors, then with inverted conditions, then with real tensors if the model is small.
+
+    The first trace without an error is returned.
+    """
     first = trace_steps(spec, detectors, device=device, batch_size=batch_size)
     if first.error is None:
         return first
@@ -130,7 +136,7 @@ def _trace(spec: TrainableSpec, detectors: list[Detector], *, device: str, batch
         return first
     real = trace_steps(spec, detectors, device=device, is_fake=False)
     if real.error is not None:
-        # The model itself fails, not only its trace.
+        # The model itself fails, and not only its trace.
         raise real.error
     return real
 
@@ -147,7 +153,7 @@ def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
 
 
 def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[PreflightFinding]:
-    """Check a model that is declared causal, with real tensors and few samples."""
+    """Check a model that is declared causal, with a few samples and real tensors."""
     assert traced.trainable is not None
     if traced.trainable.outputs is None:
         return
@@ -196,7 +202,7 @@ def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool |
 def _estimate_fits(
     spec: TrainableSpec, trainable: Trainable, device: str, machine: Machine | None
 ) -> tuple[tuple[MachineFit, ...], str | None]:
-    """Return which machines fit the model, or why that could not be estimated."""
+    """Return the fits of the machines, or the reason why they could not be estimated."""
     machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
     try:
         with trace_environment():
@@ -207,7 +213,7 @@ def _estimate_fits(
 
 
 def _memory_findings(fits: Iterable[MachineFit]) -> list[PreflightFinding]:
-    """Return an error for a machine that is too small; for machines named by the user only."""
+    """Return an error for each machine that is too small. Call this only for machines that the user named."""
     return [
         PreflightFinding(
             id="too-little-memory",
@@ -233,7 +239,7 @@ def _forward_location(trainable: Trainable) -> SourceLocation | None:
 
 
 def _merge_repeats(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:
-    """Merge findings of the same kind and line: a weight may be reported where it is made and where it is used."""
+    """Merge findings of the same kind and line. A weight may be reported both as a tensor and in an operator."""
     merged: dict[object, PreflightFinding] = {}
     for finding in findings:
         key = (finding.id, finding.place and (finding.place.file, finding.place.line), finding.what)

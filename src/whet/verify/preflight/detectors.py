@@ -42,7 +42,7 @@ class OperatorDetector(Detector):
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
             return
-        # CUDA has its own fused attention; the trace, which runs on the CPU, meets the CPU's.
+        # The trace runs on the CPU and meets its fused attention. CUDA uses another operator.
         if self._backend == "CUDA" and "_for_cpu" in call.name:
             return
         if call.func.namespace != "aten":
@@ -107,12 +107,12 @@ def float64_detection(name: str, dtype: torch.dtype) -> Detection:
 
 
 def is_unsupported(dtype: torch.dtype) -> bool:
-    """Return whether the dtype is an 8-bit or smaller float, which Metal does not have."""
+    """Return whether the dtype is a float of 8 bits or fewer, which Metal does not support."""
     return "float8" in str(dtype) or "float4" in str(dtype)
 
 
 class DtypeDetector(Detector):
-    """Reports the first operator that creates an unsupported dtype, not those that only pass it on."""
+    """Reports operators that create an unsupported dtype. Operators whose input already has it are not reported."""
 
     def __init__(self) -> None:
         self._seen: set[torch.dtype] = set()
@@ -128,7 +128,7 @@ class DtypeDetector(Detector):
             # A Python number wrapped as a tensor stays on the host.
             if all(tensor.dim() == 0 for tensor in call.outputs) and not call.inputs:
                 continue
-            # A gradient has the dtype of its tensor, which was reported in the forward pass.
+            # A gradient has the dtype of its tensor, which the forward pass has already reported.
             if call.is_backward and dtype in self._seen:
                 continue
             self._seen.add(dtype)
@@ -186,7 +186,7 @@ class BufferDetector(Detector):
         if call.phase == "making":
             return
         large = [tensor for tensor in call.outputs if tensor.numel() * tensor.element_size() > self._limit]
-        # A view takes no memory, however large it looks.
+        # A view takes no memory, whatever its size.
         new = {id(tensor) for tensor in call.new_outputs} if large else set()
         for tensor in large:
             num_bytes = tensor.untyped_storage().nbytes()
@@ -265,12 +265,12 @@ TensorKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class AllocationSites(Detector):
-    """Remembers the line that first created each tensor of the model; reports nothing."""
+    """Records the line that first created each tensor of the model. It reports nothing."""
 
     def __init__(self) -> None:
         self._lines: dict[TensorKey, SourceLine | None] = {}
         self._storages: list[Any] = []
-        """Kept alive: freed memory could be reused by another tensor, which would get a wrong line."""
+        """Storages, kept alive because another tensor could reuse freed memory and get a wrong line."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
@@ -292,7 +292,7 @@ def _tensor_key(tensor: Tensor) -> TensorKey:
 def check_model(
     model: nn.Module, sites: AllocationSites, *, device: str, limit: int | None
 ) -> Iterator[PreflightFinding]:
-    """Check weights and buffers before anything is computed."""
+    """Yield findings about weights and buffers."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for detection in _tensor_detections(tensor, name, device=device, limit=limit):
             yield detection.as_finding(sites.line_of(tensor), during="the construction of the model")
@@ -300,7 +300,7 @@ def check_model(
 
 
 def check_inputs(micro: MicroBatch) -> Iterator[PreflightFinding]:
-    """Check the data for dtypes that MPS does not have."""
+    """Yield findings about inputs with dtypes that MPS does not support."""
     for name, value in micro.fields.items():
         tensor = value if isinstance(value, Tensor) else value.values
         if isinstance(tensor, Tensor) and tensor.dtype in FLOAT64_REPLACEMENTS:

@@ -1,4 +1,4 @@
-"""Findings of a check and where they come from: detectors, operator calls and source lines."""
+"""Findings of a check, and the types that produce them: detectors, operator calls and source lines."""
 
 import linecache
 import sys
@@ -14,19 +14,19 @@ from torch import Tensor
 from whet.base.model import FrozenModel
 from whet.base.origin import _WHET_FOLDER, code_origin
 
-# File, line number and function. The code itself is read only when a finding is shown.
+# File, line number and function. The source code is read only when a finding is shown.
 SourceLine = tuple[str, int, str]
-# Functions of whet that call user code (None: all of a file): frames further out belong to the command.
+# Functions of whet that call user code; None means all functions of a file. Outer frames belong to the command.
 _CALLERS = {
     str(_WHET_FOLDER / "step/step.py"): None,
     str(_WHET_FOLDER / "verify/trainable.py"): None,
-    # The same file contains the recorder, whose frames are innermost.
+    # Not the whole file, because it also contains the recorder, whose frames are the innermost ones.
     str(_WHET_FOLDER / "verify/preflight/trace.py"): ("trace_steps", "_train"),
 }
 
 
 def user_line() -> SourceLine | None:
-    """Return the innermost line of user code; a library's or recipe's if there is none; None if only torch runs."""
+    """Return the innermost line of user code, or else of a library or recipe; None if there are only torch frames."""
     frame: FrameType | None = sys._getframe(1)
     library: SourceLine | None = None
     while frame is not None:
@@ -63,7 +63,7 @@ class SourceLocation(FrozenModel):
 
 
 def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocation:
-    """Return the line with its code; the path is relative to the current folder where possible."""
+    """Return the location of a line with its code. The path is relative to the current folder if possible."""
     file, number, function = line
     path, folder = Path(file).absolute(), Path.cwd()
     return SourceLocation(
@@ -76,23 +76,23 @@ def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocatio
 
 
 class PreflightFinding(FrozenModel):
-    """One problem: what is wrong, where, how often, and what to try."""
+    """A problem with its location, its number of occurrences, and a suggestion."""
 
     id: str
-    """The kind of finding, such as missing-operator."""
+    """Kind of the finding, such as "missing-operator"."""
     severity: Severity
     what: str
     try_: str
     place: SourceLocation | None = None
     during: str = ""
-    """The part of the step, for findings without a line of user code."""
+    """Part of the step, for findings without a line of user code."""
     count: int = 1
-    """Occurrences in one step."""
+    """Number of occurrences in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a detector reports about one call; the recorder adds line and count."""
+    """A problem that a detector reports for one call. The recorder adds the line and the count."""
 
     id: str
     severity: Severity
@@ -129,7 +129,7 @@ class OperatorCall:
 
     func: torch._ops.OpOverload
     name: str
-    """With its overload: "add.Tensor"."""
+    """Name with overload, such as "add.Tensor"."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
@@ -149,7 +149,7 @@ class OperatorCall:
 
 
 class Detector:
-    """Looks at every call of a trace and reports problems; the base class reports none."""
+    """Inspects every call of a trace and reports problems. The base class reports none."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:  # noqa: ARG002
         """Inspect an operator after it ran."""

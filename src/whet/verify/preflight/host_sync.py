@@ -1,4 +1,4 @@
-"""Detect calls that make Python wait for the device, and shapes that depend on data."""
+"""Detect calls that synchronize with the device, and shapes that depend on data."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ class HostRead:
 
     description: str
     only_to_cpu: bool = False
-    """Whether it reads only where "cpu" is an argument: `.to(other.device)` need not leave the device."""
+    """Whether the function reads only if "cpu" is an argument: `.to(other.device)` may stay on the device."""
 
     def reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call with these arguments reads a value."""
@@ -41,7 +41,7 @@ HOST_READS: dict[Any, HostRead] = {
 
 
 class HostTensors:
-    """The tensors that would be in host memory: in a trace, all tensors are on the same device."""
+    """The set of tensors that would be in host memory. In a trace, all tensors are on the same device."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
@@ -54,7 +54,7 @@ class HostTensors:
         self._refs.pop(id(tensor), None)
 
     def contains_all(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether there are tensors and all of them are on the host."""
+        """Return whether all tensors are on the host; False without tensors."""
         return bool(tensors) and bool(self._refs) and all(self._contains(tensor) for tensor in tensors)
 
     def _contains(self, tensor: Tensor) -> bool:
@@ -116,5 +116,5 @@ def _is_masked(call: OperatorCall) -> bool:
     indices = [index for index in call.args[1] if isinstance(index, Tensor)]
     if not any(index.dtype in _MASK_DTYPES for index in indices):
         return False
-    # Assigning a single number to masked positions is a masked_fill, whose shape is fixed.
+    # Assigning a single number to masked positions is a masked_fill, which has a fixed shape.
     return call.base == "index" or call.args[2].numel() != 1

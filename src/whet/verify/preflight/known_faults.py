@@ -1,4 +1,4 @@
-"""Match calls against the known wrong results of a machine's torch version."""
+"""Match calls with the known wrong results of the torch version of a machine."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,7 +21,7 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 
 class KnownFaultDetector(Detector):
-    """Reports calls that meet the conditions of a known fault. Some faults cannot be seen in a trace."""
+    """Reports calls that meet the conditions of a known fault. A trace cannot show all faults."""
 
     def __init__(self, hazards: Iterable[Hazard]) -> None:
         self._hazards = {hazard.id: hazard for hazard in hazards}
@@ -45,7 +45,10 @@ def fault_detection(hazard: Hazard) -> Detection:
 
 
 def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
-    """Add the number of rows. The plan avoids only products that grow with the micro-batch, so others need advice."""
+    """Return the detection with the number of rows and a more specific suggestion.
+
+    The plan avoids only products that grow with the micro-batch. The user must change all others.
+    """
     num_rows = call.args[_PRODUCTS[call.base][0]].shape[-1]
     try_ = (
         f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that; for the vocabulary of an output "
@@ -132,7 +135,7 @@ def _is_vector(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _is_lstm_with_dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
     if getattr(function, "__name__", "") != "lstm" or len(args) < 9:
         return False
-    # Padded and packed calls order their arguments differently; num_layers and dropout are the only numbers in both.
+    # Padded and packed calls have different argument orders. In both, num_layers and dropout are the only numbers.
     numbers = [value for value in args if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == 2 and numbers[0] > 1 and numbers[1] > 0
 

@@ -15,7 +15,7 @@ _LONGEST_CODE = 100
 
 
 def render_text(result: PreflightResult) -> list[str]:
-    """Render the findings as text, worst first, each with its line and what to try."""
+    """Render the findings as text, worst first, each with its line and a suggestion."""
     where = f"{result.device} ({result.machine})" if result.machine else result.device
     how = "fake tensors, nothing computed" if result.is_fake else "real tensors, a few samples"
     lines = [
@@ -56,7 +56,7 @@ def _counts(result: PreflightResult) -> str:
 
 
 def render_github(result: PreflightResult) -> list[str]:
-    """Render GitHub workflow commands, which annotate each finding's line."""
+    """Render the findings as GitHub workflow commands, which annotate the lines in a pull request."""
     return [
         f"::{_level(finding.severity, note='notice')} {_target(finding)}title={_escaped(finding.id, is_value=True)}::"
         + _escaped(f"{finding.what}; try: {finding.try_}")

@@ -36,14 +36,14 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
 _FEW_SAMPLES = 2
-# Operators. After a longer step only the update is traced a second time.
+# Number of operators. After a longer first step, only the update is traced a second time.
 _LONG_STEP = 3_000
 _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceResult:
-    """The traced model, and the error that ended the trace early, if any."""
+    """The traced model, and the error that ended the trace; None if the trace is complete."""
 
     recorder: "OperatorRecorder"
     trainable: Trainable | None
@@ -65,9 +65,10 @@ def trace_steps(
     is_fake: bool = True,
     condition: bool = False,
 ) -> TraceResult:
-    """Make the model and two optimizer steps as the device would; conditions on fake values evaluate to `condition`.
+    """Create the model and trace two optimizer steps as the device would execute them.
 
-    The micro-batch has `batch_size` samples, or those of a normal step.
+    The micro-batch has `batch_size` samples; None for those of a normal step. Conditions on fake values evaluate to
+    `condition`.
     """
     mode = fake_mode() if is_fake else None
     executor = FakeExecutor(mode, condition=condition)
@@ -77,10 +78,10 @@ def trace_steps(
         try:
             with mode or contextlib.nullcontext(), recorder:
                 trainable = spec.make()
-            # A recipe's data is real: it is read outside the fake mode and converted afterwards.
+            # The data of a recipe is real, so read it outside of the fake mode and convert it afterward.
             size = batch_size if batch_size is not None and trainable.is_scalable else trainable.batch_size
             size = size if is_fake or not trainable.is_scalable else min(size, _FEW_SAMPLES)
-            # Real inputs are cloned: a model may write to them.
+            # Clone real inputs, because a model may write to them.
             micro = trainable.make_batch(size).map_tensors(torch.clone if mode is None else mode.from_tensor)
             with mode or contextlib.nullcontext(), trace_as(device):
                 _train(trainable, micro, recorder, device=device)
@@ -90,7 +91,7 @@ def trace_steps(
 
 
 def _train(trainable: Trainable, micro: MicroBatch, recorder: "OperatorRecorder", *, device: str) -> None:
-    """Make two optimizer steps: the optimizer's state exists only from the second one on."""
+    """Run two optimizer steps. The optimizer state exists only from the second step on."""
     place = StandInDevice(device)
     model: nn.Module = trainable.model.train()
     optimizer = build_optimizer(trainable.optimizer, model, place)
@@ -117,7 +118,7 @@ def _train(trainable: Trainable, micro: MicroBatch, recorder: "OperatorRecorder"
 
 @contextlib.contextmanager
 def trace_environment() -> Iterator[None]:
-    """Preserve torch's generator, silence warnings of the trace itself, and run compiled code eagerly."""
+    """Preserve torch's generator, hide warnings of the trace, and run compiled code eagerly."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _silenced(_FAKE_TENSOR_LOG), force_eager():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -126,7 +127,10 @@ def trace_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced(log: logging.Logger) -> Iterator[None]:
-    """Disable a logger: torch logs a traceback for every operator that fake tensors cannot run, which is handled."""
+    """Disable a logger.
+
+    torch logs a traceback for every operator that fake tensors cannot run, although the trace handles that.
+    """
     before, log.disabled = log.disabled, True
     try:
         yield
@@ -138,7 +142,7 @@ def _silenced(log: logging.Logger) -> Iterator[None]:
 
 _DEVICE_DEPENDENT = frozenset(
     {
-        # Kernels with a branch for each device: decomposed on the CPU, they would take the CPU's branch.
+        # Kernels with a branch for each device. If decomposed here, they would take the branch of the CPU.
         "convolution", "convolution_backward", "convolution_overrideable", "_convolution", "_to_copy", "copy_", "copy",
         "clone", "empty_like", "new_empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "_fused_sdp_choice", "native_dropout", "native_dropout_backward", "new_zeros", "new_ones", "new_full", "zeros",
@@ -160,7 +164,7 @@ _COMPOSITE_KEYS = {
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Passes every operator that a backend would execute to the detectors, with its source line, and runs it."""
+    """Runs every operator that a backend would execute, and passes it to the detectors with its source line."""
 
     def __init__(self, detectors: Sequence[Detector], *, backend: str, executor: FakeExecutor) -> None:
         super().__init__()
@@ -173,16 +177,16 @@ class OperatorRecorder(TorchDispatchMode):
         self._detectors = detectors
         self._statuses: dict[str, OperatorStatus] = {}
         self._lines: dict[int, SourceLine | None] = {}
-        """Lines of forward calls, by the sequence number of the autograd node that each of them created."""
+        """Lines of forward calls, by the sequence number of the autograd node that the call created."""
         self._host_nodes: set[int] = set()
         self._clean_decompositions: set[Any] = set()
-        """Decomposed calls without a detection; similar calls need not be decomposed again."""
+        """Signatures of decomposed calls without a detection. Similar calls are not decomposed again."""
         self._depth = 0
         self._paused = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here; otherwise torch wraps every call to disable its compiler.
+        # Nothing is compiled here. Returning True would make torch wrap every call to disable its compiler.
         return False
 
     @property
@@ -199,11 +203,11 @@ class OperatorRecorder(TorchDispatchMode):
             self._paused -= 1
 
     def function_mode(self) -> TorchFunctionMode:
-        """Return the mode that sees torch functions before they are decomposed; enter it together with the recorder."""
+        """Return a mode that records torch functions before decomposition. Enter it together with the recorder."""
         return _FunctionRecorder(self)
 
     def record(self, detections: Iterable[Detection]) -> None:
-        """Log detections about the running call."""
+        """Log detections for the running call."""
         for detection in detections:
             line, is_backward = self._current_line()
             self.log.add(detection, line, is_backward=is_backward, phase=self.phase)
@@ -215,10 +219,10 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # Most calls are this one, and torch's own path takes ten times as long.
+            # Most calls are this one. torch's implementation takes ten times as long.
             return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # Wrapper subclasses such as nested tensors: the device gets the operators on their inner tensors.
+            # For wrapper subclasses such as nested tensors, the device runs the operators on the inner tensors.
             return NotImplemented
         if func.namespace in ("prim", "profiler", "prims"):
             return func(*args, **kwargs)
@@ -247,7 +251,10 @@ class OperatorRecorder(TorchDispatchMode):
         return result
 
     def _decompose(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any, bool]:
-        """Run a composite operator by its parts, as the backend does, so that the parts are recorded."""
+        """Run a composite operator by its parts, as the backend does, so that the parts are recorded.
+
+        Returns the result, and whether the operator was decomposed.
+        """
         status = self._statuses.get(name)
         if status is None:
             status = self._statuses[name] = operator_status(name, torch_operators(), backend=self.backend)
@@ -263,7 +270,7 @@ class OperatorRecorder(TorchDispatchMode):
             with self:
                 result = func._op_dk(key, *args, **kwargs)
         except Exception:
-            # The parts need real values: run it as a whole, its parts stay unrecorded.
+            # The parts need real values. The caller runs the operator as a whole, without recording its parts.
             self.log.counts = before
             return None, False
         finally:
@@ -276,7 +283,7 @@ class OperatorRecorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() in self._host_nodes:
             return True
-        # lift_fresh wraps a Python number, which has not been on the device.
+        # lift_fresh wraps a Python number, which is on the host.
         return name == "lift_fresh" or self.host.contains_all(inputs)
 
     def _remember_line(self) -> None:
@@ -338,7 +345,7 @@ _BATCH_FIRST = 8
 
 
 def is_long_rnn(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether this is a recurrent layer over more time steps than need to be traced."""
+    """Return whether the call is a recurrent layer with more time steps than need to be traced."""
     if getattr(function, "__name__", "") not in _RNN_FUNCTIONS or len(args) != _BATCH_FIRST + 1:
         return False
     sequence = args[0]
@@ -349,9 +356,9 @@ def is_long_rnn(function: Any, args: tuple[Any, ...]) -> bool:
 def trace_shortened_rnn(
     function: Callable[..., Any], args: tuple[Any, ...], paused: Callable[[], AbstractContextManager[None]]
 ) -> tuple[Any, ...]:
-    """Run a recurrent layer on its first time steps only: the others execute the same operators.
+    """Run a recurrent layer only on its first time steps, because later steps execute the same operators.
 
-    The rest of the output is a copy, made without recording.
+    The rest of the output repeats the first time step and is not recorded.
     """
     axis, sequence = _time_axis(args), args[0]
     with paused():
