@@ -119,6 +119,7 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
     """Replace key names of other tools, and torch dtype names of precisions, with the names of whet."""
     aliases = {**ALIASES, **group_aliases}
+    # An alias and its key at once would be ambiguous.
     for alias, key in aliases.items():
         if alias in values and key in values:
             raise UsageError("a key is given twice", got=f"{alias} and {key}", try_=f"only {key}")

@@ -36,6 +36,7 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, ha
     if report.resume:
         # Do not wrap the command, so that it can be copied.
         text += "\n\nresume it with\n  " + _clean(report.resume)
+    # Replace everything else, because names in a run folder may contain any character.
     return text if unicode else text.encode("ascii", "replace").decode()
 
 

@@ -172,6 +172,7 @@ def _by_step(curve: Curve) -> dict[int, CurvePoint]:
 
 def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], position: int) -> float | None:
     """Return the samples per step from this point to the next one. The last point uses the previous interval."""
+    # The last point has no next point, so use the interval before it.
     left = position if position + 1 < len(steps) else position - 1
     start = samples.get(steps[max(0, left)])
     following = samples.get(steps[left + 1]) if left >= 0 else None

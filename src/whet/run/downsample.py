@@ -48,6 +48,7 @@ class EventTable:
     """A table with one row per event of one kind. Rows can be added."""
 
     def __init__(self) -> None:
+        # Arrays take 8 bytes per number, a list of Python floats about 32.
         self._steps, self._times = array("q"), array("d")
         self._values: dict[str, array[float]] = {}
         self._is_there: dict[str, bytearray] = {}
@@ -75,6 +76,7 @@ class EventTable:
             self._is_there[name] = bytearray()
         there = self._is_there[name]
         if len(values) <= row:
+            # Fill the rows in which the field was missing; `_is_there` marks them.
             missing = row - len(values)
             values.extend([0.0] * missing)
             there.extend(bytes(missing))
@@ -127,6 +129,7 @@ class BlockTable:
         self._groups: dict[tuple[str, ...], tuple[Integers, Floats]] = {}
         rows: dict[tuple[str, ...], list[int]] = {}
         for row, block in enumerate(blocks):
+            # Group blocks with the same fields, so that each group becomes one array without a Python loop.
             rows.setdefault(block.fields, []).append(row)
         for fields, places in rows.items():
             packed = b"".join([blocks[place].numbers for place in places])
@@ -202,6 +205,7 @@ def bucket_curves(
 def training_seconds(history: History, times: Floats) -> Floats:
     """Convert unix seconds to training seconds, which exclude the time between sessions."""
     begins, before = _cached(history, "sessions", lambda: _session_starts(history))
+    # Times before the first session count as its start.
     session: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
     elapsed: Floats = before[session] + np.maximum(times - begins[session], 0.0)
     return elapsed
@@ -271,6 +275,7 @@ class _BucketedRows:
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
         has_values = numbers[:, 0] > 0
+        # Infinities replace missing values, so that they never win; buckets without values are masked below.
         low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -305,6 +310,7 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
+        # The run has become long, so free the table by event.
         history.curve_cache.pop((kind, "events"), None)
     if key not in history.curve_cache:
         history.curve_cache[key] = (

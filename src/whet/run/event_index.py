@@ -84,6 +84,7 @@ def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> Lo
                 blocks, index_bytes, num_indexed, known = cached, 0, 0, cached[-1].end
         blocks += scan_blocks(file, start=known, size=size, progress=progress)
     end = blocks[-1].end if blocks else 0
+    # Only a long scan is worth caching.
     if end - known >= LONG_BYTES:
         _cache_index(events, blocks[:-1])  # The last block may still grow.
     return LogLayout(
@@ -118,6 +119,7 @@ def encode_entry(block: EventBlock) -> bytes:
 def decode_entry(line: bytes) -> EventBlock | None:
     """Return the block of a line of events.index, or None if the line is damaged."""
     try:
+        # The checksum detects torn lines. All fields are validated below, because the file may be untrusted.
         if int(line[:8], 16) != zlib.crc32(line[9:-1]) or line[-1:] != b"\n":
             return None
         entry = from_json(line[9:])
@@ -216,6 +218,7 @@ def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress
                 got = f"over {_MAX_LINE_BYTES:,} bytes without a line end, from byte {end:,} on"
                 raise WhetError("the log of the run is damaged", got=got, try_="restore events.jsonl from a copy")
             break
+        # Ignore lines that were appended after `size` was read.
         if end + len(line) > size:
             break
         parts = parse_event_fields(line)
@@ -270,6 +273,7 @@ def _matches_log(file: BinaryIO, block: EventBlock) -> bool:
         return False
     first = parse_event(file.readline(_MAX_LINE_BYTES))
     if first is None:
+        # A block may begin with a damaged line, but only if the index has counted it.
         return block.damaged > 0
     file.seek(block.end - 1)
     is_same_start = (first.time, first.step) == (block.first_time, block.first_step)

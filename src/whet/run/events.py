@@ -117,8 +117,10 @@ class EventLog:
         except BaseException:
             self._events.close()
             raise
+        # The index is new or was invalid as a whole, so begin it with the header.
         if layout.index_bytes == 0:
             self._index.add(INDEX_HEADER)
+        # Add the blocks that the index lacks, for example after a kill.
         for block in layout.blocks[layout.num_indexed :]:
             self._index.add(encode_entry(block))
         self._block = BlockBuilder(layout.end)
@@ -301,6 +303,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
     """Return the lowest step that a later block resumes from, for each block. Its later steps are void."""
     limits: list[float] = []
+    # Go backwards, so that each block sees the lowest resume of all later blocks.
     lowest = float("inf")
     for block in reversed(blocks):
         limits.append(lowest)

@@ -68,6 +68,7 @@ class LiveHistory(History):
             return HistoryUpdate()  # Keep the events: the folder may be moving, or its disk may be asleep.
         with file:
             stat = os.fstat(file.fileno())
+            # The file appeared after the first read, so it is not a replacement.
             if self._file_id is None and self.layout.end == 0:
                 self._file_id = (stat.st_dev, stat.st_ino)
             if (stat.st_dev, stat.st_ino) != self._file_id or not self._is_same(file, size=stat.st_size):
@@ -107,6 +108,7 @@ class LiveHistory(History):
     def _is_same(self, file: BinaryIO, *, size: int) -> bool:
         if size < self.layout.end:
             return False
+        # An inode can be reused, so compare the last known bytes as well.
         start = self.layout.end - len(self._fingerprint)
         return os.pread(file.fileno(), len(self._fingerprint), start) == self._fingerprint
 

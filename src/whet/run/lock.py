@@ -93,6 +93,7 @@ def acquire(folder: Path) -> RunLock:
             raise _locked_error(folder, current)
         if time.monotonic() > deadline:
             raise _locked_error(folder, None)
+        # lockf cannot wait with a timeout, so poll.
         time.sleep(0.02)
 
 
@@ -186,12 +187,14 @@ def _read_holder(descriptor: int) -> LockHolder:
 
 def _is_alive(owner: LockHolder) -> bool:
     # A dead pid does not mean that the lock is free: a new owner may not have written its entry yet.
+    # A pid of another host cannot be checked, so assume that the process is alive.
     if owner.host != platform.node():
         return True
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
+    # The process exists, but belongs to another user.
     except PermissionError:
         return True
     return True

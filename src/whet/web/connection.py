@@ -39,6 +39,7 @@ class ConnectionMonitor:
         self._open[connection] = None
         if len(self._open) > self.limits.connections:
             waiting = (one for one in self._open if one.is_idle)
+            # If no connection is idle, refuse the new one.
             self.disconnect(next(waiting, connection))
         if not self._is_checking:
             self._is_checking = True
@@ -59,6 +60,7 @@ class ConnectionMonitor:
         for connection in list(self._open):
             if connection.is_overdue(now, self.limits):
                 self.disconnect(connection)
+        # Stop the timer while there are no connections.
         self._is_checking = bool(self._open)
         if self._is_checking:
             loop.call_later(_CHECK_SECONDS, self._check, loop)

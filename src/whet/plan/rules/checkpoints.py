@@ -17,7 +17,7 @@ def choose_checkpoint_minutes(context: RuleContext) -> Decision:
     (how long training stopped, and how much slower the steps beside it were). The interval grows to that root
     where it is longer, and to 100 times the cost, so that saving takes at most 1 % of the time.
     When wrong: machines that are preempted without notice; a disk that must be spared.
-    Override: checkpoint_minutes=N, checkpoint_steps=N or checkpoint_epochs=N; what you set is kept, whatever it costs.
+    Override: checkpoint_minutes=N, checkpoint_steps=N or checkpoint_epochs=N; a slow save does not change your value.
     Sources: Young 1974, Daly 2006; cost of saves measured on a 2-core machine.
     """
     return Decision(

@@ -29,8 +29,8 @@ def choose_device(context: RuleContext) -> Decision:
 def choose_on_device_failure(context: RuleContext) -> Decision:
     """What happens when the chosen device cannot be used: stop, or continue on the CPU.
 
-    Why: a silent move to the CPU hides a slow-down of ten times and more, so it happens only if you ask for it.
-    When wrong: an unattended run that must finish, however late.
+    Why: a silent move to the CPU hides a slowdown of ten times or more, so it happens only on request.
+    When wrong: an unattended run that must finish, even if it takes much longer.
     Override: on_device_failure=cpu; the move is reported on the terminal and as an event.
     Sources: accelerate falls back silently.
     """

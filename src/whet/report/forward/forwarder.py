@@ -112,6 +112,7 @@ def forward_run(
         retry(partial(target.close, rows.state))
     except BaseException as error:
         with contextlib.suppress(UnreachableError):
+            # Close without a final state, so that the run can be continued later.
             target.close(None)
         if not isinstance(error, _StoppedError):
             raise
@@ -144,6 +145,7 @@ class _Retry:
                 failed += 1
                 if self.tries is not None and failed >= self.tries:
                     raise
+                # Report only the first failure of a series.
                 if failed == 1:
                     self.notify(f"no answer ({error}); retrying, training does not wait")
                 self.stop.wait(pause)
