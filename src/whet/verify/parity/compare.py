@@ -1,4 +1,4 @@
-"""Compare training on a device with the CPU: losses, gradients, updates, determinism, precision."""
+"""Compare training on a device with training on the CPU: losses, gradients, updates, determinism and precision."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,22 +25,22 @@ from whet.verify.trainable import TrainableSpec
 # --- determinism ------------------------------------------------------------------------------------------------------
 
 DETERMINISM_STEPS = 3
-# Sums whose order changes between runs on a GPU differ by less than this.
+# Maximum difference between two runs on a GPU that is explained by the varying order of sums.
 ROUNDING_TOLERANCE = 1e-4
 _WEIGHT = "the weight "
 
 
 class DeterminismResult(FrozenModel):
-    """Two short runs from the same weights and seeds, dropout included."""
+    """The result of two short runs with the same weights and seeds, including dropout."""
 
     is_same: bool
     steps: int = DETERMINISM_STEPS
     first: str | None = None
-    """The first tensor that differs."""
+    """First tensor that differs; None if all are the same."""
     num_different: int = 0
     num_tensors: int
     error: RelativeError = 0.0
-    """The largest relative difference in the first step that differs."""
+    """Largest relative difference in the first step that differs."""
     is_rounding: bool = False
     """Whether the difference is the rounding of nondeterministic sums, which CUDA documents."""
 
@@ -50,7 +50,7 @@ class DeterminismResult(FrozenModel):
 
 
 def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismResult:
-    """Make a few steps twice and compare every bit."""
+    """Run a few steps twice and compare every bit."""
     first_run, second_run = _record_steps(replicas, device), _record_steps(replicas, device)
     for number, (first, second) in enumerate(zip(first_run, second_run, strict=True), start=1):
         different = [name for name in first if not _same_bits(first[name], second[name])]
@@ -68,9 +68,9 @@ def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismRe
 
 
 def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of loss and gradients; of weights only if nothing else differs.
+    """Return the largest difference of loss and gradients, or of the weights if nothing else differs.
 
-    An adaptive optimizer turns rounding of an almost zero gradient into full steps of the weights.
+    Weights are a poor measure: an adaptive optimizer amplifies the rounding of an almost zero gradient to a full step.
     """
     errors = relative_errors(second, first)
     not_weights = [error for name, error in errors.items() if error and not name.startswith(_WEIGHT)]
@@ -78,7 +78,7 @@ def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> fl
 
 
 def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict[str, Tensor]]:
-    """Return loss, gradients (in backward order) and weights of each step."""
+    """Return the loss, the gradients in backward order, and the weights of each step."""
     with replicas.on(device, dropout=True) as replica:
         stepper = replica.stepper(replica.optimizer())
         steps = []
@@ -92,7 +92,7 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Compare bit by bit, so that a NaN equals itself."""
+    """Return whether all bits are the same. A NaN equals itself."""
     return first.shape == second.shape and torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
     )
@@ -101,27 +101,27 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 # --- precision --------------------------------------------------------------------------------------------------------
 
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
-# Largest relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
-# transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, because rounding decides which value is
-# pooled.
+# Maximum relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
+# transformers have errors of 0.06 and 0.002. Correct convnets with max-pooling have 0.1 and 0.06, because rounding
+# decides which value is pooled.
 GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
-# Tried in this order until no gradient overflows, as a loss scaler does.
+# Loss scales, tried in this order until no gradient overflows, as a loss scaler does.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 class PrecisionResult(FrozenModel):
-    """A forward and backward pass in a lower precision against fp32, dropout off."""
+    """A forward and backward pass in a lower precision compared with fp32, without dropout."""
 
     precision: str
     loss_error: RelativeError
     loss_bound: RelativeError
     gradient_error: RelativeError
-    """Error of the worst gradient."""
+    """Largest error of a gradient."""
     bound: RelativeError
-    """Bound of the gradients."""
+    """Bound for the gradients."""
     worst: str | None = None
     by_module: dict[str, RelativeError] = Field(default_factory=dict)
-    """The worst gradient of each module that has weights of its own."""
+    """Largest gradient error of each module that directly contains weights."""
 
     @property
     def agrees(self) -> bool:
@@ -131,7 +131,7 @@ class PrecisionResult(FrozenModel):
 def compare_precision(
     model: nn.Module, loss: LossFunction, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> PrecisionResult:
-    """Compare one pass in `precision` (bf16, fp16 or tf32) with one in fp32, on the model's device.
+    """Compare a pass in `precision` (bf16, fp16 or tf32) with a pass in fp32 on the device of the model.
 
     Weights, buffers, gradients, modes and generators are restored.
     """
@@ -162,7 +162,7 @@ def compare_precision(
 def _loss_and_gradients(
     model: nn.Module, loss: LossFunction, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and gradients on the CPU, in training mode and without dropout. Does not restore the model."""
+    """Return the loss and gradients on the CPU, in training mode without dropout. The model is not restored."""
     model.train()
     with device.preserve_precision(), disable_dropout(model):
         device.use_precision(precision)
@@ -182,25 +182,25 @@ def _loss_and_gradients(
 
 
 class ParityResult(FrozenModel):
-    """A device compared with the CPU."""
+    """The result of comparing a device with the CPU."""
 
     name: str
     device: str
     reference: str
-    """cpu float64, or cpu float32 for a model that does not run in float64."""
+    """Reference: "cpu float64", or "cpu float32" for a model that does not run in float64."""
     size: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     steps: int
     rows: tuple[ParityRow, ...]
     determinism: DeterminismResult
     precisions: tuple[PrecisionResult, ...] = ()
     located: LocateResult | None = None
-    """The first wrong operator; searched for only if something differs."""
+    """First wrong operator; None if nothing differs."""
     notes: tuple[str, ...] = ()
     is_virtual: bool = False
     """Whether the device is simulated."""
     is_precision_required: bool = False
-    """Whether the user asked for the precisions, so that they count for `agrees`."""
+    """Whether the user requested the precisions, so that they count for `agrees`."""
 
     @property
     def agrees(self) -> bool:
@@ -219,7 +219,7 @@ def validate_compare_options(
     precisions: Sequence[str] | None,
     out: Path | None,
 ) -> None:
-    """Reject invalid options before anything is loaded."""
+    """Raise UsageError for invalid options, before the model is loaded."""
     for option, number in (("--steps", steps), ("--size", 1 if size is None else size)):
         if number < 1:
             raise UsageError(f"{option} must be at least 1", got=str(number), try_=f"{option} 20")
@@ -231,7 +231,7 @@ def validate_compare_options(
 
 
 def choose_device(names: Sequence[str]) -> AbstractDevice:
-    """Return the device to compare with the CPU; the CPU itself if there is no other."""
+    """Return the device to compare with the CPU, or the CPU itself if there is no other."""
     if len(set(names)) < len(names):
         raise UsageError("a device is named twice", got=",".join(names), try_="--devices cpu,mps")
     others = [name for name in names if name != "cpu"]
@@ -260,7 +260,10 @@ def compare_devices(
     out: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """Train the same weights on the same batch on the CPU and on a device, and compare: see docs/compare.md."""
+    """Train the same weights with the same batch on the CPU and on a device, and compare the results.
+
+    docs/compare.md describes the comparison.
+    """
     validate_compare_options(devices=devices, steps=steps, size=size, precisions=precisions, out=out)
     wanted, device = choose_precisions(precisions), choose_device(devices)
     replicas = ReplicaFactory(spec, batch_size=size)
@@ -281,7 +284,7 @@ def compare_devices(
     wrong = [row.what for row in parity.rows if not row.agrees]
     if wrong:
         progress(f"{', '.join(wrong)} differ: checking every operator on {device.kind} ...")
-        # A wrong forward or backward pass shows in the first step; the compared update consists of two.
+        # A wrong forward or backward pass shows in the first step. The compared update consists of two steps.
         located = locate(replicas, device, steps={"update": 2, "trajectory": steps}.get(wrong[0], 1), out=out)
     if parity.why_not_float64 is not None:
         notes.append(f"the model does not run in float64: {parity.why_not_float64}")

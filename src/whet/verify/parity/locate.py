@@ -18,7 +18,7 @@ from whet.verify.parity.reproducer import write_reproducer
 from whet.verify.parity.training import ReplicaFactory
 from whet.verify.tolerance import RelativeError, relative_error
 
-# Largest relative error of a module that counts as rounding: a module may contain many operators.
+# Maximum relative error of a module that counts as rounding. A module may contain many operators.
 MODULE_BOUND = 1e-3
 
 
@@ -26,9 +26,9 @@ class WrongOperator(FrozenModel):
     """The first wrong operator, or the first wrong module if no single operator is wrong."""
 
     operator: str | None = None
-    """None if only the module is known."""
+    """Name of the operator; None if only the module is known."""
     phase: str
-    """forward, backward or update"""
+    """Phase of the step: "forward", "backward" or "update"."""
     module: str | None = None
     line: str | None = None
     error: RelativeError
@@ -41,7 +41,7 @@ class LocateResult(FrozenModel):
 
     culprit: WrongOperator | None = None
     wrong: dict[str, int] = Field(default_factory=dict)
-    """Number of wrong calls of every wrong operator."""
+    """Number of wrong calls by operator."""
     draws: tuple[str, ...] = ()
     """Operators that draw random numbers."""
     unknown: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class LocateResult(FrozenModel):
 def locate(
     replicas: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, out: Path | None = None
 ) -> LocateResult:
-    """Replay steps until an operator is wrong; write a program that reproduces it to `out`."""
+    """Replay steps until an operator is wrong, and write a program that reproduces it to `out`, if given."""
     with replicas.on(device) as replica:
         optimizer = replica.optimizer()
         locator = OperatorLocator(replica.model, optimizer)
@@ -79,7 +79,7 @@ def locate(
         if out is not None:
             reproducer = str(write_reproducer(first, out, device=str(device.torch_device)))
     elif device.kind != "cpu":
-        # The error is in an operator that could not be checked, or in code that bypasses torch's dispatcher.
+        # The error is in an operator that cannot be checked, or in code that bypasses torch's dispatcher.
         wrong = first_wrong_module(replicas, device)
         if wrong is not None:
             culprit = WrongOperator(phase=wrong.phase, module=wrong.name, error=wrong.error, bound=wrong.bound)
@@ -105,7 +105,7 @@ class ModuleCall:
     kwargs: dict[str, Any]
     output: Any = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients of the output's tensors, by their index."""
+    """Gradients of the output tensors, by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,10 @@ class WrongModule:
 
 
 def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> WrongModule | None:
-    """Return the first module whose own outputs or gradients are wrong; inner modules before their parents.
+    """Return the first module with wrong outputs or gradients; None if there is none.
 
-    Each module gets inputs and gradients from the CPU, so that no error propagates.
+    Inner modules are checked before their parents. Each module gets inputs and gradients from the CPU, so that errors
+    do not propagate.
     """
     calls = _module_calls(replicas)
     with replicas.on(device) as replica:
@@ -141,7 +142,7 @@ def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> Wron
 
 
 def _module_calls(replicas: ReplicaFactory) -> list[ModuleCall]:
-    """Return every call of every module on the CPU, in the order in which they end."""
+    """Record every call of every module on the CPU. Calls are in the order in which they return."""
     ended: list[ModuleCall] = []
     running: list[ModuleCall] = []
     with replicas.on(CpuDevice()) as replica:
@@ -179,7 +180,7 @@ def _clone(tree: Any) -> Any:
 
 
 def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:
-    """Call the module with the recorded inputs; return its output and the inputs that can have a gradient."""
+    """Call the module with the recorded inputs. Return its output and the inputs that can have a gradient."""
     sources: list[Tensor] = []
 
     def moved(leaf: Any) -> Any:
@@ -189,7 +190,7 @@ def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) 
         if not tensor.is_floating_point():
             return tensor
         sources.append(tensor.requires_grad_())
-        # A module that changes its input in place must not get a leaf tensor.
+        # Return a copy that is not a leaf, because torch forbids changing a leaf tensor in place.
         return tensor * 1
 
     return module(*tree_map(moved, call.args), **tree_map(moved, call.kwargs)), sources
@@ -202,7 +203,7 @@ def _forward_error(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], 
 
 
 def _gradients(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the gradients of the inputs and of the module's own parameters."""
+    """Return the gradients of the inputs and parameters of the module."""
     output, sources = _call(module, call, put)
     outputs = tree_leaves(output)
     wanted = [*sources, *(p for p in module.parameters() if p.requires_grad)]

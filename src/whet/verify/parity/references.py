@@ -1,4 +1,4 @@
-"""Reference results of operators: the CPU's kernel, in float64 if possible, or a formula if the CPU has none."""
+"""Reference results of operators: from the CPU kernel, in float64 if possible, or from a formula if there is none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _UNSUPPORTED = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class CompletedCall:
-    """What an operator returned, and its arguments, which it may have changed."""
+    """The returned value of an operator, and its arguments, which the operator may have changed."""
 
     returned: Any
     args: tuple[Any, ...]
@@ -26,14 +26,14 @@ class ReferenceResult:
     """The expected result; None if it is unknown."""
 
     float64: CompletedCall | None
-    """Computed in float64."""
+    """Result in float64."""
     own: CompletedCall | None
-    """Computed in the operator's own dtypes: shows the CPU's own error."""
+    """Result in the original dtypes, which shows the rounding error of the CPU."""
     is_formula: bool = False
 
 
 def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceResult:
-    """Compute the reference from inputs on the CPU, which are not changed."""
+    """Compute the reference result from inputs on the CPU. The inputs are not changed."""
     formula = FORMULAS.get(func.name())
     if formula is not None:
         returned = _try_call(lambda: formula(*copy_to_float64(args), **copy_to_float64(kwargs)))
@@ -58,7 +58,7 @@ def _copy(leaf: Any, *, float64: bool) -> Any:
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):
         return leaf
-    # Copy first, convert later: a copy that also converts is one of the known faults of MPS.
+    # Copy first and convert later, because MPS gives wrong results for copies that also convert.
     on_cpu = leaf.detach().cpu()
     on_cpu = on_cpu.clone() if on_cpu is leaf or leaf.device.type == "cpu" else on_cpu
     return on_cpu.to(_FLOAT64.get(on_cpu.dtype, on_cpu.dtype)) if float64 else on_cpu
@@ -67,7 +67,7 @@ def _copy(leaf: Any, *, float64: bool) -> Any:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompletedCall | None:
     done = _try_call(lambda: func(*args, **kwargs))
     if done is None:
-        # An operator without a CPU kernel may have a decomposition into operators with one.
+        # An operator without a CPU kernel may have a decomposition into operators that have one.
         from torch._decomp import decomposition_table
 
         decomposed = decomposition_table.get(func)
@@ -140,7 +140,7 @@ def _efficient_attention_backward(
     return grad_scores @ k * factor, grad_scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
 
 
-# CUDA operators that the CPU does not have; only the results that the formula returns are compared.
+# Formulas of CUDA operators that the CPU does not have. Only the results that a formula returns are compared.
 FORMULAS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,

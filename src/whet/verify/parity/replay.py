@@ -1,4 +1,4 @@
-"""Replay each operator of a step on the CPU, from the inputs that the device gave it."""
+"""Replay each operator of a step on the CPU, with the inputs that it had on the device."""
 
 import math
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ from whet.verify.tolerance import SMALL_TENSOR_SHARE, error_bound, max_abs, rela
 
 @dataclass(frozen=True, slots=True)
 class OperatorLocation:
-    """Where in a training step an operator runs."""
+    """The location of an operator in a training step."""
 
     phase: str
-    """forward, backward or update"""
+    """Phase of the step: "forward", "backward" or "update"."""
     module: str | None = None
     line: str | None = None
-    """file.py:42"""
+    """Source line, such as "file.py:42"."""
 
 
 class OperatorLocator:
-    """Tracks which module and line of user code each operator belongs to, in the backward pass too."""
+    """Tracks the module and line of user code of each operator, including operators of the backward pass."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -55,7 +55,7 @@ class OperatorLocator:
             hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._set_updating(True)))
             hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._set_updating(False)))
         try:
-            # A single thread, so that operators are recorded in order.
+            # Run backward in this thread, so that operators are recorded in order.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
@@ -63,7 +63,7 @@ class OperatorLocator:
                 hook.remove()
 
     def current(self) -> OperatorLocation:
-        """Return the location of the running operator. Call it from a dispatch mode, once per operator."""
+        """Return the location of the running operator. Call this once per operator, from a dispatch mode."""
         node = torch._C._current_autograd_node()
         if node is not None:
             forward = self._forward.get(node._sequence_nr())
@@ -73,8 +73,8 @@ class OperatorLocator:
         if self._is_updating:
             return OperatorLocation("update")
         location = OperatorLocation("forward", self._open_modules[-1] if self._open_modules else None, _line())
-        # The node was created just before its operator runs. Operators without a node come later and must not replace
-        # its location.
+        # torch creates the node just before its operator runs. Later operators without a node must not replace its
+        # location.
         self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, location)
         return location
 
@@ -96,12 +96,12 @@ def _line() -> str | None:
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
-# Largest error of a single float32 operator that counts as rounding: however accurate the CPU is, and if the CPU's
-# own error is unknown. A convolution's gradient before a BatchNorm cancels: 4e-5 was seen there on a correct CPU.
+# Maximum error of a single float32 operator that counts as rounding: at least, and if the error of the CPU is unknown.
+# The gradient of a convolution before a BatchNorm cancels, with an error of up to 4e-5 on a correct CPU.
 MIN_BOUND, BOUND_WITHOUT_REFERENCE = 1e-5, 1e-4
-# Operators whose minimum bound is `BOUND_WITHOUT_REFERENCE`. GPUs may compute convolutions with Winograd transforms,
-# which round more than a plain sum; fused updates on CUDA round 1 - beta in float32, an error of 1e-5 (1.3e-5 seen on
-# an H200).
+# Operators with the minimum bound `BOUND_WITHOUT_REFERENCE`. GPUs may compute convolutions with Winograd transforms,
+# which round more than a plain sum. Fused updates on CUDA round 1 - beta in float32, an error of 1e-5 (1.3e-5 measured
+# on an H200).
 COARSE_OPERATORS = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
 # Rounding error of a dtype relative to float32.
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
@@ -114,7 +114,7 @@ _UNSTABLE_ORDER = ("aten::argmax", "aten::argmin", "aten::argsort", "aten::sort"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """A tensor's memory layout: some kernels are wrong for some layouts only."""
+    """The memory layout of a tensor. Some kernels are wrong only for certain layouts."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -124,7 +124,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongOperatorCall:
-    """A call whose result differs from the CPU's, with everything needed to repeat it."""
+    """A call whose result differs from the CPU, with everything that is needed to repeat it."""
 
     func: Any
     args: tuple[Any, ...]
@@ -134,14 +134,14 @@ class WrongOperatorCall:
     """Layouts of all tensor arguments, in order."""
     expected: tuple[Tensor, ...]
     is_formula: bool
-    """Whether the CPU has no such operator, so that the expected result comes from a formula."""
+    """Whether the expected result comes from a formula, because the CPU has no such operator."""
     location: OperatorLocation
     error: float
     bound: float
     """Error and bound of the result that exceeds its bound most."""
     bounds: tuple[float, ...]
     floors: tuple[float, ...]
-    """The smallest value that each result's error is relative to."""
+    """Minimum scale of the relative error of each result."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class ReplayResult:
 
     first: WrongOperatorCall | None = None
     wrong: dict[str, int] = field(default_factory=dict)
-    """Number of wrong calls of every wrong operator, in the order of their first."""
+    """Number of wrong calls by operator, in the order of the first wrong call."""
     draws: set[str] = field(default_factory=set)
     """Operators that draw random numbers, which cannot be compared."""
     unknown: set[str] = field(default_factory=set)
@@ -159,7 +159,7 @@ class ReplayResult:
 
 
 class OperatorReplay(TorchDispatchMode):
-    """Checks every operator that runs on the device while the mode is entered."""
+    """Checks every operator that runs on the device in this mode."""
 
     def __init__(self, device: AbstractDevice, locator: OperatorLocator) -> None:
         super().__init__()
@@ -243,10 +243,10 @@ class OperatorReplay(TorchDispatchMode):
 
 
 def call_outputs(func: Any, call: CompletedCall, before: Any) -> list[Tensor]:
-    """Return returned tensors and written arguments, on the CPU.
+    """Return the result tensors and the written arguments of a call, on the CPU.
 
-    Integer tensors count only if there are no others: beside values they are indices, and the order of equal values is
-    not defined.
+    Integer tensors are included only if there are no others. Next to values they are indices, and the order of equal
+    values is undefined.
     """
     written = tensor_leaves(written_arguments(func, call.args, call.kwargs))
     if func.name().startswith("aten::_fused_"):
@@ -258,7 +258,7 @@ def call_outputs(func: Any, call: CompletedCall, before: Any) -> list[Tensor]:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that the operator's schema says it writes to."""
+    """Return the arguments that the operator writes to, according to its schema."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -267,7 +267,7 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _expected_outputs(func: Any, reference: ReferenceResult, before: Any, actual: list[Tensor]) -> list[Tensor] | None:
-    """Return the reference in float64; in the operator's own dtype for comparisons, whose result depends on it."""
+    """Return the reference in float64, or in the original dtype for comparisons, whose result depends on the dtype."""
     is_value = actual[0].is_floating_point()
     call = (reference.float64 or reference.own) if is_value else (reference.own or reference.float64)
     if call is None:
@@ -291,7 +291,7 @@ def _floors(func: Any, before: Any, expected: list[Tensor]) -> tuple[float, ...]
 
 
 def _sum_noise(func: Any, before: Any, result: Tensor) -> float:
-    """Return the floor of a reduction: a sum that should be zero is the rounding noise of its terms."""
+    """Return the error floor of a reduction, because a sum that should be zero is rounding noise of its terms."""
     count = max((tensor.numel() for tensor in tensor_leaves(before)), default=0)
     if torch.Tag.reduction not in func.tags or not result.is_floating_point() or count <= result.numel():
         return 0.0
@@ -321,5 +321,5 @@ def _is_view(func: Any) -> bool:
 
 
 def _base_name(name: str) -> str:
-    """Return aten::add for aten::add.Tensor."""
+    """Return the name without its overload, such as aten::add for aten::add.Tensor."""
     return name.partition(".")[0]

@@ -23,12 +23,12 @@ from whet.verify.isolation import disable_dropout, force_eager
 from whet.verify.tolerance import RelativeError, error_bound, relative_errors
 from whet.verify.trainable import Trainable, TrainableSpec
 
-# Errors up to these count as agreement, however accurate the CPU is.
+# Minimum bounds. Errors up to these count as agreement, even if the CPU is more accurate.
 MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
-# The same if the reference is float32, so that the CPU's own error is unknown.
+# Bounds for a float32 reference, for which the error of the CPU is unknown.
 BOUNDS_WITHOUT_FLOAT64 = {"loss": 1e-4, "gradients": 1e-3, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2}
 _SEED = 0
-# Batch size limit unless the user asks for more: a wrong operator shows with few samples.
+# Default limit of the batch size. A few samples are enough to show a wrong operator.
 _MAX_DEFAULT_SAMPLES = 32
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ _MAX_DEFAULT_SAMPLES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A fresh copy of the model on a device, with a batch."""
+    """A new copy of the model on a device, with a batch."""
 
     trainable: Trainable
     micro: MicroBatch
@@ -47,19 +47,19 @@ class Replica:
         return self.trainable.model
 
     def optimizer(self) -> Optimizer:
-        """Return the optimizer that a training on this device would use."""
+        """Return the optimizer that training on this device would use."""
         return build_optimizer(self.trainable.optimizer, self.model, self.device)
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         return Stepper(self.model, optimizer, self.device)
 
     def step(self, stepper: Stepper, number: int = 1) -> Outcome:
-        """Make one optimizer step on the whole batch."""
+        """Run one optimizer step on the whole batch."""
         return stepper(self.trainable.loss, [self.micro], num_samples=len(self.micro), step=number)
 
 
 class ReplicaFactory:
-    """Makes replicas that have the same weights and the same batch and differ only in device and dtype."""
+    """Creates replicas with the same weights and the same batch that differ only in device and dtype."""
 
     def __init__(self, spec: TrainableSpec, *, batch_size: int | None = None) -> None:
         self._spec = spec
@@ -85,7 +85,10 @@ class ReplicaFactory:
 
     @contextmanager
     def on(self, device: AbstractDevice, *, float64: bool = False, dropout: bool = False) -> Iterator[Replica]:
-        """Make a replica on a device, in its own dtypes or in float64; TF32 is off, generators are restored on exit."""
+        """Yield a replica on a device, in its original dtypes or in float64.
+
+        TF32 is disabled inside the context. Generators are restored on exit.
+        """
         with ExitStack() as stack:
             stack.enter_context(preserve_rng(device))
             stack.enter_context(force_eager())
@@ -108,7 +111,7 @@ class ReplicaFactory:
                 return device.put(tensor.double() if float64 and tensor.is_floating_point() else tensor)
 
             def loss(micro: MicroBatch) -> Any:
-                # Cloned because a model may write to its inputs, and a real training has fresh ones in every step.
+                # Clone the inputs, because a model may write to them, and real training has new inputs in every step.
                 return own_loss(micro.map_tensors(torch.clone))
 
             own_loss, trainable = trainable.loss, replace(trainable, loss=loss)
@@ -129,9 +132,9 @@ class ParityRow(FrozenModel):
     error: RelativeError
     bound: RelativeError
     own_error: RelativeError | None = None
-    """The CPU's own error in the device's dtype, against float64."""
+    """Error of the CPU in the dtype of the device, compared with float64; None if unknown."""
     worst: str | None = None
-    """The tensor with the largest error."""
+    """Tensor with the largest error; None if there is only one."""
     num_tensors: int = 1
 
     @property
@@ -142,7 +145,7 @@ class ParityRow(FrozenModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingTrace:
-    """Everything that is compared, recorded on one device and copied to the CPU."""
+    """All compared quantities of one device, copied to the CPU."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -162,18 +165,18 @@ class TrainingTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingParity:
-    """All rows, and the reference they were compared with."""
+    """All compared rows and their reference."""
 
     rows: tuple[ParityRow, ...]
     reference: str
     why_not_float64: str | None = None
-    """Why the model does not run in float64."""
+    """Why the model does not run in float64; None if it does."""
 
 
 def compare_training(
     replicas: ReplicaFactory, device: AbstractDevice, *, steps: int, progress: Callable[[str], None] = lambda _: None
 ) -> TrainingParity:
-    """Compare a device with the CPU in float64; in float32 if the model does not run in float64."""
+    """Compare a device with the CPU in float64, or in float32 if the model does not run in float64."""
     cpu, why_not = CpuDevice(), None
     progress("float64 on the CPU ...")
     try:
@@ -201,9 +204,9 @@ def record_training(
     float64: bool = False,
     gradients: Mapping[str, Tensor] | None = None,
 ) -> TrainingTrace:
-    """Record everything that is compared on one device; the update uses `gradients`, or the replica's own."""
+    """Record all compared quantities on one device. The update uses `gradients`, or by default those of the replica."""
     with replicas.on(device, float64=float64) as replica:
-        # Learning rate 0: only the forward and backward pass, made by the code that trains.
+        # A learning rate of 0 runs only the forward and backward pass, with the code of real training.
         stepper = replica.stepper(torch.optim.SGD(replica.model.parameters(), lr=0.0))
         loss = _copy(replica.step(stepper).loss)
         own = {name: _copy(p.grad) for name, p in replica.model.named_parameters() if p.grad is not None}
@@ -218,9 +221,10 @@ def record_training(
 
 
 def _record_update(replica: Replica, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return how two optimizer steps change the weights, from the given gradients.
+    """Return the change of the weights after two optimizer steps with the given gradients.
 
-    All devices use the same gradients: an adaptive optimizer turns rounding of an almost zero gradient into full steps.
+    All devices use the same gradients, because an adaptive optimizer amplifies the rounding of an almost zero gradient
+    to a full step.
     """
     optimizer = replica.optimizer()
     named = {name: p for name, p in replica.model.named_parameters() if name in gradients}
@@ -260,5 +264,5 @@ def _rows(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # .cpu() of a CPU tensor returns the tensor itself, which later steps change.
+    # Clone, because .cpu() of a CPU tensor returns the tensor itself, which later steps change.
     return tensor.detach().cpu().clone()

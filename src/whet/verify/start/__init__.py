@@ -1,1 +1,1 @@
-"""Checks before the first step of a run: device parity, causality, compiled code; and a cache of those that passed."""
+"""Checks before the first step of a run: device parity, causality and compiled code, with a cache of passed checks."""

@@ -1,6 +1,6 @@
-"""Cache of start checks that passed, keyed by everything that can change their result.
+"""Cache of passed start checks, keyed by everything that can change their result.
 
-It is kept in whet's home folder. A model whose code cannot be read has no key and is checked each time.
+The cache is in whet's home folder. A model whose source code cannot be read has no key and is checked at every start.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SCALARS = (bool, int, float, str, type(None))
 def cache_key(
     facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]
 ) -> str | None:
-    """Return a hash of the facts, the model and the functions with their code; None if some code cannot be read."""
+    """Return a hash of the facts, the model and the functions with their code; None if code cannot be read."""
     modules = {*_user_modules()}
     try:
         files = {*_source_files(model, functions), *(Path(str(module.__file__)) for module in modules)}
@@ -49,7 +49,7 @@ def cache_key(
 
 
 def load_verified(key: str) -> str | None:
-    """Return the summary of an earlier check; None if there was none or its file is damaged."""
+    """Return the summary of an earlier check; None if there is none or its file is damaged."""
     try:
         path = _path(key)
         entry = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_FILE_BYTES else {}
@@ -60,7 +60,10 @@ def load_verified(key: str) -> str | None:
 
 
 def store_verified(key: str, summary: str) -> None:
-    """Store the summary of a passed check. An unwritable home is ignored: it costs a second at the next start."""
+    """Store the summary of a passed check.
+
+    Errors are ignored, because repeating the check at the next start takes only a second.
+    """
     with contextlib.suppress(WhetError):
         durable.make_directory(_path(key).parent)
         durable.write_file(_path(key), data=json.dumps({"key": key, "summary": summary}).encode())
@@ -71,7 +74,7 @@ def _path(key: str) -> Path:
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    """Return classes and options of all modules, and names, shapes, dtypes and layouts of all tensors."""
+    """Return the classes and options of all modules, and the names, shapes, dtypes and layouts of all tensors."""
     modules = [(name, _class_name(module), _options(module)) for name, module in model.named_modules()]
     tensors = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous())
@@ -85,12 +88,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes, such as heads, windows and flags."""
+    """Return the attributes that a module adds to nn.Module, such as heads, windows and flags."""
     return {name: _serializable(value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:
-    """Return plain values and containers as they are, and the type name of anything else."""
+    """Return plain values and containers unchanged, and the type name of anything else."""
     if isinstance(value, _SCALARS):
         return value
     if dataclasses.is_dataclass(value):
@@ -107,7 +110,7 @@ def _serializable(value: Any, depth: int = 0) -> Any:
 
 
 def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
-    """Yield the source files of the model's classes and the functions; torch is identified by its version."""
+    """Yield the source files of the model classes and functions, except those of torch, which has a version."""
     classes = {type(module) for module in model.modules()}
     for thing in (*classes, *filter(None, map(_unwrap, functions))):
         if not str(getattr(thing, "__module__", "")).startswith("torch."):
@@ -115,11 +118,11 @@ def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, 
 
 
 def _user_modules() -> Iterator[ModuleType]:
-    """Yield loaded modules outside libraries: a helper file may build the mask, controlled by a flag in it."""
+    """Yield loaded modules outside of libraries. For example, a helper module with a flag may build the mask."""
     for name, module in list(sys.modules.items()):
         path = Path(str(getattr(module, "__file__", None) or ""))
         is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)
-        # Some of torch's modules name files that do not exist.
+        # Some modules of torch refer to files that do not exist.
         is_file = isinstance(module, ModuleType) and path.suffix == ".py" and path.is_file()
         if is_file and not is_library and _STDLIB not in path.parents:
             yield module
@@ -139,7 +142,7 @@ def _unwrap(function: Any) -> Any:
 
 
 def _identity(function: Any) -> list[Any]:
-    """Identify a function within its file, with its bytecode: two lambdas may be on one line."""
+    """Return the identity of a function in its file, with its bytecode, because two lambdas may be on one line."""
     function = _unwrap(function)
     code = getattr(function, "__code__", None)
     details = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]
@@ -147,7 +150,7 @@ def _identity(function: Any) -> list[Any]:
 
 
 def _captured_values(function: Any) -> list[Any]:
-    """Return arguments of a partial, variables of a closure, and constants."""
+    """Return the arguments of a partial, the variables of a closure, and the constants of a function."""
     captured: list[Any] = []
     while isinstance(function, functools.partial):
         captured += [*function.args, *function.keywords.items()]

@@ -1,6 +1,6 @@
 """Check that a causal model is causal: perturb later positions and compare earlier outputs.
 
-`use_explicit_masks` is the fallback for a device whose is_causal kernel leaks.
+`use_explicit_masks` is the fallback for a device whose is_causal kernel is wrong.
 """
 
 import sys
@@ -20,19 +20,19 @@ from whet.verify.isolation import perturb_zero_weights
 from whet.verify.tolerance import max_abs
 from whet.verify.trainable import OutputFunction
 
-# Largest change of an earlier output, relative to the largest output. Most devices give the same bits for the same
-# shapes.
+# Maximum change of an earlier output that counts as rounding, relative to the largest output. Most devices return the
+# same bits for the same shapes.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
 MAX_PASSES = 8
-# Positions that are tried, a different one in each sample, in as many passes as needed.
+# Maximum number of positions to try. Each sample of a pass tries a different one.
 _MAX_POSITIONS = 64
 _ROWS_PER_COPY = 4096
-# Approximate work for a CPU; other devices get three times as much. Two passes are made in any case.
+# Maximum work on a CPU, a rough estimate. Other devices get three times as much. At least two passes are run.
 _MAX_PROBE_FLOPS = 4e10
 
 
 class InconclusiveError(Exception):
-    """Causality cannot be determined; the message says why."""
+    """Causality cannot be determined. The message contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,11 @@ class CausalityLeak:
 
     sample: int
     position: int
-    """Where the output changed."""
+    """Position at which the output changed."""
     changed_from: int
-    """The first position whose input was changed."""
+    """First position whose input was changed."""
     change: float
-    """Relative to the largest output."""
+    """Change relative to the largest output."""
     tolerance: float
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class CausalityLeak:
 def check_causality(
     model: nn.Module, device: AbstractDevice, outputs: OutputFunction, micro: MicroBatch, *, precision: str
 ) -> CausalityLeak | None:
-    """Run `find_leak` on the model's device and precision, in eval mode. Does not restore the model."""
+    """Run `find_leak` on the device and in the precision of the run, in eval mode. The model is not restored."""
     model.eval()
     perturb_zero_weights(model)
 
@@ -81,10 +81,10 @@ def find_leak(
     tolerance: float = TOLERANCES["fp32"],
     max_passes: int = MAX_PASSES,
 ) -> CausalityLeak | None:
-    """Return the worst leak, or None; raise InconclusiveError if the outputs do not react to the inputs at all.
+    """Return the worst leak; None if there is none. Raises InconclusiveError if the outputs ignore the inputs.
 
-    From each position in `starts` on, tokens are replaced by other tokens of the batch, and noise is added to floats.
-    By default up to 64 positions are tried, a different one in each sample, including the first and the last.
+    For each position in `starts`, tokens from this position on are replaced by other tokens of the batch, and noise is
+    added to floats. By default, up to 64 positions are tried, including the first and the last.
     """
     expected = outputs(micro)
     positions = SequencePositions.of(micro, expected)
@@ -120,12 +120,12 @@ def find_leak(
 
 
 def _passes(starts: list[int] | None, positions: "SequencePositions", max_passes: int) -> Iterator[Tensor]:
-    """Yield, for every pass, the first changed position of each sample."""
+    """Yield the first changed position of each sample, for every pass."""
     if starts is not None:
         yield from (torch.full((positions.num_samples,), start) for start in starts)
         return
     last = positions.longest - 1
-    # The first positions one by one: a mask that is wrong for groups of positions shows there.
+    # Try the first positions one by one, which shows a mask that is wrong within groups of positions.
     count = min(last, _MAX_POSITIONS, max_passes * positions.num_samples)
     first = list(range(1, 1 + min(last, 3)))
     spread = torch.linspace(last, 1, max(2, count)).round().long().tolist()
@@ -136,13 +136,13 @@ def _passes(starts: list[int] | None, positions: "SequencePositions", max_passes
 
 
 def _rows(outputs: Tensor, positions: "SequencePositions") -> Iterator[Tensor]:
-    """Copy the outputs to the CPU in chunks of rows: the logits of a batch may fill most of a device's memory."""
+    """Yield the outputs on the CPU in chunks of rows, because the logits may fill most of the device memory."""
     flat = outputs.detach().flatten(0, positions.position.dim() - 1)
     yield from (rows.cpu().float() for rows in flat.split(_ROWS_PER_COPY))
 
 
 def _distance(actual: Tensor, expected: Tensor, positions: "SequencePositions") -> Tensor:
-    """Return the change of every position; infinite where a value became NaN or infinite, or the reverse."""
+    """Return the change at every position; infinity if a value became NaN or infinite, or the reverse."""
     changes = []
     for ours, theirs in zip(_rows(actual, positions), _rows(expected, positions), strict=True):
         is_same = ours.eq(theirs) | (ours.isnan() & theirs.isnan())
@@ -156,7 +156,7 @@ def _distance(actual: Tensor, expected: Tensor, positions: "SequencePositions") 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePositions:
-    """The sample and the position within it of every output, in the shape of the outputs."""
+    """The sample of every output and its position in the sample, in the shape of the outputs."""
 
     sample: Tensor
     position: Tensor
@@ -166,7 +166,7 @@ class SequencePositions:
 
     @classmethod
     def of(cls, micro: MicroBatch, outputs: Tensor) -> Self:
-        """Match outputs to positions of the inputs; raise UsageError if their shapes do not fit."""
+        """Match outputs with positions of the inputs. Raises UsageError if their shapes do not fit."""
         if not isinstance(outputs, Tensor):
             raise UsageError("outputs must be a tensor", got=type(outputs).__name__, try_="outputs.logits")
         packed = next((f for f in micro.fields.values() if isinstance(f, Packed)), None)
@@ -249,15 +249,15 @@ def _late_positions(field: Field, starts: Tensor, positions: SequencePositions) 
 
 
 def _has_positions(field: Field, length: int) -> bool:
-    """Return whether the field is as long as the outputs, or one longer because its last token is only a target."""
+    """Return whether the field has the length of the outputs, or one more, if its last token is only a target."""
     values = _values(field)
     return values.dim() >= 2 and values.shape[1] in (length, length + 1)
 
 
 def _perturbed_values(values: Tensor, *, seed: int) -> Tensor | None:
-    """Return another value for each: the next token that occurs in the batch, or noise added to floats.
+    """Return other values: for a token the next one that occurs in the batch, for a float the value plus noise.
 
-    None if there is no other value. Masks are not changed.
+    Return None for masks, and if the batch has no other token.
     """
     if values.dtype == torch.bool:
         return None
@@ -289,8 +289,8 @@ _ATTENTION_NAME = "scaled_dot_product_attention"
 def use_explicit_masks() -> Iterator[None]:
     """Replace is_causal=True in attention by an explicit mask, in every thread.
 
-    Devices have separate kernels for the flag, and MPS's lets positions see later ones in half precision
-    (pytorch#195910). The function is replaced in every module that imported it under its own name.
+    Devices have separate kernels for is_causal. The kernel of MPS attends to later positions in half precision
+    (pytorch#195910). The function is replaced in every module that imported it by name.
     """
     original = _current_attention()
 
@@ -345,7 +345,7 @@ def _has_attention(module: object, function: object) -> bool:
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Return zeros for visible and -inf for hidden positions, aligned at the first position like is_causal."""
+    """Return a mask with 0 for visible and -inf for hidden positions, aligned at the first position like is_causal."""
     shape = query.shape[-2], key.shape[-2]
     is_visible = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     return torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~is_visible, -torch.inf)

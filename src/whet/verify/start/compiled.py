@@ -1,9 +1,9 @@
 """Compare a compiled model with its eager code on one micro-batch, before the first step.
 
-The micro-batch has the shape of the run's training batches, because another shape would be compiled again. Dropout
-stays on for the same reason, and compiled code draws different random numbers. So a compiled pass may differ from an
-eager one by as much as eager passes differ among themselves, and by rounding. Gradients stay on the device, two sets at
-most.
+The micro-batch has the shape of the training batches of the run, because another shape would be compiled again. Dropout
+stays enabled for the same reason, and compiled code draws different random numbers. A compiled pass may therefore
+differ from an eager pass as much as eager passes differ from each other, plus rounding. Gradients stay on the device;
+at most two sets exist at a time.
 """
 
 import math
@@ -34,19 +34,19 @@ from whet.verify.start.device_parity import (
 )
 from whet.verify.tolerance import SMALL_TENSOR_SHARE
 
-# The nearest compiled pass may be this many times as far from the first eager pass as the farthest eager one.
+# Maximum distance of the nearest compiled pass from the first eager pass, relative to that of the farthest eager pass.
 _DRAW_FACTOR = 1.2
-# Rounds of one eager and one compiled pass, until the compiled ones are near enough. For a correct model all passes
-# have the same distribution: the nearest of 6 compiled ones is beyond the farthest of 6 eager ones in one of 924
-# cases per tensor, and a fifth beyond it never happened in 1,200 tries. A wrong result is in every compiled pass.
+# Maximum rounds of one eager and one compiled pass. For a correct model, all passes have the same distribution. The
+# nearest of 6 compiled passes is then beyond the farthest of 6 eager passes in one of 924 cases per tensor, and it was
+# never a fifth beyond it in 1,200 trials. A wrong result appears in every compiled pass.
 _MAX_ROUNDS = 6
-# Draws of dropout added up in one pass, which halves the scatter of a tensor.
+# Draws of dropout to add up in one pass, which halves the spread of a tensor.
 _DRAWS_PER_PASS = 4
-# The same for rounding: compiled code rounds no more than eager code, so both differ at most twice as much.
+# The same factor for rounding. Compiled code rounds no more than eager code, so they differ by at most twice as much.
 _ROUNDING_FACTOR = 2.0
-# Half-precision error that may be rounding if rounding cannot be measured: recursive models had 0.2 in bf16.
+# Maximum half-precision error that may be rounding if rounding cannot be measured. Recursive models had 0.2 in bf16.
 _PLAUSIBLE_HALF_ROUNDING = 0.5
-# Smaller tensors scatter most and are not compared under dropout, except the loss.
+# Smaller tensors vary most under dropout and are not compared, except for the loss.
 _MIN_ELEMENTS = 256
 _LOSS_NAME = "the loss"
 
@@ -55,24 +55,24 @@ _Distances = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledParity:
-    """A compiled model compared with its eager code."""
+    """The result of comparing a compiled model with its eager code."""
 
     agrees: bool
     worst: str
-    """The gradient, or "the loss", with the largest error relative to its bound."""
+    """Name of the gradient, or "the loss", with the largest error relative to its bound."""
     error: float
-    """Relative error of the worst tensor; may be NaN."""
+    """Relative error of the worst tensor, which may be NaN."""
     bound: float
     largest: float
     """Largest error of all compared tensors."""
     dropout_error: float | None
-    """Difference between two eager passes; None if they differ by rounding only."""
+    """Difference between two eager passes; None if they differ only by rounding."""
     compiled_loss: float
     eager_loss: float
     num_compared: int
     num_gradients: int
     is_compiled: bool = True
-    """Whether the compiler produced any graph; without one, equal results mean nothing."""
+    """Whether the compiler produced a graph. Without one, equal results mean nothing."""
 
     @property
     def is_usable(self) -> bool:
@@ -99,15 +99,15 @@ class CompiledParity:
 def compare_compiled_with_eager(
     model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
 ) -> CompiledParity:
-    """Compare the compiled model with its eager code; restore the model and all generators.
+    """Compare the compiled model with its eager code, and restore the model and all generators.
 
-    State that a loss function keeps in its own Python objects is not restored.
+    State that a loss function keeps in Python objects is not restored.
     """
     with preserve_model(model), preserve_rng(device):
         num_before = num_graphs()
         comparison = _Comparison(model, device, loss, micro, precision)
         parity = comparison.run()
-        # An earlier training in this process may have compiled everything already.
+        # An earlier run in this process may have compiled everything already.
         if num_graphs() > num_before or comparison.runs_compiled():
             return parity
         return replace(parity, is_compiled=False)
@@ -135,16 +135,16 @@ class _Comparison:
         if not self._is_rounding(eager):
             return self._compare_with_dropout()
         parity = self._compare_without_dropout(eager)
-        # Two eager passes may look deterministic by chance: rare draws may appear in the third pass only.
+        # Two eager passes may look deterministic by chance, because a rare draw may appear only in the third pass.
         return parity if parity.agrees else self._compare_with_dropout(fallback=parity)
 
     def runs_compiled(self) -> bool:
         return runs_compiled(self._compiled_pass)
 
     def _compare_with_dropout(self, *, fallback: CompiledParity | None = None) -> CompiledParity:
-        """Compare the nearest compiled pass with the farthest eager one.
+        """Compare the nearest compiled pass with the farthest eager pass.
 
-        Return `fallback` if the eager passes turn out to differ by rounding only.
+        Return `fallback` if the eager passes differ only by rounding after all.
         """
         self._use_several_draws()
         nearest: _Distances | None = None
@@ -160,7 +160,7 @@ class _Comparison:
         return fallback if fallback is not None and is_rounding and not parity.agrees else parity
 
     def _compare_without_dropout(self, eager: _Distances) -> CompiledParity:
-        """Compare where only rounding differs; if that exceeds the bound, measure the eager pass's own rounding."""
+        """Compare passes that differ only by rounding. Above the bound, measure the error of the eager pass."""
         self._restore_generators()
         compiled, loss = self._compiled_pass()
         parity = self._judge(compiled, eager, loss, is_rounding=True)
@@ -169,7 +169,7 @@ class _Comparison:
         try:
             rounding = _distances(self._higher_precision_pass(), self._first)
         except Exception:
-            # Not every model runs in another dtype, and there may be too little memory.
+            # Not every model runs in another dtype, and the memory may be too small.
             if self._compute_precision in HALF_TYPES and parity.error <= _PLAUSIBLE_HALF_ROUNDING:
                 raise
             return parity
@@ -177,14 +177,14 @@ class _Comparison:
         return self._judge(compiled, farthest, loss, is_rounding=True, factor=_ROUNDING_FACTOR)
 
     def _use_several_draws(self) -> None:
-        """Average several draws per pass from now on: dropout scatters less, and a wrong result stands out."""
+        """Average several draws per pass from now on, which reduces the spread of dropout and shows wrong results."""
         self._num_draws = _DRAWS_PER_PASS
-        # Freed before the new pass, so that only two sets of gradients exist at a time.
+        # Free the first pass before the new one, so that at most two sets of gradients exist.
         del self._first
         self._first = self._eager_pass()
 
     def _is_rounding(self, eager: _Distances) -> bool:
-        """Return whether two eager passes differ by rounding only."""
+        """Return whether two eager passes differ only by rounding."""
         return all(error <= self._bound(name) for name, error in eager.items() if math.isfinite(error))
 
     def _bound(self, name: str) -> float:
@@ -200,7 +200,7 @@ class _Comparison:
         for name, error in compiled.items():
             own = eager.get(name, 0.0)
             is_compared = is_rounding or sizes.get(name, 1) >= _MIN_ELEMENTS or math.isnan(error)
-            # Nothing can be compared where the eager model itself is not finite.
+            # A tensor cannot be compared if the eager model itself is not finite.
             if is_compared and math.isfinite(own):
                 bounds[name] = math.hypot(self._bound(name), factor * own)
         worst = max(bounds, key=lambda name: _nan_as_inf(compiled[name] / bounds[name]), default=_LOSS_NAME)
@@ -232,7 +232,7 @@ class _Comparison:
     def _higher_precision_pass(self) -> LossAndGradients:
         """Repeat the first pass in a wider dtype, which shows its rounding error."""
         self._restore_generators()
-        # Blocks freed by half-precision passes are too small for this one.
+        # Cached blocks of half-precision passes are too small for this pass.
         self._device.memory.empty_cache()
         dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
         with force_eager(), temporary_copy(self._model, self._device.torch_device, dtype):
@@ -257,7 +257,7 @@ class _Comparison:
 
 
 def _distances(result: LossAndGradients, first: LossAndGradients) -> _Distances:
-    """Return L2 distances relative to the norm of each gradient in the first pass, with one device synchronization."""
+    """Return L2 distances relative to the norms of the first pass, with a single device synchronization."""
     zero = first.loss.new_zeros((), dtype=torch.float32)
     names = [*first.gradients, *(name for name in result.gradients if name not in first.gradients)]
     ours = [result.gradients.get(name) for name in names]
@@ -281,14 +281,14 @@ def _norm(tensor: Tensor | None, zero: Tensor) -> Tensor:
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-    """Subtract; a missing gradient equals zeros."""
+    """Return the difference of two gradients. A missing gradient counts as zero."""
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     return ours - theirs
 
 
 def _combine(pick: Callable[[float, float], float], one: Mapping[str, float], other: Mapping[str, float]) -> _Distances:
-    """Pick the minimum or maximum for every name; a missing gradient has distance 0, and NaN is kept."""
+    """Return the minimum or maximum for every name. A missing gradient has distance 0, and NaN is kept."""
     names = {**one, **other}
     pairs = {name: (one.get(name, 0.0), other.get(name, 0.0)) for name in names}
     return {name: math.nan if math.isnan(a + b) else pick(a, b) for name, (a, b) in pairs.items()}
@@ -300,7 +300,7 @@ def _nan_as_inf(value: float) -> float:
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------
 
-# Name that torch.compile gives to a compiled graph in the bytecode that it rewrites.
+# Prefix of the name that torch.compile gives to a compiled graph in the rewritten bytecode.
 _COMPILED_NAME_PREFIX = "__compiled_fn"
 
 
@@ -311,12 +311,12 @@ def num_graphs() -> int:
 
 
 def runs_compiled(function: Callable[[], object]) -> bool:
-    """Return whether `function` executes a compiled graph, even one compiled earlier; True if that cannot be seen.
+    """Return whether `function` executes a compiled graph, including one compiled earlier; True if unknown.
 
-    torch.compile silently runs code eagerly that it cannot trace.
+    This check is needed because torch.compile silently runs code eagerly that it cannot trace.
     """
     if sys.getprofile() is not None:
-        # The user's own profiler is active, and Python has only one.
+        # Another profiler is active, and Python supports only one.
         return True
     is_compiled = False
 

@@ -1,4 +1,4 @@
-"""Compare loss and gradients of a small batch on the device with the CPU, before the first step."""
+"""Compare the loss and gradients of a small batch on the device with the CPU, before the first step."""
 
 import math
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
 MAX_SAMPLES = 8
-# Approximate work for the CPU, a second or two on a slow one. A large model gets fewer samples.
+# Maximum work for the CPU, which takes a second or two on a slow one. A large model gets fewer samples.
 _MAX_CPU_FLOPS = 4e10
-# Largest relative errors of loss and gradients; more is allowed where the CPU itself is inaccurate.
+# Maximum relative errors of loss and gradients. The bounds grow if the CPU itself is inaccurate.
 PARITY_BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
-# Errors of a smaller loss are relative to this: what remains of such a loss is the rounding of larger numbers.
+# Minimum scale for the error of a loss, because a smaller loss consists of the rounding of larger numbers.
 MIN_LOSS_SCALE = 1e-2
-# Without a scale, fp16 gradients underflow.
+# Without a loss scale, fp16 gradients underflow.
 FP16_LOSS_SCALE = 1024.0
 
 
@@ -34,7 +34,7 @@ class LossAndGradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParity:
-    """Relative errors of a device, compared with the CPU."""
+    """Relative errors of a device compared with the CPU."""
 
     device_loss: float
     cpu_loss: float
@@ -43,7 +43,7 @@ class DeviceParity:
     gradient_error: float
     gradient_bound: float
     worst: str
-    """The gradient with the largest error."""
+    """Name of the gradient with the largest error."""
     num_gradients: int
 
     @property
@@ -67,13 +67,13 @@ class DeviceParity:
 
 
 def parity_batch_size(num_parameters: int, length: int) -> int:
-    """Return the number of samples: up to 8, fewer for a large model, at least 2 because of BatchNorm."""
+    """Return the number of samples: up to 8, fewer for a large model, and at least 2, which BatchNorm needs."""
     affordable = int(_MAX_CPU_FLOPS / (6 * max(1, num_parameters) * max(1, length)))
     return max(2, min(MAX_SAMPLES, affordable))
 
 
 def compute_precision(model: nn.Module, precision: str) -> str:
-    """Return the precision that decides rounding: half-precision weights round even without autocast."""
+    """Return the precision that determines rounding. Half-precision weights round even without autocast."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return next((name for name, half in HALF_TYPES.items() if half in dtypes), precision)
 
@@ -81,7 +81,7 @@ def compute_precision(model: nn.Module, precision: str) -> str:
 def loss_and_gradients(
     model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
 ) -> LossAndGradients:
-    """Return loss and gradients of a micro-batch, without dropout, on the CPU. Does not restore the model."""
+    """Return the loss and gradients of a micro-batch without dropout, copied to the CPU. The model is not restored."""
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
     try:
         with disable_dropout(model, use_eval_mode=True):
@@ -95,7 +95,7 @@ def loss_and_gradients(
 def forward_backward(
     device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str, scale: float
 ) -> Tensor:
-    """Return the loss of a micro-batch; accumulate its gradients, multiplied by `scale`."""
+    """Return the loss of a micro-batch, and accumulate its gradients, multiplied by `scale`."""
     with device.compute_context(), torch.enable_grad():
         with device.autocast(precision):
             total, weight = parse_loss(loss(micro.map_tensors(device.put)))
@@ -105,7 +105,7 @@ def forward_backward(
 
 
 def dense_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients on their device, sparse ones converted to dense."""
+    """Return the gradients on their device. Sparse gradients are converted to dense ones."""
     named = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in named if grad is not None}
 
@@ -119,10 +119,10 @@ def clear_gradients(model: nn.Module) -> None:
 def compare_with_cpu(
     model: nn.Module, loss: LossFunction, micro: MicroBatch, actual: LossAndGradients, *, precision: str
 ) -> DeviceParity:
-    """Compare a device's result with the CPU in float32. Does not restore the model.
+    """Compare the result of a device with the CPU in float32. The model is not restored.
 
-    If a bound is exceeded, the CPU's own error is measured: float32 against float64, or half precision against float32.
-    The bound then grows with it.
+    If an error exceeds its bound, the rounding error of the CPU is measured: float32 against float64, or half precision
+    against float32. The bound grows with that error.
     """
     expected = _on_cpu(model, loss, micro)
     bounds = PARITY_BOUNDS[precision]
@@ -147,7 +147,7 @@ def compare_with_cpu(
 def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str | None:
     """Describe how two passes over the same micro-batch differ; None if every bit is the same.
 
-    A difference is no error: some devices sum in any order and document it.
+    A difference is not an error, because some devices do not define the order of sums.
     """
     before = {**first.gradients, "the loss": first.loss}
     after = {**second.gradients, "the loss": second.loss}
@@ -159,7 +159,7 @@ def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, in which a NaN equals itself."""
+    """Return the bytes of a tensor. In bytes, a NaN equals itself."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
