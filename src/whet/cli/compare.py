@@ -89,10 +89,10 @@ def render_comparison(result: "ParityResult") -> list[str]:
     from whet.cli import output
 
     reference = result.reference.replace("cpu ", "the CPU in ")
-    is_alone = result.device == "cpu"
-    name = "float32 on the CPU" if is_alone else result.device + (" (SIMULATED)" if result.is_virtual else "")
+    is_cpu_only = result.device == "cpu"
+    name = "float32 on the CPU" if is_cpu_only else result.device + (" (SIMULATED)" if result.is_virtual else "")
     lines = [f"{result.name}: {name} against {reference}, {result.size} samples, dropout off"]
-    if is_alone and result.rows:
+    if is_cpu_only and result.rows:
         lines.append("only the CPU's rounding is compared; --devices cpu,mps or cpu,cuda compares a device")
     lines += ["", output.table(("what", "error", "bound", "verdict"), _rows(result)), ""]
     lines += [f"note: {note}" for note in result.notes]

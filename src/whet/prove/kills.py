@@ -200,10 +200,10 @@ class KillCounter:
     """Counts kills and the operations that they interrupted."""
 
     def __init__(self) -> None:
-        self.tally = KillCounts()
+        self.counts = KillCounts()
 
     def add(self, **counts: int) -> None:
-        self.tally = self.tally.plus(KillCounts(**counts))
+        self.counts = self.counts.plus(KillCounts(**counts))
 
     def killed(self, process: TrainingProcess, before: CrashState, run: Path, *, name: str = "") -> CrashState:
         """Check the run folder after a kill. Raises ProofFailure for a torn or lost checkpoint."""
@@ -216,7 +216,7 @@ class KillCounter:
             leftovers=len(after.drafts - before.drafts),
             torn=len(after.torn),
         )
-        name = name or f"random kill {self.tally.kills}"
+        name = name or f"random kill {self.counts.kills}"
         if after.torn:
             what = f"the checkpoint of step {after.torn[0]} has its final name and is incomplete"
             raise ProofFailure(ProofDifference(what=what, kills=name))
@@ -238,35 +238,35 @@ def kill_at_random(
     """Kill processes at times drawn from `seed`, finish each run and compare it. Raises ProofFailure."""
     draw = random.Random(seed)
     runs = misses = 0
-    while _wants_more(counter.tally, kills) and misses < kills + MAX_EXTRA_KILLS:
+    while _wants_more(counter.counts, kills) and misses < kills + MAX_EXTRA_KILLS:
         runs += 1
-        run, first, state = runner.scratch / f"random-{runs}", counter.tally.kills + 1, CrashState()
+        run, first, state = runner.scratch / f"random-{runs}", counter.counts.kills + 1, CrashState()
         for _ in range(MAX_KILLS_PER_RUN):
-            if not _wants_more(counter.tally, kills):
+            if not _wants_more(counter.counts, kills):
                 break
             process = runner.start(run)
             when = _kill_at_random_time(process, pace, draw, complete=state.complete)
             code = process.wait(runner.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
-                _check_exit(process, code, _kill_numbers(first, counter.tally.kills))
+                _check_exit(process, code, _kill_numbers(first, counter.counts.kills))
                 counter.finished(process)
                 break
             before, state = state, counter.killed(process, state, run)
             resumed = f"resumed from {process.resumed_from}, " if process.resumed_from else ""
             place = ", inside a save" if state.was_interrupted_since(before) else ""
-            log(f"kill {counter.tally.kills:>3} of {kills}  run {runs}, {resumed}{when}{place}")
-        numbers = _kill_numbers(first, counter.tally.kills)
+            log(f"kill {counter.counts.kills:>3} of {kills}  run {runs}, {resumed}{when}{place}")
+        numbers = _kill_numbers(first, counter.counts.kills)
         counter.finished(runner.finish(run, kills=numbers))
         runner.compare(run, kills=numbers)
         log(f"run {runs} is done, and every bit is equal")
 
 
-def _wants_more(tally: KillCounts, kills: int) -> bool:
-    if tally.kills < kills:
+def _wants_more(counts: KillCounts, kills: int) -> bool:
+    if counts.kills < kills:
         return True
-    has_resumed_rarely = tally.resumed < MIN_RESUMED_FRACTION * tally.processes
-    return has_resumed_rarely and tally.kills < kills + max(kills, MAX_EXTRA_KILLS)
+    has_resumed_rarely = counts.resumed < MIN_RESUMED_FRACTION * counts.processes
+    return has_resumed_rarely and counts.kills < kills + max(kills, MAX_EXTRA_KILLS)
 
 
 def _kill_at_random_time(
@@ -356,7 +356,7 @@ def kill_at_disk_calls(
             counter.finished(process)
         counter.finished(runner.finish(run, kills=name))
         runner.compare(run, kills=name)
-        if counter.tally.kills % 20 == 0:
-            log(f"kill {counter.tally.kills:>3}  at {name}; every bit is equal")
+        if counter.counts.kills % 20 == 0:
+            log(f"kill {counter.counts.kills:>3}  at {name}; every bit is equal")
     shutil.rmtree(stopped)
     return calls

@@ -112,7 +112,7 @@ class _ProofRun:
         except ProofFailure as failure:
             return self._proof("broken", "an interrupted run is not the same", difference=failure.difference), whole
         missing = why_insufficient(
-            self._random.tally, self._disk.tally, self._compared(), num_kills=request.kills, steps=self._steps
+            self._random.counts, self._disk.counts, self._compared(), num_kills=request.kills, steps=self._steps
         )
         if missing is not None:
             return self._proof("cannot be proved", f"the kills covered too little: {missing}"), whole
@@ -184,8 +184,8 @@ class _ProofRun:
             device=self._device,
             steps=self._steps,
             launch=self._how,
-            at_random=self._random.tally,
-            at_disk_calls=self._disk.tally,
+            at_random=self._random.counts,
+            at_disk_calls=self._disk.counts,
             disk_calls=self._calls,
             compared=self._compared(),
             seed=request.seed,
@@ -233,9 +233,9 @@ def render_proof(proof: Proof) -> list[str]:
         lines.append(_line("differs", proof.difference.what + where))
     training = f"{proof.steps} steps on {proof.device}"
     lines.append(_line("training", training + "".join(f"; {change}" for change in proof.shortened)))
-    lines.append(_line("at random", _render_tally(proof.at_random)))
+    lines.append(_line("at random", _render_counts(proof.at_random)))
     calls = f"{proof.disk_calls} calls of a resume, a save and its cleanup"
-    lines.append(_line("disk calls", f"{calls}; {_render_tally(proof.at_disk_calls)}"))
+    lines.append(_line("disk calls", f"{calls}; {_render_counts(proof.at_disk_calls)}"))
     compared = proof.compared
     left_out = f"; left out: {', '.join(compared.left_out)}" if compared.left_out else ""
     lines.append(
@@ -251,10 +251,10 @@ def render_proof(proof: Proof) -> list[str]:
     return lines
 
 
-def _render_tally(tally: KillCounts) -> str:
+def _render_counts(counts: KillCounts) -> str:
     return (
-        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.processes} processes, "
-        f"{tally.resumed} resumed; {tally.leftovers} leftovers, {tally.torn} torn"
+        f"{counts.kills} kills, {counts.inside_save} inside a save; {counts.processes} processes, "
+        f"{counts.resumed} resumed; {counts.leftovers} leftovers, {counts.torn} torn"
     )
 
 

@@ -52,9 +52,11 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
         wanted = int(checkpoint)
     else:
         raise UsageError("unknown checkpoint", got=checkpoint, try_="last, best or a step")
-    there = store.list_steps(folder)
-    if wanted not in there:
-        raise UsageError("the run does not have this checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
+    saved_steps = store.list_steps(folder)
+    if wanted not in saved_steps:
+        raise UsageError(
+            "the run does not have this checkpoint", got=checkpoint, try_=f"last, best or one of {saved_steps}"
+        )
     return store.load_checkpoint(folder / store.checkpoint_name(wanted)), wanted
 
 
