@@ -1,7 +1,7 @@
 """Data sources: tensors in memory, map-style datasets and iterables as global batches.
 
-`open_source` selects the adapter for the user's data. A new kind of data is a subclass of `AbstractSource` and a branch
-there.
+`open_source` selects the adapter for the user's data. To support a new kind of data, add a subclass of `AbstractSource`
+and a branch in `open_source`.
 """
 
 import copy
@@ -31,10 +31,10 @@ _SAMPLES_IN_FINGERPRINT = 8
 
 
 class AbstractSource(ABC):
-    """Global batches from a position on, and their micro-batches."""
+    """A source of global batches, starting at any position, and of their micro-batches."""
 
     num_samples: int | None
-    """Samples of one epoch; None for an iterable."""
+    """Number of samples in one epoch; None for an iterable."""
     is_exact: bool = True
     """Whether a resumed run sees exactly the same samples."""
 
@@ -44,25 +44,25 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
-        """Split a global batch; the micro-batches are on the device if the data is."""
+        """Split a global batch. The micro-batches are on the device if the data is."""
 
     def fingerprint(self) -> str | None:
-        """A hash that identifies the data, as far as it is cheap to compute; None where it cannot be identified."""
+        """Return a hash that identifies the data; None if it is unknown. Large data is hashed in part."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """The state of an iterable; other sources have none, since their order is a pure function."""
+        """Return the state of an iterable. Other sources have none, because their order is a pure function."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Events for the run's log since the last call: kinds and fields."""
+        """Return the events since the last call for the log of the run, as kinds and fields."""
         return []
 
     def close(self) -> None:
-        """End worker processes, where there are any."""
+        """Stop worker processes, if there are any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +71,9 @@ class LoaderConfig:
 
     workers: int = 0
     start: str = "fork"
-    """Start method of workers: fork or spawn."""
+    """The start method of workers: fork or spawn."""
     prefetch: int = 2
-    """Global batches that each worker reads ahead."""
+    """Number of global batches that each worker reads ahead."""
 
 
 def open_source(
@@ -116,7 +116,7 @@ def open_source(
 
 
 def check_dataset_size(num_samples: int | None, global_batch_size: int) -> None:
-    """Raise for data with less than one global batch; the size of an iterable is not known beforehand."""
+    """Raise for data with less than one global batch. The size of an iterable is unknown, so it always passes."""
     if num_samples is None:
         return
     if num_samples == 0:
@@ -134,7 +134,7 @@ def check_dataset_size(num_samples: int | None, global_batch_size: int) -> None:
 
 @final
 class TensorSource(AbstractSource):
-    """Columns in memory; on the device if they fit, so that nothing is copied while training."""
+    """Columns in memory. On the device if they fit, so that training copies nothing."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class TensorSource(AbstractSource):
 
 
 def _hash_columns(columns: Columns, num_samples: int) -> str:
-    """Hash all the data, or rows spread over it where it is large; then some changes go unnoticed."""
+    """Hash the data. Large data is hashed by evenly spaced rows, so some changes are not detected."""
     digest = hashlib.sha256(str(num_samples).encode())
     parts = {n: (c.values, c.starts) if isinstance(c, Ragged) else (c,) for n, c in columns.items()}
     is_small = sum(p.numel() * p.element_size() for ps in parts.values() for p in ps) <= _MAX_HASHED_BYTES
@@ -201,7 +201,7 @@ class MapStyleDataset(Protocol):
 
 @final
 class MapStyleSource(AbstractSource):
-    """Samples read one by one, in this process or by workers, each with its own random seed."""
+    """Samples that are read one by one, in this process or by workers, each with a separate random seed."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class MapStyleSource(AbstractSource):
 
     def _read_in_process(self, position: Position) -> Iterator[list[Any]]:
         for ids, _, _ in self._to_read(position):
-            # The epoch is part of the request, since it determines the sample's random seed.
+            # The epoch is part of the request, because the random seed of a sample depends on it.
             yield [self._read((position.epoch, int(sample))) for sample in ids]
 
     def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
@@ -241,7 +241,7 @@ class MapStyleSource(AbstractSource):
         )
 
     def fingerprint(self) -> str | None:
-        """Hash a few samples spread over the data; None for data that returns other samples each time."""
+        """Hash a few evenly spaced samples. Return None if the dataset returns different samples on each read."""
         if self._fingerprint is None:
             parts = _SAMPLES_IN_FINGERPRINT - 1
             ids = sorted({(self.num_samples - 1) * part // parts for part in range(parts + 1)})
@@ -250,11 +250,11 @@ class MapStyleSource(AbstractSource):
 
     def _hash_samples(self, ids: list[int]) -> str | None:
         if self._loading.workers:
-            # In a worker, since reading may open files that workers must not inherit.
+            # Read in a worker: reading may open files, and workers that are forked later must not inherit them.
             digests = self._make_workers(1).sample_digests(ids)
         else:
             digests = [sample_digest(self._read((0, number))) for number in (*ids, ids[0])]
-        # The first sample is read twice: data with its own randomness cannot be identified.
+        # The first sample is read twice. If the results differ, the data is random and cannot be identified.
         is_repeatable = digests is not None and digests[-1] == digests[0]
         known = [str(self.num_samples).encode(), *(digests or ())]
         return hashlib.sha256(b"".join(known)).hexdigest() if is_repeatable else None
@@ -264,7 +264,7 @@ class MapStyleSource(AbstractSource):
         return Workers(self._read, self._to_read, count=count, start=loading.start, prefetch=loading.prefetch)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Workers that were lost since the last call."""
+        """Return an event for each worker that was lost since the last call."""
         if self.workers is None:
             return []
         events, self.workers.events = self.workers.events, []
@@ -278,7 +278,7 @@ class MapStyleSource(AbstractSource):
 def _rank_batches(
     planned: PlannedBatches, share: RankShare, position: Position
 ) -> Iterator[tuple[np.ndarray, Position, bool]]:
-    """This rank's samples of each global batch."""
+    """Yield the samples of this rank for each global batch."""
     for ids, after, is_last in planned(position):
         yield ids[share.of(len(ids)).indices], after, is_last
 
@@ -296,7 +296,7 @@ class StatefulIterable(Protocol):
 
 @final
 class IterableSource(AbstractSource):
-    """An iterable with its own order. Resuming restores its state, or skips the consumed samples."""
+    """An iterable, which decides the order of samples. A resume restores its state or skips consumed samples."""
 
     num_samples = None
 
@@ -312,20 +312,21 @@ class IterableSource(AbstractSource):
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
         iterator = iter(self._samples)
         if not self._is_restored:
-            # Without a state, consumed samples are read again and dropped: exact if the order is the same.
+            # Without a saved state, read the consumed samples again and drop them. This is exact if the order is fixed.
             next(itertools.islice(iterator, position.samples, position.samples), None)
         self._is_restored = False
         start = position.samples
         ahead = self._read(iterator)
         while ahead:
-            # Reading one batch ahead shows whether this one is the last; the saved state is the one before that.
+            # Read one batch ahead to know whether this one is the last. Save the state first: it must not include the
+            # batch that is read ahead.
             state = copy.deepcopy(self._samples.state_dict()) if isinstance(self._samples, StatefulIterable) else {}
             batch, ahead = ahead, self._read(iterator)
-            # After the last batch the next epoch starts from the beginning: the state would be that of its end.
+            # After the last batch there is no state to save: the next epoch starts from the beginning.
             self._state = state if ahead else {}
             end = start + len(batch)
             after = Position(epoch=position.epoch, samples=end) if ahead else Position(epoch=position.epoch + 1)
-            # Every rank reads all samples: an iterable cannot be divided.
+            # Every rank reads all samples and keeps its part, because an iterable has no random access.
             mine = (
                 batch if self._share.size == 1 else tuple(batch[index] for index in self._share.of(len(batch)).indices)
             )

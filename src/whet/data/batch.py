@@ -16,7 +16,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """How much data the optimizer has consumed: whole epochs, and samples of the current one."""
+    """The data that the optimizer has consumed: whole epochs, and samples of the current epoch."""
 
     epoch: int = 0
     samples: int = 0
@@ -27,12 +27,12 @@ class GlobalBatch:
     """The samples of one optimizer step."""
 
     ids: np.ndarray
-    """Sample ids; running numbers for an iterable."""
+    """Sample ids; consecutive numbers for an iterable."""
     after: Position
     """The position once the optimizer has consumed this batch."""
     is_last_of_epoch: bool
     samples: tuple[Any, ...] = ()
-    """The samples of this rank, where they were read one by one."""
+    """The samples of this rank if they were read one by one; empty for tensors in memory."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,21 +40,21 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The part of a global batch that goes through the model at once: the argument of a loss function.
+    """The part of a global batch that the model computes at once; the argument of a loss function.
 
-    Fields have the names of the data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors. They can be
-    unpacked in order: `x, y = micro`.
+    Fields have the names of the data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors. A
+    micro-batch can be unpacked: `x, y = micro`.
     """
 
     fields: Mapping[str, "Field"]
     ids: np.ndarray
     first_index: int | None = 0
-    """Index of its first sample in the global batch if its samples are consecutive; else None.
+    """The index of the first sample in the global batch; None if the samples are not consecutive.
 
-    For a model that keeps state for each index of the batch between steps, however the batch is split.
+    A model that keeps state for each row of the global batch between steps needs it.
     """
     is_counted: bool = True
-    """False for a repetition that is computed only because other ranks wait for it: its weight is 0."""
+    """False for a repetition with weight 0, which is computed only because other ranks wait for it."""
     is_on_device: bool = False
 
     def map_tensors(self, function: MapTensor) -> "MicroBatch":
@@ -79,7 +79,7 @@ class MicroBatch:
 
 
 def micro_batch_shapes(micro: MicroBatch) -> Shapes:
-    """The shapes of all fields; a new combination may make a device compile again."""
+    """Return the shapes of all fields. A new combination may cause a compilation on the device."""
     return tuple(tuple(f.shape if isinstance(f, Tensor) else f.values.shape) for f in micro.fields.values())
 
 
@@ -88,7 +88,7 @@ def micro_batch_shapes(micro: MicroBatch) -> Shapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """A batch as a rectangle: `values` is (batch, max length, ...), padded after each sample's length."""
+    """A padded batch: `values` has shape (batch, max length, ...), with padding after each sample."""
 
     values: Tensor
     lengths: Tensor
@@ -100,17 +100,17 @@ class Padded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A batch without padding: samples one after the other; sample i is values[starts[i] : starts[i + 1]].
+    """A concatenated batch without padding: sample i is values[starts[i] : starts[i + 1]].
 
-    After the last sample there may be fillers, which bring the total to one of a few values. A model computes them like
-    samples and leaves them out of its output.
+    Fillers after the last sample may bring the total to one of a few values. A model computes them like samples and
+    drops them from its output.
     """
 
     values: Tensor
     starts: Tensor
-    """(batch + fillers + 1), int32: the cumulative lengths."""
+    """The cumulative lengths, int32, of shape (batch + fillers + 1,)."""
     max_length: int
-    """Upper bound of the lengths of samples and fillers."""
+    """An upper bound for the lengths of samples and fillers."""
     num_fillers: int = 0
 
     @property
@@ -125,11 +125,11 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ragged:
-    """A whole column of samples of different lengths, one after the other."""
+    """A whole column of samples with different lengths, concatenated."""
 
     values: Tensor
     starts: Tensor
-    """(samples + 1), int64."""
+    """The cumulative lengths, int64, of shape (samples + 1,)."""
     pad_value: float = 0
 
     @classmethod
@@ -154,7 +154,7 @@ class Ragged:
         return self.starts.diff()
 
     def padded(self, rows: Tensor, *, length: int) -> Padded:
-        """The selected samples, padded to `length`."""
+        """Return the selected samples, padded to `length`."""
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
         offsets = torch.arange(length, device=self.values.device)
@@ -165,18 +165,18 @@ class Ragged:
         return Padded(values=torch.where(mask, values, self.pad_value).to(values.dtype), lengths=lengths)
 
     def packed(self, rows: Tensor, *, max_length: int, total: int) -> Packed:
-        """The selected samples one after the other; `total` is the sum of their lengths, known on the host."""
+        """Return the selected samples, concatenated. `total` is the sum of their lengths."""
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
         ends = lengths.cumsum(0)
-        # output_size is given, since torch would read it from the device otherwise.
+        # Without output_size, torch would compute it on the device and wait for the result.
         owner = torch.repeat_interleave(torch.arange(len(rows), device=ends.device), lengths, output_size=total)
         index = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
         packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         return Packed(values=self.values[index], starts=packed_starts, max_length=max_length)
 
     def filled(self, packed: Packed, *, total: int, num_fillers: int) -> Packed:
-        """Append fillers up to `total` tokens; some of the fillers may be empty."""
+        """Append fillers up to `total` tokens. Some of the fillers may be empty."""
         values, starts, max_length = packed.values, packed.starts, packed.max_length
         num_missing = total - len(values)
         assert 0 <= num_missing <= num_fillers * max_length, "fillers are no longer than samples"
@@ -195,7 +195,7 @@ AnyField = TypeVar("AnyField", Tensor, Padded, Packed, Ragged, Tensor | Ragged, 
 
 
 def map_field(name: str, field: AnyField, function: MapTensor) -> AnyField:
-    """Apply a function to every tensor of a field or column; a dtype error names the field."""
+    """Apply a function to every tensor of a field or column. Add the name of the field to a dtype error."""
     try:
         return function(field) if isinstance(field, Tensor) else field.map_tensors(function)
     except WideDtypeError as error:

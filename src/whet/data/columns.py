@@ -16,7 +16,7 @@ Columns = dict[str, Column]
 
 
 def as_columns(data: object) -> Columns | None:
-    """Return the data as columns, or None when it does not consist of tensors."""
+    """Return the data as columns; None if it does not consist of tensors."""
     if isinstance(data, Tensor | Ragged | np.ndarray):
         named: dict[str, Any] = {"x": data}
     elif isinstance(data, Mapping):
@@ -35,15 +35,15 @@ def as_columns(data: object) -> Columns | None:
 
 
 def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
-    """Names for the parts of a sample that has none: x and y for a pair, else f0, f1, ..."""
+    """Name the parts of an unnamed sample: x for one part, x and y for a pair, else f0, f1, ..."""
     names = ("x", "y") if len(parts) == 2 else ("x",) if len(parts) == 1 else tuple(f"f{i}" for i in range(len(parts)))
     return dict(zip(names, parts, strict=True))
 
 
 def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
-    """Stack single samples into columns; fields whose first dimension differs become ragged.
+    """Stack single samples into columns. Fields whose first dimension differs become ragged.
 
-    `ragged` collects their names, so that a later batch of equal lengths has the same form.
+    `ragged` collects the names of ragged fields, so that they stay ragged in a later batch of equal lengths.
     """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
@@ -73,7 +73,7 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
-        # NumPy defaults to float64, which takes twice the memory and does not exist on MPS.
+        # NumPy defaults to float64, which takes twice the memory and is not supported on MPS.
         value = value.astype(np.float32) if value.dtype == np.float64 else value
         return torch.from_numpy(np.ascontiguousarray(value))
     try:
@@ -129,7 +129,7 @@ class SubsetDataset:
 
 
 def count_samples(data: Any) -> int | None:
-    """The number of samples; None for an iterable without a length."""
+    """Return the number of samples; None for an iterable without a length."""
     columns = as_columns(data)
     if columns is not None:
         return len(next(iter(columns.values())))
@@ -137,7 +137,7 @@ def count_samples(data: Any) -> int | None:
 
 
 def subset(data: Any, *, fraction: float, seed: int) -> Any:
-    """Draw a fraction of the samples, at least one, in their order. The draw depends on the seed only."""
+    """Draw a random fraction of the samples, at least one, in their original order. The seed decides the draw."""
     total = count_samples(data)
     if fraction >= 1:
         return data

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, epoch, position), the same on every device and for every split.
 
-Samples are sorted by a hash of (seed, epoch, sample). Unlike a library's shuffle, the hash never changes with a
-version, so there is no loader state to save.
+Samples are sorted by a hash of (seed, epoch, sample). The hash does not change between library versions, unlike a
+shuffle, so there is no loader state to save.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import numpy as np
 
 from whet.data.batch import Position
 
+# The constants of SplitMix64: its increment (2^64 divided by the golden ratio) and its two multipliers.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
@@ -33,7 +34,7 @@ def ordered_batches(
 ) -> Iterator[tuple[np.ndarray, Position, bool]]:
     """Yield the ids of each remaining global batch of an epoch, the position after it, and whether it is the last.
 
-    The last one may be short.
+    The last batch may be smaller.
     """
     order = epoch_order(num_samples, seed=seed, epoch=position.epoch, shuffle=shuffle)
     for start in range(position.samples, num_samples, global_batch_size):
@@ -44,12 +45,12 @@ def ordered_batches(
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """The seed of everything random about one sample in one epoch (augmentation, masking)."""
+    """Return the seed for everything random in one sample of one epoch (augmentation, masking)."""
     return mix_seed(seed, epoch, sample)
 
 
 def mix_seed(*parts: int) -> int:
-    """Combine several numbers into one well-spread 64-bit number (SplitMix64 steps)."""
+    """Combine several numbers into one well-distributed 64-bit number, by steps of SplitMix64."""
     state = 0
     for part in parts:
         state = int(_scramble(np.array([(state + part * _GOLDEN + _GOLDEN) & _MASK], dtype=np.uint64))[0])
@@ -57,7 +58,7 @@ def mix_seed(*parts: int) -> int:
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele et al. 2014) on whole arrays; arithmetic wraps at 64 bits."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014) to an array. The arithmetic wraps at 64 bits."""
     with np.errstate(over="ignore"):
         mixed = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX[0])
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[1])

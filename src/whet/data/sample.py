@@ -1,4 +1,4 @@
-"""Single samples: reading them with their own seed, sending them between processes, hashing them."""
+"""Single samples: seeded reading, transport between processes, and hashing."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ _WHET_ROOT = str(Path(__file__).parent.parent)
 
 
 class BadSampleError(WhetError):
-    """The dataset raised for a sample. Its error is the cause, or a note if a worker raised it."""
+    """Raised if the dataset fails to return a sample. The original error is the cause, or a note from a worker."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_error, (self.what, self.got, self.try_)
@@ -32,7 +32,7 @@ def _rebuild_error(what: str, got: str | None, try_: str | None) -> BadSampleErr
 
 
 class DatasetReader:
-    """Reads samples with generators seeded by (seed, epoch, sample); the process's generators are restored."""
+    """Reads samples with generators seeded by (seed, epoch, sample), and restores the generators afterwards."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -69,8 +69,9 @@ def _explain(error: Exception, sample: int) -> BadSampleError:
 def seeded_rng(seed: int) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's generators while entered, and restore them on exit."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    # All three, since datasets use any of them for augmentation.
+    # Datasets may use any of the three generators for augmentation.
     random.seed(seed)
+    # NumPy accepts 32-bit seeds only.
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
@@ -86,7 +87,7 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _PackedTensor:
-    """A tensor as bytes. torch's own transport takes a file in /dev/shm per tensor, which is small in containers."""
+    """A tensor as bytes. torch would send it through a file in /dev/shm, which is small in containers."""
 
     data: np.ndarray
     dtype: torch.dtype
@@ -122,7 +123,7 @@ def _map_nested(change: Any, value: Any) -> Any:
 
 
 def sample_digest(value: Any) -> bytes:
-    """Hash a sample: numbers, strings and collections of them by value, other objects by their type."""
+    """Hash a sample: tensors, numbers, strings and collections by value, other objects by type."""
     digest = hashlib.sha256()
     _digest(digest, value)
     return digest.digest()

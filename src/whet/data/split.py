@@ -1,6 +1,6 @@
 """Split a global batch between ranks and into micro-batches.
 
-However a batch is split, the optimizer step sees the same samples with the same weights.
+The optimizer step has the same samples with the same weights for every split.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from whet.data.batch import Field, GlobalBatch, MapTensor, MicroBatch, Packed, R
 from whet.data.columns import Columns, stack_samples
 
 LengthMode = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
-"""The setting `lengths`: in order, sorted by length, padded to few shapes, packed, or packed to few totals."""
+"""Values of the setting `lengths`: in order, sorted by length, padded to few shapes, packed, packed to few totals."""
 
 _NUM_PADDED_LENGTHS = 4
-"""Few enough that compiled graphs stay few; padding to quarters of the maximum wastes an eighth on average.
+"""Number of padded lengths. A small number keeps the number of compiled graphs small.
 
-The number of rows repeats by itself: a micro-batch is full, the rest of a global batch, or the rest of an epoch's last
-one. So a column has at most three times as many shapes in a whole run. Rows cannot be padded: a loss that is a mean
-would count them.
+Padding to quarters of the maximum wastes an eighth on average. The number of rows takes at most three values: a full
+micro-batch, the last one of a global batch, and the last one of an epoch. So a column has at most 3 * 4 shapes in a
+run. Rows cannot be padded, because a mean loss would count them.
 """
 
 
@@ -31,26 +31,26 @@ would count them.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPart:
-    """Indices of a global batch that one rank computes."""
+    """The samples of a global batch that one rank computes, as indices."""
 
     indices: np.ndarray
     is_counted: bool = True
-    """False where no sample was left for the rank: it computes one with weight 0, since the other ranks wait."""
+    """False if there is no sample for this rank. It then computes one with weight 0, because other ranks wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
     """One rank among those that share each global batch.
 
-    Its part is a pure function of the batch, so ranks need not communicate. The order of samples is independent of the
-    number of ranks: one rank or eight consume the same global batches.
+    The part of a rank depends only on the batch, so ranks need not communicate. The order of samples does not depend on
+    the number of ranks: one rank and eight ranks consume the same global batches.
     """
 
     rank: int = 0
     size: int = 1
 
     def of(self, num_samples: int, lengths: np.ndarray | None = None) -> RankPart:
-        """Deal samples back and forth from the shortest to the longest: equal numbers with about equal work.
+        """Return the part of this rank. Samples are dealt back and forth by length, for about equal work on each rank.
 
         >>> [RankShare(rank=rank, size=2).of(5).indices.tolist() for rank in (0, 1)]
         [[0, 3, 4], [1, 2]]
@@ -58,7 +58,7 @@ class RankShare:
         if self.size == 1:
             return RankPart(indices=np.arange(num_samples))
         order = np.arange(num_samples) if lengths is None else np.argsort(lengths, kind="stable")
-        # Rounds alternate direction (0 1 1 0 0 1 ...), so no rank gets the longer sample in every round.
+        # The direction alternates (0 1 1 0 0 1 ...), so that no rank gets the longer sample in every round.
         rounds, turns = np.divmod(np.arange(num_samples), self.size)
         owners = np.where(rounds % 2 == 0, turns, self.size - 1 - turns)
         mine = np.sort(order[owners == self.rank])
@@ -67,7 +67,7 @@ class RankShare:
     def equalize(
         self, micro_batches: Iterator[MicroBatch], part: RankPart, *, num_samples: int, micro_batch: int
     ) -> Iterator[MicroBatch]:
-        """Yield as many micro-batches as every other rank: missing ones repeat the last with weight 0."""
+        """Yield the same number of micro-batches on every rank. Missing ones repeat the last one with weight 0."""
         expected = num_micro_batches(num_samples, micro_batch=micro_batch, size=self.size)
         made, last = 0, None
         for micro in micro_batches:
@@ -80,7 +80,7 @@ class RankShare:
 
 
 def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
-    """The number of micro-batches of the rank with most samples of a global batch.
+    """Return the number of micro-batches on the rank with the most samples of a global batch.
 
     >>> num_micro_batches(9, micro_batch=2, size=2)
     3
@@ -93,9 +93,9 @@ def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
 
 
 def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[np.ndarray]:
-    """Yield the indices of each micro-batch, given the lengths of a global batch's samples.
+    """Yield the indices of each micro-batch. `lengths` are those of the samples of a global batch.
 
-    Samples keep their order inside a micro-batch, so a batch that is not split stays unchanged.
+    Samples keep their order inside a micro-batch, so a batch that is not split is unchanged.
 
     >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="sorted")]
     [[1, 3], [0, 2]]
@@ -114,9 +114,9 @@ def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthM
 
 
 def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
-    """Deal samples back and forth by length: sizes differ by at most one sample."""
+    """Deal samples back and forth by length. The sizes of the pieces differ by at most one sample."""
     order = np.argsort(lengths, kind="stable")
-    # The same dealing over micro-batches: forward, then backward.
+    # turn counts 0 .. 2n-1; its second half maps to the pieces in reverse order.
     turn = np.arange(len(lengths)) % (2 * num_pieces)
     piece_of = np.minimum(turn, 2 * num_pieces - 1 - turn)
     for piece in range(num_pieces):
@@ -124,7 +124,7 @@ def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
 
 
 def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: int) -> int:
-    """The length that samples are padded to: their maximum, or the next of a few lengths.
+    """Return the length to pad samples to: their maximum, or the next of a few lengths.
 
     >>> [padded_length(np.array([n]), length_mode="few shapes", max_length=64) for n in (1, 16, 17, 60, 64)]
     [16, 16, 32, 64, 64]
@@ -132,17 +132,18 @@ def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: i
     longest = int(lengths.max())
     if length_mode != "few shapes":
         return longest
-    # -(-a // b) is the quotient rounded up.
+    # -(-a // b) rounds the quotient up.
     grain = -(-max_length // _NUM_PADDED_LENGTHS)
     return min(max_length, -(-longest // grain) * grain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTotals:
-    """The few total lengths that packed micro-batches are filled up to: multiples of `grain`.
+    """The total lengths that packed micro-batches are filled up to: multiples of `grain`.
 
-    The total of n samples varies by the standard deviation of one times sqrt(n). Half of that as the grain gives about
-    twelve totals in a run; at most an eighth of the mean total, so that at most a sixteenth is filler on average.
+    The total length of n samples has a standard deviation of sqrt(n) times that of one sample. Half of that as the grain
+    gives about twelve totals in a run. The grain is at most an eighth of the mean total, so that fillers take at most a
+    sixteenth on average.
     """
 
     grain: int
@@ -150,23 +151,23 @@ class PackedTotals:
 
     @classmethod
     def of(cls, lengths: np.ndarray, *, num_samples: int) -> "PackedTotals":
-        """For micro-batches of `num_samples` from a column with these lengths.
+        """Choose the grain for micro-batches of `num_samples` from a column with these lengths.
 
         >>> PackedTotals.of(np.array([10, 30, 50, 70]), num_samples=32).grain
         64
         """
         spread = float(lengths.std()) * num_samples**0.5 / 2
         wanted = min(spread, float(lengths.mean()) * num_samples / 8)
-        # Matrix products are fastest with rows in multiples of 8, or of 64 where there are many.
+        # Matrix products are fastest if the number of rows is a multiple of 8, or of 64 for many rows.
         unit = 64 if wanted >= 64 else 8
         return cls(grain=max(unit, round(wanted / unit) * unit), max_length=max(1, int(lengths.max(initial=1))))
 
     def total(self, real: int) -> int:
-        """The next total at or above `real` tokens."""
+        """Return the smallest total that holds `real` tokens."""
         return -(-real // self.grain) * self.grain
 
     def num_fillers(self, real: int, *, total: int) -> int:
-        """The number of fillers: the same for all totals where possible, so that it adds no shapes."""
+        """Return the number of fillers. It is the same for all totals if possible, so that it adds no shapes."""
         return max(-(-self.grain // self.max_length) + 1, -(-(total - real) // self.max_length))
 
 
@@ -174,14 +175,14 @@ class PackedTotals:
 
 
 class BatchSplitter:
-    """Selects rows of columns and returns them as micro-batches."""
+    """Selects rows of columns and splits them into micro-batches."""
 
     def __init__(self, columns: Columns, *, send: MapTensor, is_on_device: bool = False) -> None:
-        """`send` copies row numbers to where the columns are, which may be the device."""
+        """Split `columns`. `send` copies row numbers to the memory of the columns, which may be on the device."""
         self._columns = columns
         self._send = send
         self._is_on_device = is_on_device
-        # On the host, so that shapes are known without waiting for the device.
+        # Lengths are kept on the host, so that shapes are known without waiting for the device.
         self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
         self._max_length = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
         self._totals: dict[tuple[str, int], PackedTotals] = {}
@@ -189,11 +190,11 @@ class BatchSplitter:
     def micro_batches(
         self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        """Split the selected rows; `ids` are their sample ids."""
+        """Yield the micro-batches of the selected rows. `ids` are their sample ids."""
         if len(rows) <= micro_batch and not self._lengths:
             yield self._whole(rows, ids)
             return
-        # All pieces are needed before the first: with "packed few" they share one total.
+        # A list, because with "packed few" all pieces share one total, which must be known before the first one.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
             {name: self._total(name, rows, pieces) for name in self._lengths} if length_mode == "packed few" else {}
@@ -207,13 +208,13 @@ class BatchSplitter:
             yield MicroBatch(fields=fields, ids=ids[piece], first_index=first_index, is_on_device=self._is_on_device)
 
     def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
-        """All rows at once, for columns of one shape: the short path for small steps."""
+        """Return all rows as one micro-batch: the fast path for small steps with columns of one shape."""
         selected = self._send(torch.from_numpy(rows))
         fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
         return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
-        """Lengths of the samples in these rows, summed over columns; None where all have one shape."""
+        """Return the lengths of these samples, summed over columns; None if all samples have one shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
 
     def _pieces(self, rows: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[slice | np.ndarray]:
@@ -225,7 +226,7 @@ class BatchSplitter:
     def _select(self, name: str, rows: np.ndarray, selected: Tensor, length_mode: LengthMode) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
-            # On the host, index_select is twice as fast as indexing.
+            # On the CPU, index_select is twice as fast as indexing.
             return column.index_select(0, selected) if column.is_cpu else column[selected]
         lengths = self._lengths[name][rows]
         if length_mode == "packed":
@@ -237,7 +238,7 @@ class BatchSplitter:
         )
 
     def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[PackedTotals, int]:
-        """The one total for all micro-batches of a global batch, so that a step has few shapes."""
+        """Return the total that all micro-batches of a global batch share, so that a step has few shapes."""
         num_samples = max(len(rows[piece]) for piece in pieces)
         packing = self._totals.get((name, num_samples))
         if packing is None:
@@ -255,7 +256,7 @@ class BatchSplitter:
 def split_samples(
     batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode, ragged: set[str], share: RankShare
 ) -> Iterator[MicroBatch]:
-    """Split samples that were read one by one; the micro-batches are on the host."""
+    """Split samples that were read one by one. The micro-batches are on the host."""
     splitter = BatchSplitter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
     if share.size == 1:
         return splitter.micro_batches(

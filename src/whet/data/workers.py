@@ -1,9 +1,9 @@
-"""Worker processes that read samples ahead, and are restarted when one is lost.
+"""Worker processes that read samples ahead, and that are restarted if one is lost.
 
-Each of n workers reads every n-th global batch of an epoch and sends it through its own pipe. Samples and their seeds
-are a pure function of the position: when a worker is killed, crashes or hangs, all are restarted at the first batch
-that has not arrived, and the samples are the same. torch's DataLoader raises a lost worker's error in the middle of
-whatever Python does at that moment, an optimizer step included, and shares tensors through /dev/shm.
+Each of n workers reads every n-th global batch of an epoch and sends it through a pipe. Samples and their seeds are a
+pure function of the position. If a worker is killed, crashes or hangs, all workers restart at the first batch that has
+not arrived, and read the same samples. torch's DataLoader is not used: it raises for a lost worker in the middle of any
+Python code, such as an optimizer step, and it shares tensors through /dev/shm.
 """
 
 import ctypes
@@ -31,11 +31,13 @@ from whet.data.batch import Position
 from whet.data.sample import BadSampleError, pack_sample, sample_digest, unpack_sample
 
 WORKER_TIMEOUT_SECONDS = 120.0
-"""A worker that reads no sample for so long is considered hung."""
+"""A worker counts as hung if it sends nothing for this long."""
 MAX_LOSSES = 3
-"""Workers may be lost so often; the count restarts after a number of batches without loss."""
+"""The run fails at this number of lost workers."""
 BATCHES_TO_RESET_LOSSES = 100
+"""The count of lost workers restarts after this many batches without a loss."""
 
+# Each message starts with a header: its kind (one byte) and the size of its content (64 bits).
 _HEAD = struct.Struct("<cQ")
 _BATCH, _ERROR, _HEARTBEAT = b"b", b"e", b"."
 _HEARTBEAT_SECONDS = 1.0
@@ -45,7 +47,7 @@ ReadSample = Callable[[tuple[int, int]], Any]
 
 
 class _WorkerLostError(Exception):
-    """A worker has ended or hangs; the message says how."""
+    """Raised if a worker has ended or hangs. The message describes how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class _Worker:
 
 
 class Workers:
-    """Reads the batches of an epoch with worker processes, which stay for the next epoch."""
+    """Reads the batches of an epoch in worker processes. The processes stay alive for the next epoch."""
 
     def __init__(self, read: ReadSample, planned: PlannedBatches, *, count: int, start: str, prefetch: int) -> None:
         self._read, self._planned = read, planned
@@ -67,7 +69,7 @@ class Workers:
         self._num_losses = 0
         self._num_since_loss = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
-        """Events for the run's log."""
+        """Events for the log of the run."""
 
     @property
     def pids(self) -> list[int]:
@@ -86,7 +88,7 @@ class Workers:
                 except _WorkerLostError as lost:
                     self._record_loss(str(lost), ids)
                     self.close()
-                    # Restart at the batch that did not arrive; batches read ahead are lost, not wrong.
+                    # Restart at the batch that did not arrive. Batches that were read ahead are read again.
                     self._begin(current)
                     turn = 0
             turn, current = turn + 1, after
@@ -95,10 +97,10 @@ class Workers:
         self._is_idle = True
 
     def sample_digests(self, ids: list[int]) -> list[bytes] | None:
-        """Digests of these samples, and of the first one again; None if the worker is lost.
+        """Return the digests of these samples, and of the first one again; None if the worker is lost.
 
-        Computed by a separate process: a dataset that opens its files at the first read must not do so in this one,
-        since workers that are forked later would share them.
+        They are computed in a separate process. A dataset may open files at the first read, and workers that are forked
+        later must not inherit them.
         """
         try:
             self._workers = [self._start(0)]
@@ -110,7 +112,7 @@ class Workers:
             self.close()
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all worker processes."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -121,7 +123,7 @@ class Workers:
 
     def _begin(self, position: Position) -> None:
         if not self._is_idle:
-            # An epoch was left early: what the workers have read ahead is discarded with them.
+            # The last epoch was abandoned. New workers discard the batches that were read ahead.
             self.close()
         for is_last_try in (False, True):
             if not self._workers:
@@ -131,7 +133,7 @@ class Workers:
                     worker.commands.send((position.epoch, position.samples))
                 break
             except OSError:
-                # A worker died while idle: no batch is lost.
+                # A worker died while idle, so no batch is lost.
                 if is_last_try:
                     raise
                 self.close()
@@ -143,10 +145,10 @@ class Workers:
         args = (self._read, self._planned, number, self._count, self._prefetch, commands_in, results_out, os.getpid())
         process = self._context.Process(target=worker_main, args=args, daemon=True, name=f"whet-data-{number}")
         with warnings.catch_warnings():
-            # Newer Pythons warn about forking a process with threads; the workers use none of them.
+            # Python 3.12 and later warn about a fork of a process with threads. The workers use none of these threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
-        # Closed on this side, so that reading from a dead worker's pipe ends.
+        # Close these ends in this process, so that a read from the pipe of a dead worker returns EOF.
         commands_in.close()
         results_out.close()
         return _Worker(process, commands, results)
@@ -195,7 +197,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _read_exactly(source: Connection, size: int) -> bytearray:
-    """Read exactly `size` bytes; EOFError when the worker has closed, TimeoutError when it sends nothing."""
+    """Read exactly `size` bytes. Raise EOFError if the worker has exited, and TimeoutError if it sends nothing."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
     poll = select.poll()
@@ -203,7 +205,7 @@ def _read_exactly(source: Connection, size: int) -> bytearray:
     while filled < size:
         if not poll.poll(WORKER_TIMEOUT_SECONDS * 1000):
             raise TimeoutError
-        # Into the preallocated buffer: batches can be large.
+        # Read into the preallocated buffer without a copy, because batches can be large.
         count = os.readv(source.fileno(), [view[filled:]])
         if count == 0:
             raise EOFError
@@ -224,11 +226,12 @@ def worker_main(
     results: Connection,
     parent: int,
 ) -> None:
-    """Main function of a worker: read its batches of each epoch that is requested."""
-    # Ctrl-C reaches every process of a terminal; the training process ends its workers.
+    """Run a worker: read its share of the batches of each requested epoch."""
+    # Ctrl-C reaches every process of the terminal. The training process decides when the workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _exit_with_parent(parent)
+    # Several workers with several threads each would compete with the training process.
     torch.set_num_threads(1)
     # Bounded, so that a worker reads at most `prefetch` batches ahead.
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
@@ -274,8 +277,9 @@ def _send(outbox: "queue.Queue[tuple[bytes, Any]]", results: Connection) -> None
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when the training process is killed: at once on Linux, else within a second."""
+    """Exit when the training process is killed: immediately on Linux, within a second elsewhere."""
     if sys.platform == "linux":
+        # PR_SET_PDEATHSIG of prctl(2).
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()

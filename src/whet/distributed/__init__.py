@@ -1,1 +1,1 @@
-"""Several processes that train one model: who they are, how they start, agree, and sum their gradients."""
+"""Distributed training: ranks, launcher, collectives, heartbeats and parallel strategies."""

@@ -1,7 +1,7 @@
 """Broadcast, max-reduce and barrier between ranks.
 
-Small values go through gloo on the CPU, so that no device is waited for. Nothing is pickled: values are JSON. A single
-process gets its own values back.
+Small values use gloo on the CPU, which does not wait for the device. Values are JSON; nothing is pickled. In a single
+process, every collective returns its input.
 """
 
 import atexit
@@ -24,39 +24,40 @@ from whet.distributed.ranks import RankInfo, read_rank_info
 from whet.distributed.store import RankStore, join_store
 
 TIMEOUT_SECONDS = 1800.0
-"""How long a rank may wait for another, for example while rank 0 evaluates alone."""
+"""The longest wait for another rank, for example while rank 0 evaluates alone."""
 START_SECONDS = 300.0
-"""Until all ranks must have started: loading torch takes long on a busy machine."""
+"""The longest wait for all ranks to start. Importing torch can take long on a busy machine."""
+# torch raises a plain RuntimeError for most communication errors, so they are recognized by words in the message.
 _COMMUNICATION_ERRORS = ("connection", "timed out", "timeout", "socket", "peer", "store", "nccl")
 
 
 class RankGroup:
-    """The ranks of a training, as one of them sees them."""
+    """The process group of a training, from the view of one rank."""
 
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks
-        # Attributes, not properties: every step reads them.
+        # Plain attributes instead of properties, because every step reads them.
         self.is_rank_zero = ranks.is_rank_zero
         """Whether this is rank 0, which writes files and prints."""
         self.is_single_process = ranks.is_single_process
         self.tensor_group: dist.ProcessGroup | None = None
-        """The process group for tensors of the device; None for the default group."""
+        """The process group for device tensors; None for the default group."""
         self.backend = "none"
-        """The backend for tensors of the device: nccl or gloo."""
+        """The backend for device tensors: nccl, gloo, or none before `use_device`."""
         self.stall_detector = StallDetector(is_single_process=ranks.is_single_process)
 
     @functools.cached_property
     def store(self) -> RankStore:
-        """Messages outside of collectives; only with several ranks."""
+        """The store for messages outside of collectives. Requires several ranks."""
         return RankStore(self.ranks, timeout_seconds=TIMEOUT_SECONDS)
 
     @functools.cached_property
     def heartbeat(self) -> Heartbeat:
-        """Watches the other ranks; only with several ranks."""
+        """The heartbeat, which watches the other ranks. Requires several ranks."""
         return Heartbeat(self.store, self.stall_detector)
 
     def use_device(self, device: AbstractDevice) -> None:
-        """Choose the backend for tensors: NCCL between GPUs, gloo between CPUs and where ranks share a GPU."""
+        """Choose the backend for device tensors: NCCL between GPUs, gloo for CPUs or if ranks share a GPU."""
         if self.is_single_process or self.backend != "none":
             return
         if device.kind == "mps":
@@ -64,7 +65,7 @@ class RankGroup:
                 "several processes cannot train together on MPS", got="device mps", try_="one process, or --device cpu"
             )
         index = device.torch_device.index if device.torch_device.index is not None else -1
-        # NCCL refuses the same GPU of the same machine twice.
+        # NCCL does not support two ranks on the same GPU.
         places = self.all_gather(f"{platform.node()}:{index}")
         self.backend = "nccl" if device.kind == "cuda" and len({*places}) == self.ranks.size else "gloo"
         if self.backend == "nccl":
@@ -73,15 +74,15 @@ class RankGroup:
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, as plain JSON."""
+        """Return the value of rank 0 on all ranks. The value must be plain JSON."""
         return value if self.is_single_process else self._all_gather_json(value if self.is_rank_zero else None)[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, as plain JSON."""
+        """Return the values of all ranks, in rank order. The values must be plain JSON."""
         return [value] if self.is_single_process else self._all_gather_json(value)
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
-        """The largest value of any rank for each number; cheap enough for every few steps."""
+        """Return the maximum over all ranks for each number. Cheap enough to call every few steps."""
         if self.is_single_process:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -102,7 +103,7 @@ class RankGroup:
 
     @torch.no_grad()
     def broadcast_model(self, model: nn.Module) -> None:
-        """Give all ranks the weights and buffers of rank 0."""
+        """Copy the weights and buffers of rank 0 to all ranks."""
         if not self.is_single_process:
             with self._in_collective():
                 for tensor in (*model.parameters(), *model.buffers()):
@@ -112,12 +113,13 @@ class RankGroup:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Raise LostRankError for communication errors of a collective."""
+        """Convert communication errors of a collective to LostRankError."""
         try:
             yield
         except (RuntimeError, dist.DistBackendError) as error:
             if not any(word in str(error).lower() for word in _COMMUNICATION_ERRORS):
                 raise
+            # The heartbeat may know which rank is lost, which makes a better message.
             self.heartbeat.check_lost()
             raise LostRankError(
                 "another rank is gone, or does not answer",
@@ -128,6 +130,7 @@ class RankGroup:
     def _all_gather_json(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
+        # Two collectives: all_gather needs equal sizes, so the texts are padded to the longest one.
         with self._in_collective():
             dist.all_gather(lengths, torch.tensor([len(mine)]))
             longest = max(int(length) for length in lengths)
@@ -146,7 +149,7 @@ class RankGroup:
 
 @functools.cache
 def current_group() -> RankGroup:
-    """The group of this process, from torchrun's variables; created on first use."""
+    """Return the group of this process, created from the variables of torchrun on first use."""
     ranks = read_rank_info()
     if not ranks.is_single_process and not dist.is_initialized():
         store = join_store(ranks, start_seconds=START_SECONDS, timeout_seconds=TIMEOUT_SECONDS)
@@ -155,6 +158,7 @@ def current_group() -> RankGroup:
         atexit.register(_shut_down)
     group = RankGroup(ranks)
     if not ranks.is_single_process:
+        # Creating the heartbeat posts the first one. The barrier ensures that all exist before any rank reads them.
         heartbeat = group.heartbeat
         group.barrier()
         heartbeat.start()

@@ -1,9 +1,9 @@
-"""Heartbeats and stall detection: end a run whose rank died, hangs or computes forever.
+"""Heartbeats and stall detection: end a run if a rank died, hangs or computes forever.
 
-The launcher sees a rank that was killed and asks the others to stop, but they may be waiting for it inside a step. A
-rank that is frozen (stopped, or suspended with its machine) is seen by nobody: NCCL and gloo know no shorter timeout than
-the longest evaluation. The heartbeat is sent by a thread, which still runs in a rank that computes forever, so each
-heartbeat also says whether the main thread makes progress.
+If a rank is killed, the launcher asks the remaining ranks to stop, but they may be waiting for it inside a step. If a
+rank is frozen (stopped, or suspended with its machine), the launcher does not notice, and the timeout of NCCL and gloo
+must be longer than the longest evaluation. A thread sends the heartbeat, and it also runs in a rank that computes
+forever. So each heartbeat includes whether the main thread makes progress.
 """
 
 import contextlib
@@ -29,22 +29,27 @@ if TYPE_CHECKING:
     from whet.distributed.store import RankStore
 
 MIN_STALL_SECONDS = 20.0
-"""A rank that made progress a moment ago is not stalled before this."""
+"""The lower bound of the stall limit: a rank is never stalled before this many seconds without progress."""
 STALL_FACTOR = 20.0
-"""A rank is stalled if it takes this many times as long as the longest of its recent times."""
+"""The stall limit as a multiple of the longest recent time between two signs of progress."""
 WARMUP_SECONDS = 300.0
-"""For the first steps, of which nothing is known, and for compiled ones: a new shape is compiled inside a step."""
+"""The stall limit of the first steps, whose times are unknown, and the lower bound for compiled models, which may
+compile a new shape inside a step."""
 WARMUP_PHASES = 15
-"""Five steps of three phases: the step, its logging, and reading the next batch."""
+"""Number of phases that count as warm-up: five steps of three phases (step, logging, reading the next batch)."""
 _WINDOW = 32
+"""Number of recent times that the stall limit is based on."""
 _STDLIB = Path(os.__file__).parent
 
 INTERVAL_SECONDS = 1.0
+"""Seconds between heartbeats."""
 LOST_AFTER_SECONDS = 15.0
-"""A rank without a heartbeat for this long counts as lost."""
+"""A rank is lost after this many seconds without a heartbeat."""
 EXIT_GRACE_SECONDS = 5.0
-"""Until a rank that learns of a lost one, and hangs in a collective, ends itself."""
+"""Seconds that a rank has to exit normally after another one is lost. It may hang in a collective, so it is then
+ended."""
 LEFT_MARK = "left"
+"""The last heartbeat of a rank that exits normally."""
 
 Activity = Literal["free", "waits", "works"]
 _NULL_CONTEXT = contextlib.nullcontext()
@@ -52,11 +57,11 @@ Batch = TypeVar("Batch")
 
 
 class StallDetector:
-    """What the main thread of this rank does, and since when; other threads may ask.
+    """Tracks what the main thread of this rank does, and since when. Other threads may read it.
 
-    Inside a step, and while the next batch of an epoch is read, a rank must make progress: every micro-batch counts, and
-    the limit follows from earlier times. Everything else (setup, evaluation, saving, the user's code between steps) may
-    take as long as it likes.
+    A rank must make progress inside a step and while it reads the next batch of an epoch. Every micro-batch counts as
+    progress, and the limit is based on earlier times. Setup, evaluation, saving and user code between steps have no
+    time limit.
     """
 
     def __init__(self, *, is_single_process: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,14 +71,14 @@ class StallDetector:
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._num_phases = 0
         self.is_compiled = False
-        """Whether a step may wait for a compiler."""
+        """Whether the model is compiled, so that a step may include a compilation."""
 
     def working(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """While entered, this rank must make progress."""
+        """Return a context in which this rank must make progress. `what` names the activity in messages."""
         return _NULL_CONTEXT if self._is_single_process else self._working(what)
 
     def progress(self) -> None:
-        """Some of the work is done."""
+        """Record progress, which restarts the time limit."""
         activity, what, since = self._activity
         if activity == "works":
             now = self._clock()
@@ -82,7 +87,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While entered, this rank waits for all others."""
+        """Mark this rank as waiting for all other ranks while entered."""
         self.progress()
         activity, what, _ = self._activity
         self._activity = "waits", what, self._clock()
@@ -92,16 +97,19 @@ class StallDetector:
             self._activity = activity, what, self._clock()
 
     def reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches; the first one may take long, since workers start for it."""
+        """Yield the batches under the time limit. The first batch has no limit, because it starts the workers."""
         return batches if self._is_single_process else self._reading(batches)
 
     def restart(self) -> None:
-        """The process was suspended for a while: count from now."""
+        """Restart the time limit after the process was suspended."""
         activity, what, _ = self._activity
         self._activity = activity, what, self._clock()
 
     def status(self) -> str:
-        """For the other ranks: free, waits, or late; then whether it seems to wait inside torch, and where."""
+        """Return the status for the other ranks: "free", "waits", or "late" with details.
+
+        The details of "late" are "inside" or "alone" (whether it seems to wait in a collective), and the location.
+        """
         activity, what, since = self._activity
         if activity != "works" or self._clock() - since <= self._limit():
             return "waits" if activity == "waits" else "free"
@@ -137,7 +145,9 @@ class StallDetector:
 
 
 def find_stalled_rank(statuses: dict[int, str]) -> tuple[int | None, str] | None:
-    """The rank that all others wait for, and what it does; None while any rank makes progress.
+    """Return the rank that all other ranks wait for, and its activity; None while any rank makes progress.
+
+    The rank itself is None if all ranks wait for each other.
 
     >>> find_stalled_rank({0: "late inside step 7", 1: "late alone step 7, at loss.py:3"})
     (1, 'step 7, at loss.py:3')
@@ -150,19 +160,19 @@ def find_stalled_rank(statuses: dict[int, str]) -> tuple[int | None, str] | None
     if not late or any(status == "free" for status in statuses.values()):
         return None
     alone = [rank for rank, (how, _) in late.items() if how == "alone"]
-    # A rank that seems to wait inside torch may be the one, if no other rank is late.
+    # If only one rank is late, it is the stalled one, even if it seems to wait in a collective.
     stalled = alone or ([*late] if len(late) == 1 else [])
     return (stalled[0], late[stalled[0]][1]) if stalled else (None, next(iter(late.values()))[1])
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread is where it would wait for other ranks: in a collective, or in the backward pass."""
+    """Return whether a thread is in a collective or in the backward pass, where it may wait for other ranks."""
     path = "" if frame is None else frame.f_code.co_filename.replace(os.sep, "/")
     return "/torch/distributed/" in path or path.endswith("/torch/autograd/graph.py")
 
 
 def _source_line(frame: FrameType | None) -> str:
-    """The line of the innermost code that is neither torch's nor Python's own."""
+    """Return the file and line of the innermost frame outside torch and the standard library."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and not path.is_relative_to(_STDLIB):
@@ -172,7 +182,7 @@ def _source_line(frame: FrameType | None) -> str:
 
 
 class Heartbeat:
-    """Sends the heartbeat of this rank and watches others: rank 0 watches all, all others watch rank 0."""
+    """Sends the heartbeat of this rank and watches other ranks. Rank 0 watches all ranks, which watch rank 0."""
 
     def __init__(
         self, store: "RankStore", stall_detector: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
@@ -181,30 +191,31 @@ class Heartbeat:
         self._stall_detector = stall_detector
         rank, size = store.rank, store.size
         self._watched = list(range(1, size)) if rank == 0 else [0]
-        # If rank 0 is silent, rank 1 reports it first.
+        # If rank 0 is silent, rank 1 reports it, and the remaining ranks get that message before their limit.
         self._patience = lost_seconds if rank < 2 else lost_seconds + 2 * INTERVAL_SECONDS
         self._seen: dict[int, tuple[str, float]] = {}
-        """The last heartbeat of each watched rank, and when it changed."""
+        """The last heartbeat of each watched rank, and the time when it changed."""
         self._processes: dict[int, dict[str, Any]] = {}
         self._answered_at = time.monotonic()
         self._has_left = threading.Event()
         self.lost: str | None = None
-        """Which rank is lost, as a message."""
+        """A message that names the lost rank; None while all ranks are alive."""
         self.notify: Callable[[str], None] = lambda _line: None
-        """Called with that message on the rank that finds out."""
+        """Called with the message on the rank that detects the loss."""
         store.check_lost = self.check_lost
         me = psutil.Process()
+        # A pid can be reused, so the creation time identifies the process too.
         process = {"host": platform.node(), "pid": me.pid, "created": me.create_time()}
         store.post(f"process/{rank}", json.dumps(process))
         store.post(f"heartbeat/{rank}", "0 free")
 
     def start(self) -> None:
-        """Start the threads, once all ranks have posted a first heartbeat."""
+        """Start the threads. All ranks must have posted their first heartbeat."""
         for target in (self._communicate, self._count):
             threading.Thread(target=target, daemon=True, name="whet-heartbeat").start()
 
     def leave(self) -> None:
-        """Announce that this rank ends normally and is not lost."""
+        """Announce a normal exit, so that this rank does not count as lost."""
         self._has_left.set()
         self._store.post(f"heartbeat/{self._store.rank}", LEFT_MARK)
 
@@ -218,7 +229,7 @@ class Heartbeat:
             )
 
     def _communicate(self) -> None:
-        """Thread: everything that may have to wait for the network."""
+        """Send and receive heartbeats. Runs in a thread, because it may wait for the network."""
         count = 0
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             count += 1
@@ -227,7 +238,7 @@ class Heartbeat:
                 heartbeats = self._store.find_all([f"heartbeat/{rank}" for rank in self._watched])
                 message = self._store.find("lost")
             except RuntimeError:
-                # The store is gone; the other thread counts for how long.
+                # The store does not answer. The counting thread ends this rank if that lasts too long.
                 continue
             now = self._answered_at = time.monotonic()
             for rank, heartbeat in zip(self._watched, heartbeats, strict=True):
@@ -241,12 +252,12 @@ class Heartbeat:
                 self._check_stalls()
 
     def _count(self) -> None:
-        """Thread: only counts seconds."""
+        """Count the seconds since the last answer and heartbeats. Runs in a thread that never waits for the network."""
         before = time.monotonic()
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             now = time.monotonic()
             if now - before > 3 * INTERVAL_SECONDS:
-                # This process was suspended, perhaps with all others (Ctrl-Z, a closed laptop): count from now.
+                # This process was suspended, perhaps with all other ranks (Ctrl-Z, a closed laptop). Restart all counts.
                 self._answered_at = now
                 self._stall_detector.restart()
                 self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}
@@ -264,17 +275,17 @@ class Heartbeat:
                 return
 
     def _find_gone(self) -> int | None:
-        """A rank on this machine whose process has ended without leaving."""
+        """Return a rank on this machine whose process has ended without a normal exit; None if there is none."""
         for rank in self._watched:
             if self._seen[rank][0] == LEFT_MARK or self._process(rank) is not None or not self._is_local(rank):
                 continue
-            # It may have left a moment ago.
+            # The rank may have exited normally after its last heartbeat was read, so read it again.
             if self._store.find(f"heartbeat/{rank}") != LEFT_MARK:
                 return rank
         return None
 
     def _check_stalls(self) -> None:
-        """End the run if all ranks wait for one that makes no progress, or for each other."""
+        """End the run if all ranks wait for one stalled rank, or for each other."""
         statuses = {rank: heartbeat.partition(" ")[2] or "free" for rank, (heartbeat, _) in self._seen.items()}
         stalled = find_stalled_rank({self._store.rank: self._stall_detector.status(), **statuses})
         if stalled is None:
@@ -289,26 +300,27 @@ class Heartbeat:
         self._end_all(f"rank {rank} of {self._store.size} {how}", lost=str(rank))
 
     def _end_all(self, line: str, *, lost: str = "") -> None:
-        """Tell the user and the other ranks, and end."""
+        """Report the problem to the user and to all ranks, and end this rank."""
         self.notify(line)
         self._store.post("lost", f"{lost}: {line}")
         self._end(f"{lost}: {line}")
 
     def _end(self, message: str) -> None:
-        """End the lost process if it is on this machine, and this one too if it does not end by itself."""
+        """Kill the lost process if it is on this machine. Then end this process if it does not exit in time."""
         rank, _, line = message.partition(": ") if ": " in message else ("", "", message)
         self.lost = line
         if rank.isdecimal() and int(rank) != self._store.rank and (hung := self._process(int(rank))) is not None:
             with contextlib.suppress(psutil.Error):
                 hung.send_signal(signal.SIGKILL)
         if not self._has_left.wait(EXIT_GRACE_SECONDS):
+            # sys.exit would only end this thread: the main thread may hang in a collective forever.
             os._exit(LostRankError.exit_code)
 
     def _is_local(self, rank: int) -> bool:
         return self._process_info(rank).get("host") == platform.node()
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """The process of a rank on this machine; not another one that has its pid by now."""
+        """Return the process of a rank on this machine; None if it has ended or its pid was reused."""
         if not self._is_local(rank):
             return None
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Launch several ranks on this machine with torch's elastic launcher, the one of torchrun."""
+"""Launch several ranks on this machine with the elastic launcher of torchrun."""
 
 import logging
 import signal
@@ -15,34 +15,34 @@ from whet.base.errors import LostRankError
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 120
-"""Until ranks that were asked to stop are killed: they finish a step and save."""
+"""Seconds between a stop request and SIGKILL. In this time the ranks finish a step and save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """How the ranks ended."""
+    """The result of a launch."""
 
     code: int
-    """0 if all succeeded; else the exit code of the rank that failed first, negative for a signal."""
+    """0 if all ranks succeeded; otherwise the exit code of the first failed rank, negative for a signal."""
     rank: int = 0
     """The rank that failed first."""
     stop_signal: int | None = None
-    """The signal that asked to stop, and was forwarded to all ranks."""
+    """The stop signal that was forwarded to all ranks; None if there was none."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank was killed or lost and none failed by itself, so that a restart may help."""
+        """Whether a rank was killed or lost and no rank raised an error. A restart may then help."""
         return self.stop_signal is None and (self.code < 0 or self.code == LostRankError.exit_code)
 
 
 def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
-    """Run `whet` with these arguments in several processes on this machine, until all have ended.
+    """Run `whet` with these arguments in several processes on this machine, and wait for all of them.
 
-    If one fails, the others are ended too. SIGINT, SIGTERM and SIGHUP are forwarded to all.
+    If one process fails, the launcher stops the rest. SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to all.
     """
-    # Under nohup SIGHUP is ignored, and torch would handle it nevertheless.
+    # nohup ignores SIGHUP, but torch would install a handler for it.
     handled = [number for number in _FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    # The launcher logs errors that we report ourselves.
+    # The launcher logs errors that whet reports too.
     logging.disable(logging.ERROR)
     config = LaunchConfig(
         min_nodes=1,
@@ -57,7 +57,7 @@ def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
         signals_to_handle=",".join(number.name for number in handled),
     )
     try:
-        # -P: like the `whet` program itself, do not search the current folder for modules.
+        # -P: do not search the current folder for modules, like the `whet` program.
         elastic_launch(config, sys.executable)("-P", "-m", "whet", *arguments)
     except SignalException as stopped:
         return LaunchResult(code=128 + int(stopped.sigval), stop_signal=int(stopped.sigval))
@@ -70,9 +70,10 @@ def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
 
 
 def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
-    """The rank that caused the end of all, and its exit code.
+    """Return the rank that failed first, and its exit code.
 
-    A rank that failed by itself comes first; others were killed, lost a rank, or were asked to stop afterwards.
+    A rank that raised an error comes first. Next come ranks that were killed, that lost another rank, and that the
+    launcher stopped: these are usually consequences of the first failure.
 
     >>> first_failure({0: 75, 1: -9, 2: 143}), first_failure({0: 75, 1: 1, 2: -9})
     ((1, -9), (1, 1))
@@ -88,7 +89,7 @@ def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
 
 
 def signal_name(ended: LaunchResult) -> str:
-    """The signal that killed the first rank, by name."""
+    """Return the name of the signal that killed the first rank; "silence" if no signal did."""
     if ended.code >= 0:
         return "silence"
     try:

@@ -1,4 +1,4 @@
-"""The rank of this process, read from the variables of torchrun. Imports no torch."""
+"""The rank of this process, from the environment variables of torchrun. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,14 @@ _VARIABLES = (*_REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """The ranks that share each global batch, and which of them this process is."""
+    """The rank of this process, and the number of ranks that share each global batch."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """The rank on this machine."""
+    """The rank among the processes on this machine."""
     local_size: int = 1
+    """The number of ranks on this machine."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -26,18 +27,18 @@ class RankInfo:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is one process only; it needs no process group, even if torchrun has started it."""
+        """Whether there is only one process. It needs no process group, even under torchrun."""
         return self.size == 1
 
 
 def read_rank_info() -> RankInfo:
-    """Read torchrun's variables; a single rank without them."""
+    """Read the variables of torchrun. Return a single rank if they are not set."""
     values = {name: env.read(name) for name in _VARIABLES}
     if values["RANK"] in (None, "0") and values["WORLD_SIZE"] in (None, "1"):
         return RankInfo()
     missing = [name for name in _REQUIRED if not values[name]]
     if missing:
-        # Each process would train a run of its own.
+        # Without an error, each process would silently train a separate run.
         given = " ".join(f"{name}={values[name]}" for name in _REQUIRED if values[name])
         raise _environment_error("torchrun's variables are incomplete", got=f"{given}, but no {' '.join(missing)}")
     size = _parse_int("WORLD_SIZE", values["WORLD_SIZE"] or "", least=1)
@@ -61,9 +62,9 @@ def _environment_error(what: str, *, got: str) -> UsageError:
 
 
 def check_not_mps(num_processes: int, *, device: str, is_mac: bool, command: str = "whet train ...") -> None:
-    """Refuse several ranks on Apple's GPU, before any is started and before torch is loaded.
+    """Raise for several ranks on MPS, before any of them starts and before torch is imported.
 
-    `is_mac` says whether the device is MPS if none is named.
+    `is_mac` says whether "auto" selects MPS on this machine.
     """
     if num_processes == 1 or not (device == "mps" or (device == "auto" and is_mac)):
         return

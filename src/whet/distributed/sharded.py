@@ -17,9 +17,10 @@ from whet.distributed.strategies import ParallelStrategy, sum_over_ranks
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Shards a model in place. That replaces its parameters, so the optimizer is built afterwards.
+    """Shards a model in place. This replaces its parameters, so the optimizer must be built afterwards.
 
-    Blocks are gathered when they are computed and released afterwards. Gradients are summed, not averaged.
+    FSDP gathers the weights of a block before it computes, and frees them afterwards. Gradients are summed, not
+    averaged.
     """
 
     is_single_process = False
@@ -33,10 +34,11 @@ class ShardedStrategy(ParallelStrategy):
             if any(True for _ in block.parameters()):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # torch warns that outputs that are views must not be changed in place; models here do not do that.
+        # torch warns that a model must not change outputs in place if they are views. whet does not change outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
+            # FSDP averages by default. Losses are weighted by their share of the global batch, so sum instead.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -62,7 +64,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Gather all weights, so that ranks may call the model a different number of times."""
+        """Gather all weights while entered, so that ranks may call the model a different number of times."""
         with torch.no_grad():
             for module in self._modules:
                 module.set_reshard_after_forward(False, recurse=False)
@@ -71,22 +73,23 @@ class ShardedStrategy(ParallelStrategy):
             yield
         finally:
             for module in self._modules:
+                # FSDP's default: the root stays gathered after forward, because backward needs it right away.
                 module.set_reshard_after_forward(module is not self._root, recurse=False)
                 module.reshard()
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank has only a part of it."""
+    """Return whether the tensor is a DTensor, of which each rank has a part."""
     return isinstance(tensor, DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the whole tensor; all ranks must call it."""
+    """Gather the whole tensor. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """Shard a tensor that every rank has like `target`; unchanged if `target` is not sharded."""
+    """Shard a tensor like `target`. Every rank must have the whole tensor. Unchanged if `target` is not sharded."""
     if not isinstance(target, DTensor):
         return value
     sharded: Any = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

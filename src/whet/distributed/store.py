@@ -1,6 +1,7 @@
 """The key-value store that ranks share: messages from any thread at any time, and the rendezvous at the start.
 
-Collectives need all ranks at the same place, and one thread in each. A background checkpoint has neither.
+A collective must be called by all ranks in the same order, and by one thread in each. A background checkpoint cannot
+guarantee that, so it uses this store.
 """
 
 import datetime as dt
@@ -18,23 +19,25 @@ from whet.base import env
 from whet.base.errors import LostRankError, UsageError, WhetError
 from whet.distributed.ranks import RankInfo
 
+# Polling for a message starts fast and backs off exponentially.
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.005, 0.2
+# Polling during the rendezvous.
 _POLL_SECONDS = 0.02
 
 
 class RankStore:
-    """Short messages between ranks, each under a key that is used once."""
+    """Short messages between ranks. Each message has a key."""
 
     def __init__(self, ranks: RankInfo, *, timeout_seconds: float) -> None:
         self._ranks = ranks
         self._timeout = timeout_seconds
         shared: Any = distributed_c10d._get_default_store()
-        # A separate connection: waiting on a shared one would block other threads.
+        # Clone the connection: a wait on the shared one would block other threads.
         self._store = distributed_c10d.PrefixStore("whet", shared.clone())
         self._lock = threading.Lock()
         self._turn = 0
         self.check_lost: Callable[[], None] = lambda: None
-        """Raises if a rank is known to be lost."""
+        """A function that raises if a rank is known to be lost; the heartbeat sets it."""
 
     @property
     def rank(self) -> int:
@@ -45,27 +48,27 @@ class RankStore:
         return self._ranks.size
 
     def next_turn(self) -> int:
-        """A number that was not used before; the same on all ranks that call this equally often."""
+        """Return a new number. The n-th call returns the same number on every rank."""
         self._turn += 1
         return self._turn
 
     def post(self, name: str, text: str) -> None:
-        """Leave a message."""
+        """Store a message."""
         with self._lock:
             self._store.set(name, text)
 
     def find(self, name: str) -> str | None:
-        """The message, if it is there."""
+        """Return a message; None if it does not exist."""
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
     def find_all(self, names: list[str]) -> list[str]:
-        """Several messages that are known to be there, in one request."""
+        """Return several messages in one request. All of them must exist."""
         with self._lock:
             return [text.decode() for text in self._store.multi_get(names)]
 
     def wait(self, name: str) -> str:
-        """Wait for a message."""
+        """Wait for a message and return it. Raise LostRankError after the timeout."""
         deadline, pause = time.monotonic() + self._timeout, _MIN_POLL_SECONDS
         while True:
             text = self.find(name)
@@ -88,11 +91,11 @@ class RankStore:
 
 
 def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float) -> Any:
-    """Connect to torch's store under a prefix of this start alone; returns once all ranks are there.
+    """Connect to torch's store under a prefix that is unique to this start. Return when all ranks have connected.
 
-    torchrun keeps one store while it restarts a group, and addresses of dead processes stay in it under the same keys
-    (its own restart count differs between machines if one was lost). So each rank asks with a token that was never
-    used, and rank 0 answers with the name of a new prefix.
+    torchrun keeps its store while it restarts a group, so keys with the addresses of dead processes stay in it. Its
+    restart count is no usable prefix: it can differ between machines after one was lost. Instead, each rank posts a
+    random token, and rank 0 replies to that token with a new random prefix.
     """
     deadline = time.monotonic() + start_seconds
     shared = _connect(ranks, seconds=start_seconds)
@@ -102,7 +105,7 @@ def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float)
 
 
 def _connect(ranks: RankInfo, *, seconds: float) -> Any:
-    """The store of rank 0, or of the launcher."""
+    """Connect to the store of rank 0 or of the launcher."""
     try:
         return next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=dt.timedelta(seconds=seconds))))[0]
     except (dist.DistError, OSError) as error:

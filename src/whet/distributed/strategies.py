@@ -1,12 +1,13 @@
 """Parallel strategies: one process, or replicas with summed gradients.
 
-Gradients are summed, not averaged: each rank has weighted its losses by their share of the global batch already, and
-ranks may have different numbers of samples. DDP averages, so every loss is multiplied by the number of ranks.
+Gradients are summed, not averaged: each rank weights its losses by their share of the global batch, and ranks may have
+different numbers of samples. DDP averages, so every loss is multiplied by the number of ranks.
 
-The parameters that a loss reaches may differ between steps and ranks, and DDP waits for every one. Searching for unused
-ones costs a walk through the graph in each step. Few models have any, so DDP does not search at first: a rank whose loss
-left some unused adds zero gradients for them afterwards, without telling the others. Only if all ranks left some unused
-the step is repeated, and from then on DDP searches: a parameter that no rank reaches has no gradient, as in one process.
+A loss may leave some parameters unused, and they may differ between steps and ranks. DDP waits for the gradient of every
+parameter unless it searches for unused ones, which walks the autograd graph in each step. Few models need that, so the
+search is off at first: a rank with unused parameters adds zero gradients for them after its backward pass. If all ranks
+have unused parameters in the same step, the step is repeated with the search on, and it stays on. A parameter that no
+rank uses then has no gradient, as in a single process.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 class RetryStepError(Exception):
-    """All ranks must repeat this step; none has changed a weight."""
+    """Raised on all ranks if they must repeat the step. No weight has changed."""
 
 
 class ParallelStrategy:
-    """How ranks compute one step together. The base class is for one process and does nothing."""
+    """The way ranks compute one step together. The base class is for a single process and does nothing."""
 
     is_single_process = True
     has_full_model = True
     """Whether this rank has the whole model."""
 
     def micro_batch_context(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        """The context of forward and backward of one micro-batch; gradients are summed over ranks with the last one."""
+        """Return the context for forward and backward of a micro-batch. The last one sums gradients over ranks."""
         return _NULL_CONTEXT
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
@@ -47,28 +48,28 @@ class ParallelStrategy:
         return loss(micro)
 
     def seed(self, loss: Tensor) -> Tensor | None:  # noqa: ARG002
-        """The gradient that the backward pass starts with; None for 1."""
+        """Return the gradient that the backward pass starts with; None for 1."""
         return None
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """Loss and weight, summed over all ranks."""
+        """Return the loss and the weight, summed over all ranks."""
         return loss, weight
 
     def full(self, tensor: Tensor) -> Tensor:
-        """A reduction over all parameters, where each rank has only its shard of them."""
+        """Return the full value of a reduction over parameters of which each rank holds a shard."""
         return tensor
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The part of a parameter or gradient on this rank."""
+        """Return the part of a parameter or gradient on this rank."""
         return tensor
 
     def evaluation_context(self) -> AbstractContextManager[object]:
-        """While entered, each rank may call the model any number of times."""
+        """Return a context in which each rank may call the model any number of times."""
         return contextlib.nullcontext()
 
 
 class _LossModule(nn.Module):
-    """A loss function as a module: the user's model stays unwrapped, and the loss calls it as always."""
+    """Wraps a loss function as a module for DDP. The loss calls the user's model, which stays unwrapped."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class _LossModule(nn.Module):
 
 
 class ReplicatedStrategy(ParallelStrategy):
-    """Sums gradients over ranks that all have the whole model."""
+    """Sums gradients over ranks that each have the whole model (DDP)."""
 
     is_single_process = False
 
@@ -88,19 +89,19 @@ class ReplicatedStrategy(ParallelStrategy):
         self._group = group
         self._bucket_mb = bucket_mb
         self._wrapped: DistributedDataParallel | None = None
-        # Dense zeros cannot be added to sparse gradients.
+        # Dense zeros cannot be added to sparse gradients, so DDP must search for unused parameters.
         self._finds_unused = any(getattr(module, "sparse", False) for module in model.modules())
         self._has_unused = False
         self._parameters: list[nn.Parameter] = []
         self._earlier: list[tuple[int, int]] = []
-        """Address and version of the gradients of earlier micro-batches of this step."""
+        """Address and version of each gradient after the earlier micro-batches of this step."""
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        """Created at the first step, once weights are restored and have their final memory."""
+        """The DDP wrapper. It is created at the first step, when the weights are restored and no longer move."""
         if self._wrapped is None:
             with warnings.catch_warnings(), self._group.translate_errors():
-                # Each rank has its own buffers; the new name of this argument is not in every torch version.
+                # Buffers are not broadcast. torch is renaming this argument, but older versions lack the new name.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
                 self._wrapped = DistributedDataParallel(
                     _LossModule(self._model),
@@ -113,14 +114,14 @@ class ReplicatedStrategy(ParallelStrategy):
                 self._parameters = [p for p in self._model.parameters() if p.requires_grad]
                 if not self._finds_unused:
                     self._settle_buckets(self._wrapped)
-            # DDP would warn at the first step in which all parameters are used.
+            # DDP warns at a step without unused parameters that the search is unnecessary. Later steps may need it.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         return self._wrapped
 
     def _settle_buckets(self, ddp: DistributedDataParallel) -> None:
-        """Run one backward pass of zeros, after which DDP reorders its buckets.
+        """Run a backward pass with zero gradients, after which DDP reorders its buckets.
 
-        Otherwise the first step after a resume would be rounded differently from the same step of an unbroken run.
+        Otherwise the first step after a resume would round differently from the same step of an uninterrupted run.
         """
         ddp(lambda _: None, None)
         _add_zero_gradients(self._parameters)
@@ -148,10 +149,11 @@ class ReplicatedStrategy(ParallelStrategy):
         return self._ddp(loss, micro)
 
     def seed(self, loss: Tensor) -> Tensor:
+        # DDP divides gradients by the number of ranks. This factor turns its average into a sum.
         return torch.full_like(loss, self._group.ranks.size)
 
     def _complete(self) -> None:
-        """After the last backward pass: add the zero gradients that the other ranks wait for."""
+        """Add zero gradients for unused parameters after the last backward pass: the other ranks wait for them."""
         if self._earlier:
             pairs = zip(self._parameters, self._earlier, strict=True)
             unused = [p for p, before in pairs if p.grad is None or _gradient_version(p.grad) == before]
@@ -165,7 +167,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
         if self._finds_unused:
             return sum_over_ranks(self._group, loss, weight)
-        # Only ranks with unused parameters read the sum, because reading waits for the device.
+        # Reading the sum waits for the device, so only ranks with unused parameters do it.
         *sums, num_complete = _all_reduce(self._group, loss, weight, float(not self._has_unused))
         if self._has_unused and float(num_complete) == 0.0:
             self._find_unused()
@@ -173,25 +175,25 @@ class ReplicatedStrategy(ParallelStrategy):
         return sums[0], sums[1] if weight is not None else None
 
     def _find_unused(self) -> None:
-        """Let DDP search for unused parameters from now on."""
+        """Make DDP search for unused parameters from now on."""
         self._finds_unused, self._wrapped, self._has_unused = True, None, False
-        # Removes the hooks of the old wrapper from the parameters.
+        # Collecting the old wrapper removes its hooks from the parameters.
         gc.collect()
 
 
 def _gradient_version(gradient: Tensor | None) -> tuple[int, int]:
-    """Changes when the gradient is written to (DDP copies it into a bucket). Holds no memory."""
+    """Return a value that changes when the gradient is written to. It holds no reference to the tensor."""
     return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
 def _add_zero_gradients(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that reaches these parameters with zeros."""
+    """Run a backward pass that adds zero gradients to these parameters."""
     roots = [parameter.view_as(parameter) for parameter in parameters]
     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
 
 
 def _all_reduce(group: RankGroup, loss: Tensor, *others: Tensor | float | None) -> list[Tensor]:
-    """Sum the values over all ranks in one collective; None is left out."""
+    """Sum the values over all ranks in one collective. None values are left out."""
     given = [one.to(loss) if isinstance(one, Tensor) else loss.new_full((), one) for one in others if one is not None]
     return [*group.all_reduce_sum(torch.stack([loss, *given])).unbind()]
 
@@ -199,14 +201,14 @@ def _all_reduce(group: RankGroup, loss: Tensor, *others: Tensor | float | None) 
 def sum_over_ranks(
     group: RankGroup, loss: Tensor, weight: Tensor | float | None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Loss and weight, summed over all ranks in one collective."""
+    """Sum the loss and the weight over all ranks in one collective."""
     sums = _all_reduce(group, loss, weight)
     return sums[0], sums[1] if weight is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows from `start` to before `stop`, of `total`."""
+    """The rows from `start` up to but not including `stop`, of `total` rows."""
 
     start: int
     stop: int
@@ -214,15 +216,15 @@ class RowRange:
 
     @property
     def count(self) -> int:
-        """The number of rows. Not __len__: an empty range must not be falsy, because None means no range."""
+        """The number of rows. This is not __len__, because an empty range must not be falsy like None."""
         return self.stop - self.start
 
 
 def local_rows(tensor: Tensor) -> RowRange | None:
-    """The rows of a tensor on this rank; None if it has all of them.
+    """Return the rows of a tensor on this rank; None if this rank has all of them.
 
-    FSDP2 shards the first dimension: each rank has equally many rows, the last ones fewer or none. A sharded tensor is
-    recognized by its attributes, so that a single process does not load torch.distributed.tensor.
+    FSDP2 shards the first dimension: each rank has the same number of rows, and the last ranks have fewer or none. A
+    sharded tensor is recognized by its attributes, so that a single process need not import torch.distributed.tensor.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or all(placement.is_replicate() for placement in placements):
@@ -243,23 +245,24 @@ def local_rows(tensor: Tensor) -> RowRange | None:
 
 
 def rows_of_rank(total: int, *, rank: int, size: int) -> RowRange:
-    """The rows of one of `size` ranks.
+    """Return the rows of a rank, out of `size` ranks.
 
     >>> [rows_of_rank(10, rank=rank, size=4).count for rank in range(4)]
     [3, 3, 3, 1]
     >>> [rows_of_rank(5, rank=rank, size=8).count for rank in range(8)]
     [1, 1, 1, 1, 1, 0, 0, 0]
     """
+    # Rounded up, as torch.chunk does.
     each = -(-total // size)
     return RowRange(min(rank * each, total), min((rank + 1) * each, total), total)
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, sharded or replicated."""
+    """Return whether the tensor is a DTensor, sharded or replicated."""
     return hasattr(tensor, "placements")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank, sharing its memory."""
+    """Return the part of a tensor on this rank. It shares the memory of the tensor."""
     dtensor: Any = tensor
     return dtensor.detach().to_local() if is_distributed(tensor) else tensor

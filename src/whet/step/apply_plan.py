@@ -1,8 +1,8 @@
-"""Apply a plan to a model and a device, for training and for measuring alike.
+"""Apply a plan to a model and a device, for training and for measuring.
 
-`open_planned_device`, `open_planned_source`, `place_model`, `make_strategy` and `build_stepper` do what is done once.
-`apply_plan` is the context in which steps of that plan run. Training enters its parts one by one, because the model is
-verified against its own code in between; measuring enters all of them for each candidate.
+`open_planned_device`, `open_planned_source`, `place_model`, `make_strategy` and `build_stepper` are called once.
+`apply_plan` is the context in which steps of a plan run. Training enters its parts one by one, because it verifies the
+model in between. Measuring enters all of them for each candidate.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def open_planned_source(
     shuffle: bool = False,
     share: RankShare | None = None,
 ) -> AbstractSource:
-    """Open data as planned: on the device or on the host, read by workers or in this process."""
+    """Open data by the plan: on the device or on the host, read by workers or in this process."""
     return open_source(
         data,
         device,
@@ -91,11 +91,11 @@ def place_model(
     optimizer: Optimizer | None = None,
     layout: WeightLayout | None = None,
 ) -> WeightLayout:
-    """Move the model to the device in the planned layout; return the layout, which can restore the original one.
+    """Move the model to the device in the planned layout. Return the layout, which can restore the original one.
 
     Raises UsageError for settings that the device does not support, before the layout changes.
     """
-    # Moved first: the layout is set on the device, where the weights stay.
+    # Move first: the layout applies to the tensors on the device.
     device.put_model(model, optimizer)
     layout = layout or WeightLayout(model)
     device.check_settings(attention=plan.attention, norms=plan.norms, layout=plan.layout)
@@ -104,7 +104,7 @@ def place_model(
 
 
 def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: AbstractDevice) -> ParallelStrategy:
-    """Distribute the model over the ranks; all start with the weights of rank 0."""
+    """Distribute the model over the ranks. All ranks start with the weights of rank 0."""
     if group.is_single_process:
         return ParallelStrategy()
     group.broadcast_model(model)
@@ -138,7 +138,7 @@ def build_stepper(
         base_rates = choice.base_rates(optimizer)
     else:
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-    # Needs the built optimizer: whether it is fused decides.
+    # Checked after the optimizer is built, because the result depends on whether it is fused.
     if plan.loss_scaling == "dynamic":
         device.check_loss_scaling(optimizer)
     options: dict[str, Any] = {
@@ -160,7 +160,7 @@ def build_stepper(
 def _open_graphs(
     plan: Plan, device: AbstractDevice, *, is_single_process: bool
 ) -> tuple[AbstractGraphs | None, str | None]:
-    """The capturer of steps if the plan has graphs, or why there is none."""
+    """Return the graph capture of the device if the plan uses graphs, or the reason why there is none."""
     if plan.graph == "off":
         return None, None
     if not is_single_process:
@@ -172,7 +172,7 @@ def _open_graphs(
 
 
 def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
-    """Set the number of threads and the precision of float32 products, which apply to the whole process."""
+    """Set the number of threads and the precision of float32 products. Both are global to the process."""
     if isinstance(plan.threads, int):
         set_num_threads(plan.threads)
     device.use_precision(plan.precision)
@@ -197,7 +197,7 @@ def apply_plan(
 ) -> Iterator[None]:
     """Run steps of this plan while entered: layout, threads, precision, kernels, checkpointing, compilation.
 
-    `compiled` is created by the caller, since compiled code is kept when the plan is entered again.
+    The caller creates `compiled`, so that compiled code is kept when the plan is entered again.
     """
     layout.use(plan.layout, optimizer)
     set_process_settings(plan, device)

@@ -12,9 +12,9 @@ from whet.distributed.strategies import local_tensor
 class Ema:
     """An exponential moving average of all floating-point parameters and buffers.
 
-    The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the random initial weights are forgotten soon.
-    Tensors of a module with `is_averaged = False` are left out: state kept between steps, and tables of which a step
-    changes few rows.
+    The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the average soon forgets the initial weights.
+    Modules with `is_averaged = False` are left out, such as state between steps and tables of which a step changes few
+    rows.
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
@@ -25,12 +25,12 @@ class Ema:
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
-        """Current tensors; looked up each time, since a forward pass may replace a buffer."""
+        """Return the current tensors. They are looked up each time: a forward pass may replace a buffer."""
         named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
         return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
     def share(self, step: int) -> float:
-        """The weight of the new values in the update after `step` steps."""
+        """Return the weight of the new values in the update after `step` steps."""
         return 1 - min(self.decay, (1 + step) / (10 + step))
 
     def update(self, step: int) -> None:
@@ -39,20 +39,19 @@ class Ema:
 
     @torch.no_grad()
     def update_by(self, share: float | Tensor) -> None:
-        """Update with a given share. A tensor can change between replays of a captured step; the bits are the same."""
+        """Update with a given share. A tensor share can change between replays; the result has the same bits."""
         live = self._live()
         for name, buffer in self._model.named_buffers():
             if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
-                # A buffer that a forward pass created or resized: its average starts again.
+                # A forward pass created or resized this buffer, so its average starts again.
                 self.average[name] = buffer.detach().clone()
         now = [local_tensor(live[name].detach()) for name in self.average]
         if not isinstance(share, Tensor):
-            # Sharded tensors are updated by their local rows.
-            # One call for all tensors.
+            # One call for all tensors. Each rank updates its local rows of a sharded tensor.
             torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):
-            # Half precision is averaged in float32, as the kernel for a Python float does.
+            # Average half precision in float32, like the kernel for a Python float.
             wide = torch.promote_types(average.dtype, torch.float32)
             if average.dtype == wide:
                 average.lerp_(weights, share.to(wide))
@@ -62,7 +61,7 @@ class Ema:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Put the average into the model while entered."""
+        """Swap the average into the model while entered."""
         self._swap()
         try:
             yield
@@ -77,6 +76,6 @@ class Ema:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, non-persistent ones included, each shared tensor once."""
+    """Yield all parameters and buffers, including non-persistent ones. Shared tensors appear once."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -24,22 +24,22 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device: torch.device) -> str | None:
-    """Why steps with this optimizer cannot be replayed; None where they can."""
+    """Return the reason why steps with this optimizer cannot be replayed; None if they can."""
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) is not torch.optim.SGD and not all(group.get("capturable") for group in groups):
         return f"{name} may keep per-step values on the host; with capturable=True it does not"
-    # A schedule changes the learning rate between replays, which works only in place on the device.
+    # A schedule changes the learning rate between replays, so it must be a device tensor that changes in place.
     rates = [group["lr"] for group in groups]
     if not all(isinstance(rate, Tensor) and rate.device == device for rate in rates):
         return f"the learning rate of {name} is on the host; only a tensor on {device} can change in a graph"
-    # The scaler reads whether gradients are finite, unless a fused optimizer skips the update on the device.
+    # The scaler reads on the host whether gradients are finite. Only a fused optimizer decides that on the device.
     if scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"loss scaling waits for the device in every step of {name}, unless it is fused"
     return None
 
 
 def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Which hooks a replay would not call; None where there are none."""
+    """Return which hooks a replay would not call; None if there are none."""
     shared = [*_MODULE_HOOKS, "_full_backward_hooks"]
     if any(getattr(nn_module, f"_global{name}", None) for name in shared):
         return "hooks on all modules would not be called"
@@ -58,7 +58,10 @@ def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
 
 
 class CapturedTensors:
-    """Modes and addresses of a model's and an optimizer's tensors. Listed once, since they are read in every step."""
+    """The modes and addresses of the tensors of a model and an optimizer.
+
+    The modules are listed once, because the modes are read in every step.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._modules = list(model.modules())
@@ -66,7 +69,7 @@ class CapturedTensors:
         self._optimizer = optimizer
 
     def modes(self) -> Hashable:
-        """Training flags, requires_grad flags, and the optimizer's hyperparameters."""
+        """Return the training flags, the requires_grad flags and the hyperparameters of the optimizer."""
         groups = self._optimizer.param_groups
         return (
             tuple([module.training for module in self._modules]),
@@ -75,7 +78,7 @@ class CapturedTensors:
         )
 
     def addresses(self) -> list[int]:
-        """Addresses of weights, buffers and optimizer state."""
+        """Return the addresses of weights, buffers and optimizer state."""
         addresses = [t.data_ptr() for named in self._tensors for t in named.values() if t is not None]
         addresses += [
             value.data_ptr()
@@ -87,15 +90,15 @@ class CapturedTensors:
 
 
 def loss_key(loss: Callable[..., Any]) -> Hashable:
-    """Identify a loss by its code, and by the scalars and objects that it refers to.
+    """Return a key for a loss: its code, and the scalars and objects that it refers to.
 
-    A loss may be a new closure in each step, over a number that changes. Nested objects are not examined.
+    A loss may be a new closure in each step, over a changing number. Nested objects are not inspected.
     """
     return tuple([_as_key(value) for value in loss_dependencies(loss)])
 
 
 def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
-    """Everything a loss refers to. While a caller keeps these objects alive, their ids are not reused."""
+    """Yield everything that a loss refers to. A caller keeps these objects alive so that their ids are not reused."""
     if isinstance(loss, functools.partial):
         yield from (*loss.args, *loss.keywords, *loss.keywords.values())
         yield from loss_dependencies(loss.func)
@@ -126,7 +129,7 @@ def _as_key(value: Any) -> Hashable:
 
 
 class HostSnapshot:
-    """State of the host's generators and of a model's buffers."""
+    """The state of the host's random generators and of the buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = BufferSnapshot(model)
@@ -134,7 +137,7 @@ class HostSnapshot:
         self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """What Python has changed since, which a replay would not repeat; None where nothing was detected."""
+        """Return a change by Python that a replay would not repeat; None if there is none."""
         if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
         for saved in self._buffers.saved:

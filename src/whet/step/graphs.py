@@ -1,8 +1,8 @@
 """Optimizer steps captured once per shape and replayed as one launch.
 
-The step itself is that of `step.py`; here it is run eagerly, captured or replayed. A shape runs eagerly when it first
-appears, and is captured when it appears again: no step runs only to be captured, and a failed capture has changed
-nothing. What cannot be captured runs eagerly, and the reason is kept.
+This module runs the step of `step.py` eagerly, captures it or replays it. A shape runs eagerly when it first appears,
+and is captured when it appears again. No step runs only for a capture, and a failed capture changes nothing. Steps that
+cannot be captured run eagerly, and `graph_obstacle` holds the reason.
 """
 
 import time
@@ -32,15 +32,15 @@ from whet.step.rollback import BufferSnapshot
 from whet.step.step import Outcome, Stepper, WrongReplayError
 
 MAX_CAPTURED_SHAPES = 16
-"""Steps of other shapes run eagerly. Each captured shape holds its inputs, and a launch of many kernels."""
+"""Maximum number of captured shapes; further shapes run eagerly. Each one takes memory for its inputs and its graph."""
 _MAX_SEEN_SHAPES = 256
 _STEPS_TO_REPEAT = 64
-"""Give up if no shape repeats within so many steps."""
+"""Capturing is given up if no shape repeats within this many steps."""
 _MAX_RECAPTURES = 3
 _CHECK_AT_LEAST_EVERY = 1024
-"""Replays between checks; before that, checks happen at every power of two."""
+"""Replays between checks against eager execution. Earlier checks happen at every power of two."""
 _TOLERANCE = {"bf16": 5e-3, "fp16": 5e-3}
-"""Relative difference of a replayed loss and the eager one: same kernels, but sums have no fixed order."""
+"""Allowed relative difference between replayed and eager loss: the kernels are the same, but not the order of sums."""
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class _CapturedStep:
     outcome: Outcome
     addresses: list[int]
     kept: list[Any]
-    """Objects that the loss refers to; kept alive so that their ids are not reused."""
+    """Objects that the loss refers to. They are kept alive so that their ids are not reused."""
     is_verified: bool = False
-    """Whether a replay was compared with the loss's own code."""
+    """Whether a replay was compared with eager execution."""
 
 
 @dataclass(slots=True)
@@ -60,12 +60,13 @@ class _SeenShape:
     """A shape that is not captured yet."""
 
     num_steps: int = 0
+    """Number of eager steps with this shape."""
     syncs: list[str] = field(default_factory=list)
-    """Source lines that synchronized in its last step."""
+    """Source lines that waited for the device in the last step."""
 
 
 class GraphedStepper(Stepper):
-    """A Stepper that replays captured graphs where it can; `graph_obstacle` says why it cannot."""
+    """A Stepper that replays captured graphs if possible; otherwise `graph_obstacle` holds the reason."""
 
     def __init__(
         self,
@@ -81,9 +82,12 @@ class GraphedStepper(Stepper):
         self._graphs = graphs
         self._is_compiled = is_compiled
         self._captured_kinds: set[Hashable] = set()
-        """What captured shapes have in common. Another shape of such a kind is captured without running eagerly first,
-        which would hold as much memory outside of the pool as inside."""
-        # A compiled model compiles for each shape, and benchmarks kernels meanwhile, which must not be captured.
+        """The loss, modes and number of micro-batches of captured shapes.
+
+        A new shape of a known kind is captured without an eager step, which would take the same memory again outside of
+        the graph's pool.
+        """
+        # A compiled model compiles for each new shape and may benchmark kernels, which must not be captured.
         self._runs_eagerly_first = is_compiled
         self._tensors = CapturedTensors(model, optimizer)
         self._seen: dict[Hashable, _SeenShape] = {}
@@ -91,7 +95,7 @@ class GraphedStepper(Stepper):
         self._ema_share: Tensor | None = None
         self._num_eager_steps = self._num_recaptures = self._num_replays = 0
         self.capture_seconds = 0.0
-        """Total time of captures: the cost of graphs besides running each shape once eagerly."""
+        """Total seconds spent on captures."""
 
     @property
     def num_captured(self) -> int:
@@ -138,7 +142,7 @@ class GraphedStepper(Stepper):
             outcome = self._run_eagerly(key, loss, made, num_samples=num_samples, step=step)
             return Outcome(loss=outcome.loss, grad_norm=outcome.grad_norm, marks=(*fetching, *outcome.marks))
         self._num_replays += 1
-        # The first replay of each shape is checked; after that a share of all replays, however many shapes there are.
+        # Check the first replay of each shape, and then a share of all replays, independent of the number of shapes.
         is_due = not captured.is_verified or _is_check_due(self._num_replays)
         expected = self._eager_loss(loss, made, num_samples) if is_due else None
         captured.is_verified = True
@@ -147,7 +151,7 @@ class GraphedStepper(Stepper):
         self.is_updating = True
         captured.replay()
         self.is_updating = False
-        # Copies, since the next replay overwrites the originals.
+        # Clone, because the next replay overwrites these tensors.
         replayed, norm = captured.outcome.loss.clone(), captured.outcome.grad_norm
         if expected is not None:
             self._check_loss(replayed, expected)
@@ -158,7 +162,7 @@ class GraphedStepper(Stepper):
         )
 
     def _find_obstacle(self) -> None:
-        """Give up where replays are known to be wrong."""
+        """Stop capturing if the optimizer or a hook makes replays wrong."""
         obstacle = capture_obstacle(self.optimizer, self.scaler, self.device.torch_device)
         obstacle = obstacle or hook_obstacle(self.model, self.optimizer)
         if obstacle is not None:
@@ -174,7 +178,7 @@ class GraphedStepper(Stepper):
             seen = self._seen[key] = _SeenShape()
         with self._graphs.warm_up() as syncs:
             outcome = self._step(loss, made, num_samples=num_samples, step=step)
-        # As after a replay, whose gradients are in the graph's pool.
+        # Clear gradients as after a replay, whose gradients are in the graph's pool.
         self.optimizer.zero_grad(set_to_none=True)
         self._num_eager_steps += 1
         if seen is not None:
@@ -193,7 +197,7 @@ class GraphedStepper(Stepper):
             ema.update_by(self._ema_share)
 
     def _set_ema_share(self, step: int) -> None:
-        """Write this step's share in place, as the learning rate: a captured step reads it from there."""
+        """Write the EMA share of this step in place, like the learning rate: a captured step reads it from there."""
         if self.ema is None or self.graph_obstacle is not None:
             return
         if self._ema_share is None:
@@ -203,7 +207,7 @@ class GraphedStepper(Stepper):
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def _valid_capture(self, key: Hashable) -> _CapturedStep | None:
-        """The captured step of a shape. All captures are void if weights or state have other addresses now."""
+        """Return the captured step of a shape; None if there is none. Discard all captures if addresses changed."""
         captured = self._captured.get(key)
         if captured is None or captured.addresses == self._addresses():
             return captured
@@ -229,10 +233,11 @@ class GraphedStepper(Stepper):
         if self.graph_obstacle is not None:
             return None
         start = time.perf_counter()
-        # Python runs once more during the capture; its side effects must not differ from those of a replay.
+        # Python code runs during the capture but not during a replay, so it must have no side effects.
         before, inputs = HostSnapshot(self.model), StaticInputs(made)
         if all(inputs.num_bytes > captured.inputs.num_bytes for captured in self._captured.values()):
-            # Memory that smaller graphs returned is too fragmented for this one, while all of them fit into its memory.
+            # Capture the largest graph first. Memory of smaller graphs is too fragmented for it, but they fit into its
+            # memory, so they are captured again afterwards.
             self._captured.clear()
             self._graphs.forget()
         try:
@@ -243,9 +248,9 @@ class GraphedStepper(Stepper):
         except WhetError:
             raise
         except Exception as error:
-            # Only the text: the error itself would keep the step's activations alive.
+            # Keep only the text: the error itself would keep the activations of the step alive.
             problem = f"capturing failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        # Return its gradients to the pool for the next capture.
+        # Return the gradients to the pool for the next capture.
         self.abort()
         self.capture_seconds += time.perf_counter() - start
         if problem is not None:
@@ -278,11 +283,11 @@ class GraphedStepper(Stepper):
     # --- periodic checks ----------------------------------------------------------------------------------------------
 
     def _eager_loss(self, loss: LossFunction, made: Sequence[MicroBatch], num_samples: int) -> Tensor:
-        """The loss of this step computed by its code; everything that the forward pass changes is restored."""
+        """Compute the loss of this step eagerly. Restore the buffers and generators that the forward pass changes."""
         buffers, rng = BufferSnapshot(self.model), get_torch_rng(self.device)
         total: Tensor | None = None
         weights: Tensor | float | None = None
-        # A compiled model would be compiled again for passes without gradients.
+        # Keep gradients enabled for a compiled model: without them, it would be compiled again.
         with self._graphs.warm_up(), torch.set_grad_enabled(self._is_compiled):
             for micro in made:
                 with self.device.autocast(self._precision):
@@ -297,7 +302,7 @@ class GraphedStepper(Stepper):
         return total if weights is None else total / clamp_weight(weights)
 
     def _check_loss(self, replayed: Tensor, expected: Tensor) -> None:
-        """Compare the losses; waits for the device. NaN and Inf are left to the non-finite guard."""
+        """Raise if the losses differ. Waits for the device. NaN and Inf are left to the non-finite guard."""
         ours, theirs = float(replayed), float(expected)
         tolerance = _TOLERANCE.get(self._precision, 1e-4) * max(abs(theirs), 1e-3)
         if abs(ours - theirs) > tolerance:
@@ -329,7 +334,7 @@ class StaticInputs:
 
     @torch.no_grad()
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Copy values of the same shapes."""
+        """Copy the values of micro-batches with the same shapes into the static inputs."""
         torch._foreach_copy_(self._tensors, list(_all_tensors(micro_batches)))
 
 
@@ -339,7 +344,7 @@ def _copied(micro: MicroBatch) -> MicroBatch:
 
 
 class _UnreadableIds:
-    """Stands for the ids of samples: a captured step would keep reading those it was captured with."""
+    """A placeholder for sample ids. It raises on access, because a replay would use the ids of the capture."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -355,7 +360,7 @@ class _UnreadableIds:
 
 
 def signature(micro: MicroBatch) -> Signature:
-    """Everything the host knows about a micro-batch but its ids: a captured step is valid for an equal signature."""
+    """Return everything the host knows about a micro-batch except its ids. Equal signatures can share a capture."""
     fields = [(name, *_field_shapes(value), *_field_numbers(value)) for name, value in micro.fields.items()]
     return len(micro), micro.first_index, *fields
 

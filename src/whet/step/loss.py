@@ -1,7 +1,8 @@
 """The values that a loss function may return, and their weight in a step.
 
-A mean over the samples of a micro-batch is weighted by their number. A pair (sum, weight) has its own weight: tokens,
-for a language model. The step's loss is the sum of all parts over the sum of all weights, however the batch is split.
+A mean over the samples of a micro-batch is weighted by their number. A pair (sum, weight) provides the weight, such as
+the number of tokens for a language model. The loss of a step is the sum of all parts divided by the sum of all weights,
+for every split of the batch.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ LossFunction = Callable[[MicroBatch], Loss]
 
 
 def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
-    """Return (mean, None) or (sum, weight); raise for anything else before it can train."""
+    """Return (mean, None) or (sum, weight). Raise for any other value."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         total, weight = returned
     else:
@@ -45,13 +46,13 @@ def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
         )
     if isinstance(weight, Tensor) and weight.numel() != 1:
         raise WhetError("the loss's weight must be one number", got=f"shape {tuple(weight.shape)}", try_="weight.sum()")
-    # In the dtype of the loss: dividing by an integer weight would compute in float32, even for a float64 model.
+    # Convert to the dtype of the loss: an integer weight would make the division use float32, even in a float64 model.
     weight = weight.detach().reshape(()).to(total.dtype) if isinstance(weight, Tensor) else weight
     return total if total.dim() == 0 else total.reshape(()), weight
 
 
 def clamp_weight(weight: Tensor | float) -> Tensor | float:
-    """The weight, or the smallest positive number: a batch without labels has loss 0, not 0/0."""
+    """Return the weight, at least the smallest positive number: a batch without labels has loss 0, not NaN."""
     if isinstance(weight, Tensor):
         return weight.clamp(min=torch.finfo(weight.dtype).tiny)
     return max(float(weight), _TINY)

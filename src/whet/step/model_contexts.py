@@ -1,7 +1,6 @@
 """Temporary changes to a model: activation checkpointing, compilation, memory format, deterministic kernels.
 
-The model stays the user's object: every name, weight and hook is the same while a context is entered, and everything
-is undone on exit.
+The model stays the same object with the same names, weights and hooks, and every change is undone on exit.
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from whet.plan.plan import Plan
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: children of the outermost ModuleLists, else of the outermost Sequentials."""
+    """Return the repeated parts of a model: children of the outermost ModuleLists, else of the outermost Sequentials."""
     for kind in (nn.ModuleList, nn.Sequential):
         children = (block for group in _outermost(model, kind) for block in group.children())
         blocks = list(dict.fromkeys(children))
@@ -40,7 +39,7 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 @contextmanager
 def deterministic(is_on: bool) -> Iterator[None]:
-    """Allow only deterministic kernels while entered, if `is_on`; an operator without one raises by name."""
+    """Allow only deterministic kernels while entered, if `is_on`. torch raises for an operator without one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if is_on:
         torch.use_deterministic_algorithms(True)
@@ -57,7 +56,7 @@ def deterministic(is_on: bool) -> Iterator[None]:
 def checkpoint_activations(model: nn.Module) -> Iterator[None]:
     """Keep only the inputs of blocks, and recompute their activations in the backward pass.
 
-    Random draws are repeated, so dropout is the same in both passes and the gradient is unchanged.
+    The recomputation restores the random generators, so dropout is the same and the gradient is unchanged.
     """
     blocks = find_blocks(model)
     if not blocks:
@@ -69,25 +68,25 @@ def checkpoint_activations(model: nn.Module) -> Iterator[None]:
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         recomputed = partial(checkpoint, block.forward, use_reentrant=False)
-        # A context function only where it is needed: torch cannot compile checkpoints that have one.
+        # Use a context function only if needed, because torch cannot compile a checkpoint that has one.
         block.forward = partial(recomputed, context_fn=partial(_contexts, block)) if _batch_norms(block) else recomputed
     try:
         yield
     finally:
         for block, own in zip(blocks, before, strict=True):
-            # Uncovers the class's own forward, unless the user had replaced it before.
+            # Deleting the attribute reveals the forward of the class. A forward that the user set is put back.
             del block.forward
             if own is not None:
                 block.forward = own
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether a block has running statistics, which the recomputation must not update."""
+    """Return whether a block has running statistics, which the recomputation must not update again."""
     return any(_batch_norms(block) for block in find_blocks(model))
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first pass and of the recomputation, which must not update running statistics again."""
+    """Return the contexts of the first pass and of the recomputation, which must not update running statistics again."""
     return nullcontext(), _freeze_statistics(block)
 
 
@@ -111,15 +110,15 @@ def _batch_norms(block: nn.Module) -> list[nn.Module]:
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 _DYNAMIC_LENGTHS = ("sorted", "packed", "packed few")
-"""Values of `lengths` with more shapes than are worth compiling one by one."""
+"""Values of `lengths` with too many shapes to compile each of them."""
 _COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
-"""Modules whose errors mean that compiling failed, and not the model."""
+"""Modules whose errors mean that the compiler failed, not the model."""
 _CPP_ERROR_WORDS = ("C++", "Cxx", "Cpp")
 """Words in errors about a missing C++ compiler."""
 
 
 def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
-    """Why this model cannot be compiled under this plan; None where it can."""
+    """Return the reason why this model cannot be compiled under this plan; None if it can."""
     if plan.activation_checkpointing == "on" and has_batch_statistics(model):
         return (
             "activation_checkpointing=on recomputes blocks with BatchNorm without updating their statistics twice, and "
@@ -129,7 +128,7 @@ def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
 
 
 class CompiledCalls:
-    """Calls of a model or its blocks through torch.compile, switched on by `in_use`. Modules keep their identity."""
+    """Compiled calls of a model or its blocks, which `in_use` activates. The modules stay the same objects."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         configure_compile_cache()
@@ -140,7 +139,7 @@ class CompiledCalls:
                 got=type(model).__name__,
                 try_="an nn.ModuleList or nn.Sequential of blocks, or compile=on for the whole model",
             )
-        # By default torch compiles for the first length, and then again for any length.
+        # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic.
         is_dynamic = True if plan.workload.lengths_vary and plan.lengths in _DYNAMIC_LENGTHS else None
         self._calls = [(module, module._compiled_call_impl, _compiled_call(module, is_dynamic)) for module in modules]
 
@@ -159,8 +158,8 @@ class CompiledCalls:
 def _compiled_call(module: nn.Module, is_dynamic: bool | None) -> Any:
     before = module._compiled_call_impl
     if type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
-        # The compiler skips calls of torch's own modules, such as nn.Sequential, and forwards that are not the class's
-        # own, as checkpointed blocks have; it does trace a function of ours.
+        # The compiler skips modules of torch.nn, such as nn.Sequential, and forwards that are set on the instance, as in
+        # checkpointed blocks. It does trace a lambda around them.
         compiled: Any = torch.compile(lambda *args, **kwargs: module._call_impl(*args, **kwargs), dynamic=is_dynamic)
     else:
         module.compile(dynamic=is_dynamic)
@@ -186,29 +185,29 @@ def _compile_error_text(error: Exception) -> str:
 
 
 # --- memory format of weights ----------------------------------------------------------------------------------------
-# Fused optimizer kernels on the CPU walk weights and state side by side and ignore strides (torch 2.13): state of
-# another layout would be mixed up silently. So state always follows its parameter's layout.
+# Fused optimizer kernels on the CPU ignore strides (torch 2.13). State in a different layout would silently be applied
+# to the wrong weights, so state always follows the layout of its parameter.
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class WeightLayout:
-    """The memory format of a model's weights: the original one, or channels_last, and back.
+    """Switches the memory format of the weights between the original one and channels_last.
 
-    With `keep_addresses`, weights return to the same address whenever a layout is used again, as captured steps need;
-    that takes memory for both layouts.
+    With `keep_addresses`, weights return to the same address when a layout is used again. Captured steps need that. It
+    takes memory for both layouts.
     """
 
     def __init__(self, model: nn.Module, *, keep_addresses: bool = False) -> None:
         parameters = list(model.parameters())
         owners = Counter(parameter.untyped_storage().data_ptr() for parameter in parameters)
-        # Parameters that share memory are left alone: they would no longer share it.
+        # Parameters that share memory are skipped, because a copy would no longer share it.
         alone = (parameter for parameter in parameters if owners[parameter.untyped_storage().data_ptr()] == 1)
         self._original = [(p, p.stride()) for p in alone if p.dim() in _CHANNELS_LAST and _is_dense(p)]
         self._memory: dict[tuple[int, tuple[int, ...]], Tensor] | None = {} if keep_addresses else None
 
     def use(self, layout: str, optimizer: Optimizer | None = None) -> None:
-        """Lay out the weights and their optimizer state; "contiguous" is the original layout."""
+        """Switch the weights and their optimizer state to a layout. "contiguous" is the original layout."""
         if layout == "channels_last" and not self._original:
             raise UsageError(
                 "channels_last is a layout of convolutions",
@@ -237,7 +236,7 @@ class WeightLayout:
 
 
 def align_state(parameter: Tensor, state: dict[str, Any]) -> None:
-    """Give a parameter's optimizer state the layout of the parameter, in place."""
+    """Convert the optimizer state of a parameter to the layout of the parameter, in place."""
     for value in state.values():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
             value.data = _laid_out_like(value, parameter)
@@ -251,10 +250,10 @@ def _channels_last_stride(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of the tensor with the parameter's strides."""
+    """Return a copy of the tensor with the strides of the parameter."""
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Whether every element has its own address, without gaps: only then is a layout a mere order of elements."""
+    """Return whether the elements neither overlap nor have gaps, so that a layout only changes their order."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

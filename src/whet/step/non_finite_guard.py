@@ -16,12 +16,12 @@ from whet.run.event import Event
 MAX_SKIPPED = 10
 MAX_CONSECUTIVE_SKIPS = 3
 MAX_SCALER_SKIPS = 20
-"""Consecutive steps that a loss scaler may skip by itself: each halves the scale."""
+"""Maximum number of consecutive steps that a loss scaler may skip. Each one halves the scale."""
 MAX_ROLLBACKS = 20
 
 _WINDOW, _MIN_LOSSES, _SIGMAS = 128, 64, 6.0
 _MIN_SPIKE_SHARE = 0.25
-"""A spike is logged from this share of the first losses on: near zero one hard sample is far above the mean."""
+"""The minimum of a spike as a share of the first losses: near zero, one hard sample is far above the mean."""
 _HINT = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before"
 
 
@@ -42,10 +42,10 @@ class NonFiniteGuard:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._sum = self._squares = 0.0
         self._initial_mean: float | None = None
-        """The mean of the first losses."""
+        """The mean of the first losses; None until there are enough."""
 
     def observe(self, step: int, loss: float) -> str | None:
-        """Take the loss of a step. Returns a description if it is a spike."""
+        """Record the loss of a step. Return a description if it is a spike, else None."""
         if math.isfinite(loss):
             self._num_scaler_skips = 0
             return self._observe_finite(loss)
@@ -95,7 +95,7 @@ class NonFiniteGuard:
         return f"the loss is {loss:.4g}; the last {count} were {mean:.4g} with a spread of {deviation:.2g}"
 
     def _add(self, sign: int, loss: float) -> None:
-        # Running sums: a pass over the window in every step would cost more than everything else here.
+        # Running sums avoid a pass over the window in every step.
         self._sum += sign * loss
         self._squares += sign * loss * loss
 

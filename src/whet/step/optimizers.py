@@ -23,11 +23,11 @@ class OptimizerChoice:
     lr: float = 3e-4
     weight_decay: float = 0.01
     table_lr: float | None = None
-    """For embedding tables of which a step sees few rows; `lr` if not given."""
+    """The learning rate of embedding tables of which a step uses few rows; `lr` if None."""
     table_weight_decay: float | None = None
 
     def base_rates(self, optimizer: Optimizer) -> list[float]:
-        """The learning rate of each group of the built optimizer."""
+        """Return the learning rate of each parameter group of the built optimizer."""
         table_lr = self.lr if self.table_lr is None else self.table_lr
         return [table_lr if group.get("is_table") else self.lr for group in optimizer.param_groups]
 
@@ -40,7 +40,7 @@ def build_optimizer(
     kernels: str = "fused",
     is_captured: bool = False,
 ) -> Optimizer:
-    """Build an optimizer over the model's trainable parameters. Only adam_atan2 decays biases and norms.
+    """Build an optimizer over the trainable parameters. Only adam_atan2 applies weight decay to biases and norms.
 
     With `is_captured`, all per-step values are on the device.
     """
@@ -52,12 +52,11 @@ def build_optimizer(
     if name == "sgd" and fused and any(is_distributed(p) for group in groups for p in group["params"]):
         # torch's fused SGD does not support sharded parameters.
         fused, foreach = False, True
-    # A learning rate in a tensor can change without a new graph or a new kernel launch; fused kernels accept it.
+    # A tensor learning rate can change in place, without a new graph. Fused kernels accept it.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.torch_device) if fused or is_captured else lr
     if name == "adamw":
         adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
-        # Eager steps before a capture are intended.
-        # torch warns once about eager steps of a capturable optimizer.
+        # torch warns about eager steps of a capturable optimizer. Here they are intended, before a capture.
         adamw._warned_capturable_if_run_uncaptured = True
         return adamw
     if name == "sgd":
@@ -72,7 +71,7 @@ def build_optimizer(
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices with decay, vectors (biases, norms) without."""
+    """Return the parameter groups: matrices with weight decay, vectors (biases, norms) without."""
     trainable = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -82,7 +81,7 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
 
 
 def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
-    """Parameter groups: all with decay; tables of modules with `is_table = True` in their own group."""
+    """Return the parameter groups, all with weight decay. Modules with `is_table = True` form a separate group."""
     tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
     others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
     decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
@@ -94,12 +93,12 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
-    """Set every group's learning rate to `factor` times its base rate, and return the rates.
+    """Set the learning rate of each group to `factor` times its base rate, and return the rates.
 
-    Tensors change in place.
+    Tensor rates change in place.
     """
     rates = [base * factor for base in base_rates]
-    # A group that was added later has no base rate; the step raises for it with a better error.
+    # strict=False: a group that was added later has no base rate. The next step raises a better error for it.
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -112,14 +111,14 @@ def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[floa
 
 
 class AdamATan2(Optimizer):
-    """Adam whose quotient is an angle: it needs no epsilon, and its learning rate bounds the length of a step.
+    """Adam with atan2 in place of the division: no epsilon is needed, and the learning rate bounds each update.
 
         w <- w (1 - lr decay)
         m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
         w <- w - lr / (1 - b1^t) atan2(m, sqrt(v) / sqrt(1 - b2^t))
 
-    Groups with `is_table` (embedding tables of which a step sees few rows) are updated by sign instead:
-    w <- w (1 - lr decay) - lr sign(g), for the rows seen. With `capturable`, all per-step values are on the device.
+    Groups with `is_table` (embedding tables of which a step uses few rows) are updated by sign instead:
+    w <- w (1 - lr decay) - lr sign(g), for the rows in use. With `capturable`, all per-step values are on the device.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class AdamATan2(Optimizer):
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            # The dtype of the learning rate where that is on the device: Metal has no float64.
+            # A device tensor for the rate has a dtype that the device supports: Metal has no float64.
             dtype = group["lr"].dtype if isinstance(group["lr"], Tensor) else torch.float64
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=dtype, device=device)
@@ -195,7 +194,7 @@ class AdamATan2(Optimizer):
 
 
 def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any]) -> tuple[Any, Any]:
-    """1 - b1^t and sqrt(1 - b2^t); tensors if capturable, since nothing may be read from the device then."""
+    """Return 1 - b1^t and sqrt(1 - b2^t). If capturable, they are tensors, because a capture cannot read values."""
     if group["capturable"]:
         return 1 - beta1**step, (1 - beta2**step).sqrt()
     count = float(step)
@@ -203,7 +202,7 @@ def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any])
 
 
 def _sign_update(table: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-    """Update the rows that have a gradient; a row seen several times has the sum of its gradients."""
+    """Update the rows that have a gradient. The gradient of a row that is used several times is a sum."""
     is_seen = (gradient != 0).any(dim=-1, keepdim=True)
     decayed = table * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * gradient.sign()
     table.copy_(torch.where(is_seen, decayed, table))

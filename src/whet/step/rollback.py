@@ -1,4 +1,4 @@
-"""Undo a step that failed before its update, and plan for less memory."""
+"""Undo a step that failed before its update, and reduce the memory of a plan."""
 
 import traceback
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from whet.step.model_contexts import find_blocks
 
 
 class SavedBuffer(NamedTuple):
-    """A buffer with its values at one moment."""
+    """A buffer and a copy of its values."""
 
     module: nn.Module
     name: str
@@ -30,13 +30,14 @@ class SavedBuffer(NamedTuple):
         return cls(module, name, buffer, buffer._version, buffer.detach().clone())
 
     def has_changed(self) -> bool:
-        """Whether it was replaced or changed. Values are compared, since some kernels do not update the version."""
+        """Return whether the buffer was replaced or changed."""
+        # Values are compared too, because some kernels do not update the version counter.
         if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
         return not torch.equal(self.buffer, self.values)
 
     def restore(self) -> None:
-        """Restore the object and its values."""
+        """Restore the buffer object and its values."""
         self.module._buffers[self.name] = self.buffer
         try:
             self.buffer.copy_(self.values)
@@ -46,7 +47,7 @@ class SavedBuffer(NamedTuple):
 
 
 class BufferSnapshot:
-    """All buffers of a model at one moment."""
+    """A copy of all buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._objects = [(module, dict(module._buffers)) for module in model.modules()]
@@ -59,7 +60,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore every buffer, and remove those that were added since."""
+        """Restore every buffer, and remove buffers that were added later."""
         for module, buffers in self._objects:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -67,16 +68,16 @@ class BufferSnapshot:
             saved.restore()
 
     def has_new_names(self) -> bool:
-        """Whether buffers were added or removed since."""
+        """Return whether buffers were added or removed."""
         return any(module._buffers.keys() != buffers.keys() for module, buffers in self._objects)
 
 
 class StepRollback:
-    """Saves before each step what it may change before its update, so that a failed step can be repeated.
+    """Saves the state that forward and backward may change, so that a failed step can be repeated.
 
-    Weights and optimizer state change in the update only; forward and backward change generators and buffers. Which
-    buffers, and whether Python's or NumPy's generator is in use, is learned from the first step. If anything else
-    changes later, `restore` reports that it cannot undo it.
+    Weights and optimizer state change only in the update. Forward and backward change generators and buffers. The first
+    step shows which buffers change, and whether the generators of Python and NumPy are in use. If anything else changes
+    later, `restore` returns False.
     """
 
     def __init__(self, model: nn.Module, device: AbstractDevice) -> None:
@@ -88,7 +89,7 @@ class StepRollback:
         self._volatile: list[tuple[nn.Module, str]] = []
         """Buffers that steps change; saved before each step."""
         self._constant: list[SavedBuffer] = []
-        """Buffers that steps are expected to leave alone."""
+        """Buffers that steps are not expected to change."""
         self._saved: list[SavedBuffer] = []
         self._host_rng = get_host_rng()
         self._uses_host_rng = True
@@ -96,6 +97,7 @@ class StepRollback:
 
     def save(self) -> None:
         """Save the state before a step."""
+        # None marks an incomplete save: it is set last, after everything that may run out of memory.
         self._torch_rng = None
         if self._uses_host_rng:
             self._host_rng = get_host_rng()
@@ -115,11 +117,11 @@ class StepRollback:
         return bool(self._volatile)
 
     def learn(self) -> None:
-        """Learn from the first finished step what steps change."""
+        """Learn from the first completed step which buffers and generators steps change."""
         if self._is_learned or self._all is None:
             return
         for saved in self._all.saved:
-            # Running statistics may be frozen at first and updated later.
+            # Running statistics may be frozen in the first step and updated later.
             if saved.has_changed() or isinstance(saved.module, nn.modules.batchnorm._NormBase):
                 self._volatile.append((saved.module, saved.name))
             else:
@@ -129,9 +131,9 @@ class StepRollback:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Undo a step that failed before its update; False if something changed unexpectedly."""
+        """Undo a step that failed before its update. Return False if something else has changed."""
         if self._torch_rng is None:
-            # Memory ran out in `save` itself: the step had not begun.
+            # Memory ran out in `save`, so the step has not begun.
             return True
         set_torch_rng(self._torch_rng, self._device)
         if self._uses_host_rng:
@@ -159,10 +161,10 @@ def release_traceback(error: BaseException) -> str:
 def reduce_memory(
     plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, may_split: bool = True
 ) -> Plan:
-    """Return the plan with half the micro-batch, or with activation checkpointing; raise where neither is possible.
+    """Return the plan with half the micro-batch, or with activation checkpointing. Raise if neither is possible.
 
-    `num_samples` is the size of the failed step's batch. The batch of a model that updates buffers in every forward
-    pass, as BatchNorm does, must not be split further: that would change what it learns.
+    `num_samples` is the batch size of the failed step. `may_split` is False for a model that updates buffers in every
+    forward pass, such as BatchNorm: a smaller micro-batch would change its statistics.
     """
     planned = plan.micro_batch
     assert isinstance(planned, int)

@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, normalize, clip, NaN guard, update, EMA.
 
-Nothing here waits for the device or reads a tensor's value, so that a step can be captured and replayed. The exception
-is a checked step, which verifies its numbers before the update.
+Nothing here waits for the device or reads the value of a tensor, so that a step can be captured and replayed. The
+exception is a checked step, which verifies loss and gradient before the update.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +20,14 @@ from whet.step.ema import Ema
 from whet.step.loss import LossFunction, clamp_weight, parse_loss
 
 NORM_EVERY = 16
-"""Without clipping, the gradient norm is computed in one of so many steps: in every step it cost 3 to 5 % of small
-steps on a CPU. Never in a captured one (step 0), which would compute it in every replay."""
+"""Steps between two computations of the gradient norm if gradients are not clipped.
+
+In every step it would take 3 to 5 % of a small step on a CPU. A captured step (number 0) never computes it, because
+every replay would compute it too.
+"""
 
 _FOREACH_DEVICES = ("cpu", "cuda")
-"""Devices where torch computes many tensors in one call."""
+"""Devices on which torch's foreach functions process many tensors in one call."""
 
 Phase = tuple[str, Mark, Mark]
 """A phase of a step with its start and end on the device's clock."""
@@ -38,19 +41,19 @@ class Outcome:
     grad_norm: Tensor | None
     marks: tuple[Phase, ...]
     is_skipped: bool = False
-    """Whether the NaN guard has skipped the step; the loss is NaN then."""
+    """Whether the NaN guard skipped the step. The loss is then NaN."""
 
 
 class NonFiniteError(Exception):
-    """The loss or gradient of a checked step is NaN or Inf; raised before the update."""
+    """Raised before the update if the loss or the gradient of a checked step is NaN or Inf."""
 
 
 class WrongReplayError(Exception):
-    """A replayed step computed something else than its code; the weights have changed."""
+    """Raised if a replayed step differs from eager execution. The weights have changed."""
 
 
 class Stepper:
-    """Runs optimizer steps of one model with one optimizer on one device."""
+    """Runs the optimizer steps of one model on one device."""
 
     def __init__(
         self,
@@ -71,13 +74,13 @@ class Stepper:
         self.ema = ema
         self.strategy = strategy or ParallelStrategy()
         self.is_updating = False
-        """Whether weights may have changed although the step is not done."""
+        """Whether an update is in progress, so that some weights may have changed."""
         self.graph_obstacle: str | None = None
-        """Why steps are not captured although that was planned."""
+        """The reason why steps are not captured although the plan says so; None if there is none."""
         self._precision = precision
         self._clip = clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Both are known after the first backward pass.
+        # Both are set after the first backward pass.
         self._has_gradients = self._can_clip_foreach = False
 
     def __call__(
@@ -108,25 +111,25 @@ class Stepper:
     ) -> Outcome:
         mark = mark or self.device.mark
         self._zero_grad()
-        # 1. Gradients of all micro-batches, accumulated in .grad.
+        # 1. Accumulate the gradients of all micro-batches in .grad.
         loss_sum, weight_sum, marks = self._forward_backward(loss, micro_batches, num_samples=num_samples, mark=mark)
-        # 2. Sums over all ranks; gradients were summed in the last backward pass.
+        # 2. Sum loss and weight over all ranks. The last backward pass has summed the gradients.
         loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._check_has_gradients()
-        # 3. Remove the loss scale before anything looks at the gradients.
+        # 3. Remove the loss scale before the gradients are read.
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
             # The weights of all micro-batches are known only now.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
-        # 4. Clip, or measure the norm now and then.
+        # 4. Clip, or compute the norm every NORM_EVERY steps.
         grad_norm = self._clip_gradients(step)
         # 5. Only a checked step waits for the device, before any weight changes.
         if is_checked:
             self._check_finite(loss_sum)
-        # 6. Update. From here on a failure can only be repaired from a checkpoint.
+        # 6. Update. After a failure from here on, only a checkpoint can restore the weights.
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -144,7 +147,7 @@ class Stepper:
         num_samples: int,
         mark: Callable[[], Mark],
     ) -> tuple[Tensor, Tensor | float | None, list[Phase]]:
-        """Accumulate gradients; return the loss, the sum of weights (None where it is not needed) and the phases."""
+        """Accumulate gradients. Return the loss, the sum of weights (None if it is not needed) and the phases."""
         strategy, marks = self.strategy, []
         loss_sum: Tensor | None = None
         weight_sum: Tensor | float | None = None
@@ -162,12 +165,12 @@ class Stepper:
                 with self.device.autocast(self._precision):
                     total, weight = parse_loss(strategy.call(loss, micro))
                 if weight is None:
-                    # A mean over the micro-batch: its share of the global batch is known.
+                    # A mean over the micro-batch, weighted by its share of the global batch.
                     part = total if is_whole else total * (micro.is_counted * len(micro) / num_samples)
                 elif is_whole:
                     part = total / clamp_weight(weight)
                 else:
-                    # A sum: divided by the samples for now, and by all weights once they are known.
+                    # A sum. Divide by the number of samples now; the correction by the sum of all weights comes later.
                     part, weight = (total / num_samples, weight) if micro.is_counted else (total * 0.0, weight * 0.0)
                     weight_sum = weight if weight_sum is None else weight_sum + weight
                 forwarded = mark()
@@ -188,22 +191,22 @@ class Stepper:
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str, *, loss_scaling: str) -> None:
-        """Change the precision of the coming steps; only before the first one."""
+        """Change the precision. Call this only before the first step."""
         self._precision = precision
         self.scaler = _make_scaler(self.device, loss_scaling)
         self.device.use_precision(precision)
 
     def has_finite_weights(self) -> bool:
-        """Whether all trained weights are finite; waits for the device once."""
+        """Return whether all trained weights are finite. Waits for the device once."""
         finite = [parameter.detach().isfinite().all() for parameter in self._parameters]
         return bool(self.strategy.full(torch.stack(finite).all()))
 
     def abort(self) -> None:
-        """Discard what an unfinished step left behind; the caller restores the weights."""
+        """Discard gradients and scaler state of an unfinished step. The caller restores the weights."""
         self.is_updating = False
         self._zero_grad()
         if self.scaler.is_enabled():
-            # Otherwise it remembers that this step's gradients are unscaled; only update() clears that.
+            # The scaler remembers that the gradients are unscaled, and only update() clears that.
             self.scaler._per_optimizer_states.clear()
 
     def release_graphs(self, reason: str) -> None:
@@ -212,17 +215,17 @@ class Stepper:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _zero_grad(self) -> None:
-        """Clear gradients like the optimizer's own zero_grad, without its profiler hooks (12 us)."""
+        """Clear gradients like Optimizer.zero_grad, but without its profiler hooks, which take 12 us."""
         if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
-        # The current groups, not those at the start: gradients of a group added later would accumulate otherwise.
+        # Iterate over the current groups: gradients of a group that was added later must not accumulate.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def _check_has_gradients(self) -> None:
-        """Raise at the first step if the loss reaches no parameter: it would train nothing, silently."""
+        """Raise at the first step if the loss reaches no parameter: training would silently do nothing."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise WhetError(
                 "the loss reaches no parameter of the optimizer",
@@ -242,7 +245,7 @@ class Stepper:
             torch._foreach_mul_(same, factor.to(dtype))
 
     def _clip_gradients(self, step: int) -> Tensor | None:
-        """Clip if configured; return the gradient norm where it was computed."""
+        """Clip the gradients if configured. Return the gradient norm; None if it was not computed."""
         if self._clip is not None:
             clip = clip_foreach if self._can_clip_foreach else nn.utils.clip_grad_norm_
             return self.strategy.full(clip(self._parameters, self._clip))
@@ -263,7 +266,7 @@ class Stepper:
 
 
 def _make_scaler(device: AbstractDevice, loss_scaling: str) -> torch.amp.GradScaler:
-    """The loss scaler; disabled where none is needed."""
+    """Return the loss scaler. It is disabled if it is not needed."""
     return torch.amp.GradScaler(device.torch_device.type, enabled=loss_scaling == "dynamic")
 
 
@@ -279,7 +282,7 @@ def mark_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch,
 
 
 def can_clip_foreach(parameters: Sequence[Tensor]) -> bool:
-    """Whether all parameters are plain, of one dtype, and on one device that computes many tensors in one call."""
+    """Return whether all parameters are plain tensors of one dtype on one device with foreach kernels."""
     first = parameters[0]
     are_plain = all(type(p) in (nn.Parameter, Tensor) for p in parameters)
     are_alike = all((p.device, p.dtype) == (first.device, first.dtype) for p in parameters)
@@ -288,7 +291,7 @@ def can_clip_foreach(parameters: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def clip_foreach(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Bit-identical to torch's clip_grad_norm_, without its grouping of gradients in every step."""
+    """Clip gradients with the same bits as torch's clip_grad_norm_, but without grouping gradients in every step."""
     gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)

@@ -1,1 +1,1 @@
-"""The loop: Session, train, schedules, signals, and what is written down while training."""
+"""The training loop: Session, train, schedules, checkpoints, callbacks and the event log."""

@@ -1,4 +1,4 @@
-"""Callbacks: watch a run, and ask it to save, roll back or stop.
+"""Callbacks that watch a run and can request a save, a rollback or a stop.
 
 class StopBelow(whet.Callback):
     def on_evaluate(self, state, metrics):
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 NO_SAVE, SAVE_WHEN_IDLE, SAVE_NOW = 0, 1, 2
-"""How a checkpoint is asked for; SAVE_WHEN_IDLE is skipped while another one is still being written."""
+"""Values of `Action.save`. They are ordered, so that merging takes the most urgent one.
+
+SAVE_WHEN_IDLE is skipped while another checkpoint is being written.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What a callback asks the training loop to do: NONE, SAVE, ROLLBACK(why), STOP(why).
+    """A request to the training loop: NONE, SAVE, ROLLBACK(why) or STOP(why).
 
-    Actions merge with `|`. The loop acts between two steps; of several ranks all act at the same step, the next one
-    at which they synchronize. STOP includes a checkpoint and survives a rollback.
+    Actions merge with `|`. The loop performs them between steps. Several ranks perform them at the same step, the next
+    one at which they synchronize. STOP includes a checkpoint and survives a rollback.
     """
 
     NONE: ClassVar["Action"]
@@ -35,25 +38,26 @@ class Action:
 
     save: int = NO_SAVE
     rollback: str | None = None
-    """Why the run returns to its last checkpoint; None: it does not."""
+    """Reason for a rollback to the last checkpoint; None for no rollback."""
     stop: str | None = None
-    """Why the run stops; None: it does not."""
+    """Reason to stop; None to continue."""
     signal: int = 0
-    """The signal behind `stop`, which decides the exit code; 0: none."""
+    """The signal that caused `stop`, which sets the exit code; 0 if there was none."""
     on_all_ranks: bool = False
-    """Whether every rank asks for the same at the same step, so that all can synchronize right away."""
+    """Whether every rank requests this action at the same step, so that all can synchronize right away."""
 
     @staticmethod
     def ROLLBACK(why: str) -> "Action":  # noqa: N802
-        """Return to the last checkpoint and repeat the steps since then."""
+        """Request a rollback to the last checkpoint. The steps since then are repeated."""
         return Action(rollback=why)
 
     @staticmethod
     def STOP(why: str) -> "Action":  # noqa: N802
-        """Save and stop; the same call resumes."""
+        """Request a checkpoint and a stop. The same call resumes the run."""
         return Action(stop=why)
 
     def __or__(self, other: "Action") -> "Action":
+        # The common case in every step: avoid creating an object.
         if self is Action.NONE or other is Action.NONE:
             return other if self is Action.NONE else self
         return Action(
@@ -71,28 +75,31 @@ Action.SAVE = Action(save=SAVE_NOW)
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """How far a run has come: everything besides tensors that a resume needs."""
+    """The progress of a run: everything a resume needs besides tensors."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     position: Position = field(default_factory=Position)
-    """Data consumed by the optimizer, not data fetched."""
+    """The data that the optimizer has consumed. Data that was read ahead does not count."""
     samples: int = 0
+    """Number of samples consumed over all epochs."""
     evaluated_step: int = 0
     """The step of the last evaluation."""
     best_score: float | None = None
+    """The best goal metric so far, negated if mode is "min"; None before the first one."""
     best_step: int | None = None
+    """The step of `best_score`."""
     num_worse: int = 0
-    """Evaluations since the best one."""
+    """Number of evaluations since the best one."""
     ended_early: bool = False
     """Whether early stopping has ended the run."""
 
     epochs: int = 1
     max_steps: int | None = None
     total_steps: int | None = None
-    """Optimizer steps of the whole run; None if the data has no length."""
+    """Number of optimizer steps in the whole run; None if the data has no length."""
     lr: float = 0.0
-    """The learning rate of the last step, of the first parameter group."""
+    """The learning rate of the first parameter group in the last step."""
     batch: GlobalBatch | None = None
     """The global batch of the last step."""
 
@@ -102,7 +109,7 @@ class State:
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Number of completed epochs."""
         return self.position.epoch
 
     @property
@@ -120,7 +127,10 @@ class State:
         self.batch = batch
 
     def record_score(self, score: float) -> bool:
-        """Take the score of an evaluation (higher is better; NaN and Inf never are). True if it is the best so far."""
+        """Record the score of an evaluation, and return whether it is the best so far.
+
+        Higher is better. NaN and Inf never count as the best.
+        """
         if math.isfinite(score) and (self.best_score is None or score > self.best_score):
             self.best_score, self.best_step, self.num_worse = score, self.step, 0
             return True
@@ -128,11 +138,12 @@ class State:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """The fields that a checkpoint keeps."""
+        """Return the fields that are saved in a checkpoint."""
         return {**{name: getattr(self, name) for name in self._SAVED}, "position": asdict(self.position)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the fields that a checkpoint keeps."""
+        """Restore the fields that are saved in a checkpoint."""
+        # Read all fields first: a KeyError must not leave the state half restored.
         values = {name: saved[name] for name in self._SAVED}
         self.position = Position(**saved["position"])
         for name, value in values.items():
@@ -140,50 +151,50 @@ class State:
 
 
 class Callback:
-    """Watches a run. Override what you need; every method does nothing by default.
+    """Base class of callbacks. Override the methods you need; by default they do nothing.
 
-    Methods that return an Action may also return None, which is the same as Action.NONE. An exception in a callback
-    saves and stops the run on all ranks, and is raised afterwards.
+    Methods that return an Action may also return None, which means Action.NONE. If a callback raises, the run saves a
+    checkpoint and stops on all ranks, and then the exception is raised.
     """
 
     def on_start(self, run: "RunContext") -> None:
-        """Before the first step of a session; a resumed run has its state back."""
+        """Called before the first step of a session, after a resumed run has restored its state."""
 
     def before_step(self, state: State) -> None:
-        """Before the next batch is handed out."""
+        """Called before each step, before its batch is yielded."""
 
     def after_step(self, state: State, outcome: "Outcome") -> Action | None:  # noqa: ARG002
-        """After each optimizer step. `outcome` holds device tensors: reading one waits for the device."""
+        """Called after each optimizer step. `outcome` holds device tensors; reading one waits for the device."""
         return Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action | None:  # noqa: ARG002
-        """After each evaluation, and after each `session.log`."""
+        """Called after each evaluation and each `session.log`."""
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action | None:  # noqa: ARG002
-        """After the last step of an epoch, once a checkpoint that was due has been taken."""
+        """Called after the last step of an epoch, and after the checkpoint of that step if one was due."""
         return Action.NONE
 
     def on_end(self, state: State, error: BaseException | None) -> None:
-        """When the session ends, after the final checkpoint; `error` is what ended it, if anything did."""
+        """Called when the session ends, after the final checkpoint. `error` is the exception that ended it, or None."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep of this callback, as plain JSON; restored on resume and on rollback."""
+        """Return the state to save in checkpoints, as plain JSON. It is restored on resume and on rollback."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 class CallbackList:
-    """Calls callbacks in order and merges their actions. Methods that nobody overrides cost nothing."""
+    """Calls callbacks in order and merges their actions. Methods that no callback overrides are not called."""
 
     def __init__(self, own: Iterable[Callback], users: Iterable[Callback]) -> None:
-        """`own` are whet's callbacks, whose errors are raised at once; errors of `users` become STOP."""
+        """Combine the built-in callbacks `own`, whose errors are raised immediately, and `users`, whose errors STOP."""
         self._own, self.users = tuple(own), tuple(users)
         _check_callbacks(self.users)
         self.failure: tuple[str, Exception] | None = None
-        """The first callback of the user's that failed, and its error."""
+        """The name of the first user callback that failed, and its error."""
         self._before_step = self._hooks("before_step")
         self._after_step = self._hooks("after_step")
         self._on_evaluate = self._hooks("on_evaluate")
@@ -191,7 +202,7 @@ class CallbackList:
 
     @property
     def error(self) -> Exception | None:
-        """The error of the first callback of the user's that failed."""
+        """The error of the first user callback that failed."""
         return None if self.failure is None else self.failure[1]
 
     def on_start(self, run: "RunContext") -> None:
@@ -212,7 +223,7 @@ class CallbackList:
         return self._call(self._on_epoch_end, state)
 
     def on_end(self, state: State, error: BaseException | None) -> None:
-        """Call every callback, even if one fails; the first error is raised afterwards."""
+        """Call on_end of every callback, even if one of them raises. Raise the first error afterwards."""
         first: Exception | None = None
         for callback in (*self._own, *self.users):
             try:
@@ -223,7 +234,7 @@ class CallbackList:
             raise first
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's callbacks, by name; those without state are left out."""
+        """Return the states of the user callbacks by name. Callbacks without state are left out."""
         states = {name: state for name, callback in self._named() if (state := callback.state_dict())}
         for name, state in states.items():
             try:
@@ -236,7 +247,7 @@ class CallbackList:
         return states
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
-        """Restore the callbacks that are saved. Returns the names that only one side knows."""
+        """Restore the saved states. Return the names that are only saved or only present now."""
         named = dict(self._named())
         for name, state in saved.items():
             if name in named:
@@ -245,7 +256,7 @@ class CallbackList:
         return sorted(have_state ^ {*saved})
 
     def _named(self) -> list[tuple[str, Callback]]:
-        # Two callbacks of one class are told apart by their order.
+        # Callbacks of the same class are numbered in order: "Sample", "Sample 2", ...
         counts: dict[str, int] = {}
         named = []
         for callback in self.users:
@@ -255,7 +266,7 @@ class CallbackList:
         return named
 
     def _hooks(self, method: str) -> list[tuple[Callable[..., Action | None], bool]]:
-        """The bound methods that are overridden, each with whether it is the user's."""
+        """Return the overridden bound methods, each with whether its callback is a user callback."""
         base = getattr(Callback, method)
         return [
             (getattr(callback, method), is_users)
@@ -270,6 +281,7 @@ class CallbackList:
             try:
                 action = hook(*arguments)
             except Exception as error:
+                # A failing user callback must not lose the step: the loop saves and stops first, then raises.
                 if not is_users:
                     raise
                 name = type(getattr(hook, "__self__", hook)).__qualname__

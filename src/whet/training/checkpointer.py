@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 Urgency = Literal["due", "now", "last"]
-"""due: skipped while another checkpoint is being written. now: waits for that one. last: waits until it is written
-itself, and a failure is an error."""
+"""How urgent a save is.
+
+due: skipped while another checkpoint is being written.
+now: waits for that checkpoint first.
+last: also waits until its own write is done; a failure raises.
+"""
 
 
 def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str) -> store.LoadedCheckpoint | None:
-    """Load the newest checkpoint that every rank can read; a sharded model loads its own rows only."""
+    """Load the newest checkpoint that every rank can read. A rank of a sharded model loads only its rows."""
     if group.is_single_process:
         return store.load_newest(folder, run_id=run_id)
     steps = group.broadcast(store.list_steps(folder) if group.is_rank_zero else None)
@@ -42,7 +46,7 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
 
 
 def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapshot:
-    """Load a checkpoint; if one rank cannot read it, all ranks raise."""
+    """Load a checkpoint. If one rank cannot read it, all ranks raise."""
     if group.is_single_process:
         return store.load_checkpoint(path)
     snapshot: Snapshot | None = None
@@ -55,14 +59,14 @@ def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapsho
     if not problems:
         assert snapshot is not None
         return snapshot
-    # An error that is not damage comes first: the checkpoint must not be passed over for an older one because of it.
+    # Damage makes the caller fall back to an older checkpoint. Any other error must not, so it takes precedence.
     rank, is_damaged, what, got, hint = min(problems, key=lambda parts: bool(parts[1]))
     kind = DamagedCheckpointError if is_damaged else WhetError
     raise kind(what, got=f"rank {rank}: {got}", try_=hint)
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run, in the background where that is faster, and restores from them."""
+    """Writes the checkpoints of one run, in the background where that is faster, and restores the run from them."""
 
     def __init__(self, run: "RunContext", folder: Run) -> None:
         self._run = run
@@ -74,11 +78,11 @@ class Checkpointer:
         self._writer = CheckpointWriter()
         self._info = CheckpointInfo(run_id=folder.header.id)
         self._stall = 0.0
-        """Seconds that training waited for the write that is running."""
+        """Seconds that training has waited for the current write."""
         self._saved_step: int | None = None
-        """The newest step that is on disk; one that is still being written does not count."""
+        """The newest step on disk; a step that is still being written does not count."""
         self._rejected: set[int] = set()
-        """Steps whose checkpoints were damaged when the run was resumed."""
+        """Steps whose checkpoints were rejected when the run resumed."""
         self._last_bytes = 0
         self._num_failures = 0
         if run.group.is_rank_zero:
@@ -88,14 +92,14 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """After each step: measure how much a background write slows steps down, and log one that has ended."""
+        """Measure the slowdown by a background write, and log the write if it has ended. Call this after each step."""
         self._step_times.tick(is_busy=self._writer.is_busy, aside=self._run.log.aside_seconds)
         self._collect(wait=False)
 
     def save(self, urgency: Urgency) -> None:
-        """Copy the state after the newest step and write it, unless it is on disk already.
+        """Write the state after the newest step, unless it is on disk already.
 
-        Of several ranks with the whole model only rank 0 writes; ranks that hold shards all write.
+        If every rank has the whole model, only rank 0 writes. If the model is sharded, all ranks write their shards.
         """
         run, step = self._run, self._run.state.step
         if not (run.group.is_rank_zero or self._is_sharded):
@@ -107,11 +111,11 @@ class Checkpointer:
         if urgency == "last" or self._writer.step != step:
             self._collect(wait=True)
         if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
-            # A GPU that failed without raising an error leaves garbage in its memory.
+            # A GPU can fail without raising an error. Its memory would be saved as garbage.
             run.device.monitor.check(wait=True)
             self._begin_write(self._take_snapshot(), urgency=urgency, start=start)
             if urgency != "last":
-                # Garbage collection is off during steps; here a pass over new objects costs little.
+                # Automatic garbage collection is off during training. Next to a save, a collection costs little.
                 gc.collect()
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
@@ -119,13 +123,13 @@ class Checkpointer:
         run.log.spent("save", stall)
 
     def close(self) -> None:
-        """Wait for the write that is running. Every way out of a session calls this."""
-        # Errors of the run are reported elsewhere, and what is on disk stays there.
+        """Wait for the current write. Every exit path of a session calls this."""
+        # Suppressed: the error that ends the session is reported elsewhere, and earlier checkpoints stay valid.
         with contextlib.suppress(WhetError):
             self._collect(wait=True)
 
     def note_inexact(self, step: int, reason: str) -> None:
-        """From `step` on this run is not bit-exact; all later checkpoints say so."""
+        """Record in all later checkpoints that the run is not bit-exact since `step`."""
         note = f"since step {step}: {reason}"
         if note not in self._info.reasons:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
@@ -134,7 +138,7 @@ class Checkpointer:
         run, state, stepper = self._run, self._run.state, self._run.stepper
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):
-            # A run cannot resume without a parameter group that was removed; one that was added is left out.
+            # A removed parameter group would make a resume impossible, so it raises. An added group is not saved.
             check_parameter_groups(stepper.optimizer, base_rates)
         parameters, tied = describe_names(stepper.model)
         progress = state.state_dict()
@@ -172,7 +176,7 @@ class Checkpointer:
             snapshot = rank_part(snapshot, rank=group.ranks.rank)
         has_room = self._staging.has_room(snapshot.num_bytes)
         in_background = urgency != "last" and self._write_mode.is_background and has_room
-        # A background write needs a copy: the next step changes the live tensors.
+        # A background write needs a copy, because the next step changes the live tensors.
         held = self._staging.copy(snapshot) if in_background else snapshot
         turn = group.store.next_turn() if self._is_sharded else 0
 
@@ -180,6 +184,7 @@ class Checkpointer:
             self._check_disk_space(held.num_bytes * (group.ranks.size if self._is_sharded else 1), best=best)
 
         def job(write: PendingWrite) -> None:
+            # The events of the saved steps must reach the disk before the checkpoint does.
             run.log.fsync()
             if self._is_sharded:
                 write.num_bytes = save_sharded(folder, held, step=step, exchange=group.store, turn=turn, check=check)
@@ -210,13 +215,14 @@ class Checkpointer:
         return not self._run.stepper.strategy.has_full_model
 
     def _as_rank_zero(self, answer: bool) -> bool:
-        """The answer of rank 0, where all ranks must do the same."""
+        """Return the answer of rank 0 if the model is sharded: all ranks must then make the same decision."""
         return bool(self._run.group.broadcast(answer)) if self._is_sharded else answer
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
         needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
         writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, rejected=self._rejected)
         free = durable.free_bytes(self._folder)
+        # A margin of 5 % for file system overhead.
         if free is not None and free < 1.05 * needed:
             with durable.disk_errors("write", self._folder):
                 raise OSError(errno.ENOSPC, "no room")
@@ -256,9 +262,10 @@ class Checkpointer:
             )
 
     def _handle_failure(self, write: PendingWrite, *, is_last: bool) -> None:
-        """Log a failed write, which is tried again later; after the last step it is an error."""
+        """Log a failed write and schedule another attempt. Raise if it was the last write of the session."""
         error = write.error
         assert error is not None
+        # Only disk errors are worth another attempt. Any other error is a bug or invalid state.
         if not (isinstance(error, WhetError) and isinstance(error.__cause__, OSError)):
             raise error
         again = self.interval.retry_after(write.step)
@@ -282,7 +289,7 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def best(self) -> Snapshot | None:
-        """Load the checkpoint of the best step; None if that is the newest step, or if it cannot be read."""
+        """Load the checkpoint of the best step. Return None if that is the newest step or cannot be read."""
         run, step = self._run, self._run.state.best_step
         if step is None or step == run.state.step:
             return None
@@ -297,14 +304,14 @@ class Checkpointer:
             return None
 
     def newest(self) -> store.LoadedCheckpoint | None:
-        """Load the newest checkpoint, after a write that is running."""
+        """Load the newest checkpoint, after waiting for the current write."""
         self.close()
-        # The other ranks wait until rank 0 has written.
+        # The other ranks must not read before rank 0 has finished its write.
         self._run.group.barrier()
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
-        """Restore the whole run."""
+        """Restore the whole run from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts())
         self._saved_step = step

@@ -1,4 +1,4 @@
-"""Checks of the user's input, made before anything is changed."""
+"""Validation of the user's input, before anything is changed."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ from whet.training.training_config import TrainingConfig
 
 _HALF_PRECISIONS = ("bf16", "fp16")
 _RESERVED_METRICS = {"kind", "time", "step", "weights"}
-"""Fields that every evaluation event has."""
+"""Names that an evaluation event uses for its own fields."""
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
@@ -31,7 +31,7 @@ _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any, mode: str) -> None:
-    """Refuse objects of the wrong type, and an optimizer that does not train this model."""
+    """Raise for objects of the wrong type, and for an optimizer over parameters of a different model."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
@@ -52,7 +52,7 @@ def check_model_and_optimizer(model: Any, optimizer: Any, mode: str) -> None:
 
 
 def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer over other parameters would leave the model unchanged, without an error."""
+    """Raise if the optimizer holds parameters of a different model: it would silently train nothing."""
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -64,7 +64,7 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar] | None, device: str) -> None:
-    """A plan has its overrides already."""
+    """Raise if overrides or a device are passed together with a plan, which contains them already."""
     if plan is not None and (overrides or device not in ("auto", plan.overrides.get("device"))):
         raise UsageError(
             "a plan has its overrides already",
@@ -74,7 +74,7 @@ def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar]
 
 
 def parse_allow(allow: object) -> tuple[str, ...]:
-    """The names in `allow`; unknown ones are refused."""
+    """Return the names in `allow`. Raise for unknown names."""
     names = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
     for name in names:
         if name not in ALLOWED_KEYS:
@@ -86,18 +86,18 @@ def parse_allow(allow: object) -> tuple[str, ...]:
 
 
 def wrong_batch_error() -> UsageError:
-    """Each batch is stepped once, in order: a resume could not repeat any other order."""
+    """Return the error for a batch that is out of order: a resume can only repeat the planned order."""
     got = "a batch that was stepped before, or another one"
     return UsageError("every batch is stepped once, in order", got=got, try_=_ONE_STEP_HINT)
 
 
 def one_step_error(num_steps: int) -> UsageError:
-    """A batch that is not stepped would be lost."""
+    """Return the error for a batch that was not stepped exactly once: its samples would be lost or repeated."""
     return UsageError("every batch is one step", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT)
 
 
 def check_epoch_complete(position: Position) -> None:
-    """Refuse an epoch that ends before its last sample."""
+    """Raise if an epoch ends before its last sample."""
     if position.samples > 0:
         raise UsageError(
             "the data has become shorter",
@@ -107,7 +107,7 @@ def check_epoch_complete(position: Position) -> None:
 
 
 def check_metric_names(names: set[str]) -> None:
-    """Refuse metrics that are named like a field of every event."""
+    """Raise for metrics with the name of a reserved event field."""
     taken = names & _RESERVED_METRICS
     if taken:
         raise UsageError("a metric has a reserved name", got=", ".join(taken), try_="another name")
@@ -117,7 +117,7 @@ def check_metric_names(names: set[str]) -> None:
 
 
 def check_own_attention(plan: Plan) -> None:
-    """Refuse attention=own where whet's attention kernels would not be used."""
+    """Raise for attention=own if whet's attention kernels would not be used."""
     workload, lengths, precision = plan.workload, plan.lengths, plan.precision
     if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
         if precision not in _HALF_PRECISIONS:
@@ -139,7 +139,7 @@ def check_own_attention(plan: Plan) -> None:
 
 
 def check_own_norms(plan: Plan) -> None:
-    """Refuse norms=own where whet's norm kernels would not be used."""
+    """Raise for norms=own if whet's norm kernels would not be used."""
     layers, layout, precision = plan.workload.layers, plan.layout, plan.precision
     if norm_kernel_reason(layers, layout=layout) is None:
         if GROUP_NORM_ACTIVATION not in layers:
@@ -161,7 +161,7 @@ def check_own_norms(plan: Plan) -> None:
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
-    """Refuse what several ranks cannot train together, or would train differently."""
+    """Raise for a training that several ranks do not support, or that would depend on their number."""
     if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)
@@ -201,7 +201,7 @@ def check_ranks_agree(
     source: AbstractSource,
     training: TrainingConfig,
 ) -> None:
-    """Refuse, on all ranks, a training that differs on one of them: the loss would not show it."""
+    """Raise on all ranks if the training differs on one of them: the loss would not show it."""
     if group.is_single_process:
         return
     facts = group.all_gather(
@@ -234,7 +234,7 @@ def _optimizer_facts(optimizer: Optimizer | OptimizerChoice) -> dict[str, Any]:
 
 
 def _model_digest(model: nn.Module) -> str:
-    """The number of parameters, and a short digest of their names, shapes and dtypes."""
+    """Return the number of parameters and a short digest of their names, shapes and dtypes."""
     known = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     count = sum(p.numel() for p in model.parameters())
     return f"{count:,} parameters ({hashlib.sha256(repr(known).encode()).hexdigest()[:8]})"

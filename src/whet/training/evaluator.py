@@ -1,4 +1,4 @@
-"""Evaluate a model without side effects on training."""
+"""Evaluation of a model without side effects on training."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,36 +25,37 @@ if TYPE_CHECKING:
 
 
 Evaluate = Callable[[nn.Module, Iterator[MicroBatch]], Mapping[str, Any]]
-"""Returns metrics; a confusion matrix, scores by class and samples too, if it likes (training/metrics.py)."""
+"""A function that returns metrics, and optionally a confusion matrix, scores by class and samples (metrics.py)."""
 
 _MAX_OPEN_SOURCES = 4
-"""Datasets that stay open: a new one for every evaluation must not pile up workers."""
+"""Maximum number of open datasets. A user may pass a new one to every evaluation, and each may start workers."""
 
 
 @runtime_checkable
 class ShardedEvaluation(Protocol):
-    """An evaluation that ranks share: each evaluates its samples, and rank 0 merges the parts."""
+    """An evaluation that ranks share. Each rank evaluates its samples, and rank 0 merges the partial metrics."""
 
     def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Mapping[str, Any]: ...
 
     def partial_metrics(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
-        """What is needed of these samples, as plain JSON; there may be none."""
+        """Return the partial metrics of these samples as plain JSON. There may be no samples."""
 
     def merge_metrics(self, model: nn.Module, parts: list[Any], /) -> Mapping[str, Any]:
-        """The metrics of all of them."""
+        """Return the metrics from the partial metrics of all ranks."""
 
 
 class Evaluator:
-    """Evaluates the model of a run on any data; each dataset is opened once."""
+    """Evaluates the model of a run on any data. Datasets stay open for the next evaluation."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
         self._sources: dict[tuple[int, int, int], tuple[AbstractSource, Any]] = {}
 
     def run(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate in eval mode with the averaged weights; afterwards generators, modes and weights are as before."""
+        """Evaluate in eval mode with the averaged weights, then restore generators, modes and weights."""
         stepper, device = self._run.stepper, self._run.device
         model, ema = stepper.model, stepper.ema
+        # Saved for each module: model.train() afterwards would also switch modules that were in eval mode before.
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
         with (
@@ -72,16 +73,16 @@ class Evaluator:
                     module.training = mode
 
     def batches(self, data: Any) -> Iterator[MicroBatch]:
-        """Data in its own order, on the device, in micro-batches of the planned evaluation size."""
+        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
         return self._micro_batches(data, RankShare())
 
     def close(self) -> None:
-        """End the workers that read data."""
+        """Stop the data workers."""
         for source, _ in self._sources.values():
             source.close()
 
     def _metrics(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """One process evaluates all data; several share it if the evaluation supports that, else rank 0 does it."""
+        """Evaluate all data. Several ranks share it if the evaluation supports that; otherwise rank 0 does it alone."""
         model, group = self._run.model, self._run.group
         if group.is_single_process:
             return _normalized(evaluate(model, self.batches(data)))
@@ -94,10 +95,10 @@ class Evaluator:
         return shared
 
     def _own_batches(self, data: Any) -> Iterator[MicroBatch]:
-        """The part of the data that this rank evaluates; all ranks together see every sample once."""
+        """Yield the part of the data that this rank evaluates. All ranks together see every sample once."""
         ranks = self._run.group.ranks
         micro_batches = self._micro_batches(data, RankShare(rank=ranks.rank, size=ranks.size))
-        # Micro-batches that do not count only keep the ranks in step.
+        # Micro-batches that are not counted are repetitions that training needs to keep the ranks in step.
         return (micro for micro in micro_batches if micro.is_counted)
 
     def _micro_batches(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
@@ -109,7 +110,7 @@ class Evaluator:
                 oldest, _ = self._sources.pop(next(iter(self._sources)))
                 oldest.close()
             source = open_planned_source(data, device, plan, global_batch_size=size * share.size, share=share)
-            # With the data itself, so that its id is not used again.
+            # Keep a reference to the data, so that its id cannot be reused by another object.
             self._sources[key] = source, data
         source, _ = self._sources[key]
         for batch in source.batches(Position()):
@@ -125,9 +126,9 @@ def _normalized(metrics: Any) -> dict[str, Any]:
 
 @contextmanager
 def use_best_weights(run: "RunContext") -> Iterator[int]:
-    """While entered, the model has the weights of the best step; yields that step.
+    """Load the weights of the best step while entered, and yield that step.
 
-    Without a run folder, or if the checkpoint is gone or damaged, the newest weights stay.
+    Without a run folder, or if the checkpoint is missing or damaged, the newest weights stay.
     """
     best = None if run.checkpointer is None else run.checkpointer.best()
     if best is None:
@@ -155,7 +156,7 @@ def _load_snapshot(best: Snapshot, stepper: Stepper) -> None:
 
 
 def _live_tensors(stepper: Stepper) -> dict[str, Tensor]:
-    """Weights and their average; looked up each time, since a forward pass may replace a buffer."""
+    """Return the weights and their average. They are looked up each time: a forward pass may replace a buffer."""
     live = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(stepper.model)}
     averages = {} if stepper.ema is None else stepper.ema.average
     return live | {f"ema/{name}": tensor for name, tensor in averages.items()}

@@ -1,7 +1,7 @@
-"""Run steps and evaluations as planned; recover from out-of-memory errors and skip steps that produce NaN.
+"""Run steps and evaluations by the plan; recover from out-of-memory errors and skip steps that produce NaN.
 
-The samples of a step and their weights never change; only how many go through the model at once may change, and the log
-says so.
+The samples of a step and their weights never change. After an out-of-memory error the micro-batch may become smaller,
+which is logged.
 """
 
 import gc
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 _MAX_SHAPES = 1000
-"""Counted up to here: packed batches have a new shape each time."""
+"""Maximum number of distinct shapes to remember: packed batches have a new shape each time."""
 
 
 class RollbackRequiredError(Exception):
-    """A step failed after it had begun to change the weights: only a checkpoint can restore them."""
+    """Raised if a step failed after it began to change the weights. Only a checkpoint can restore them."""
 
 
 class Executor:
-    """Runs steps and evaluations of one run by its plan."""
+    """Runs the steps and evaluations of one run by its plan."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
         self._exit_stack = ExitStack()
         self._compiled = self._exit_stack.enter_context(ExitStack())
-        """While it is open, the model is called through the compiler, if it is compiled."""
+        """Holds the compiled calls of the model. Closing it returns the model to eager execution."""
         plan, stepper = run.plan, run.stepper
         if plan.layout != "contiguous":
-            # Back to the user's memory format; optimizer state follows its parameters.
+            # On close, return the weights to their original memory format. Optimizer state follows its parameters.
             self._exit_stack.callback(run.layout.use, "contiguous", stepper.optimizer)
         self._evaluator = Evaluator(run)
         self._exit_stack.callback(self._evaluator.close)
-        # From now on, not from the first step on: an evaluation may come before it.
+        # Applied here and not at the first step, because an evaluation may run before it.
         if plan.causal_mask == "explicit":
             self._exit_stack.enter_context(use_explicit_masks())
         self._exit_stack.enter_context(apply_kernels(plan, run.device))
@@ -67,14 +67,14 @@ class Executor:
         self._checks = StartChecks(run=run, exit_stack=self._exit_stack)
         self._rollback = StepRollback(stepper.model, run.device)
         self.shapes: set[Shapes] = set()
-        """Shapes that micro-batches have had so far."""
+        """The distinct shapes of all micro-batches so far."""
         self.moved_from: str | None = None
-        """The kind of device that the run was moved from, if it was another one."""
+        """The kind of device before the resume; None if it is unchanged."""
         self._is_ready = False
         self._oom_step: int | None = None
 
     def close(self) -> None:
-        """Leave the model as the user gave it."""
+        """Undo all changes to the model except training itself."""
         self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -82,12 +82,12 @@ class Executor:
     def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome:
         """Run optimizer step `number`, unless the NaN guard skips it.
 
-        Raises RollbackRequiredError if the weights are spoilt.
+        Raises RollbackRequiredError if the weights are NaN or Inf, or only half updated.
         """
         run, guard = self._run, self._run.guard
         if number in guard.skipped:
             return _skipped_outcome()
-        # After a NaN every step up to the bad one is checked before its update.
+        # After a rollback because of NaN, every step up to the bad one is checked before its update.
         is_checked = number <= guard.check_until_step
         try:
             outcome = self._run_step(loss, batch, number=number, is_checked=is_checked)
@@ -96,7 +96,7 @@ class Executor:
             return _skipped_outcome()
         if is_checked:
             if not run.stepper.has_finite_weights():
-                # Loss and gradient were finite and the update was not: only the checkpoint is from before it.
+                # Loss and gradient were finite, but the update was not. Only a checkpoint has the earlier weights.
                 reason = "the update makes weights NaN or Inf"
                 self._skip(batch, number=number, reason=reason)
                 raise RollbackRequiredError(f"step {number:,}: {reason}")
@@ -106,7 +106,10 @@ class Executor:
         return outcome
 
     def is_finite(self, *, check_weights: bool) -> bool:
-        """Whether all losses read so far are finite; `check_weights` reads all losses and the weights first."""
+        """Return whether all losses read so far are finite.
+
+        With `check_weights`, also read the losses that are still on the device and check the weights.
+        """
         run, guard = self._run, self._run.guard
         if check_weights:
             run.log.read()
@@ -115,17 +118,17 @@ class Executor:
         return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
-        """Something other than a step changed the model: learn again what steps change."""
+        """Reset the rollback snapshot after something other than a step changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(self, loss: LossFunction, batch: GlobalBatch, *, number: int, is_checked: bool) -> Outcome:
-        """Run a step; if memory runs out, again with fewer samples at once."""
+        """Run a step. If memory runs out, retry it with a smaller micro-batch."""
         is_first = not self._is_ready
         if is_first:
             self._prepare(loss, batch, number=number)
         run, stepper, rollback = self._run, self._run.stepper, self._rollback
         if not run.group.is_single_process:
-            # A pure function of the step, so that no rank has generators to save, and no two ranks draw the same.
+            # Seeded by (seed, step, rank): no rank needs generator state in a checkpoint, and dropout differs by rank.
             seed_everything(mix_seed(run.config.training.seed, number, run.group.ranks.rank) % 2**63)
         while True:
             try:
@@ -137,7 +140,7 @@ class Executor:
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 raise
             except RetryStepError as error:
-                # Raised on every rank, before its update. All of them undo the step, or none continues.
+                # Raised on every rank before the update. If one rank cannot undo the step, all ranks roll back.
                 if any(run.group.all_reduce_max([float(not self._undo())])):
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 continue
@@ -147,8 +150,10 @@ class Executor:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                # The traceback holds the frames of the failed step, and with them its activations.
                 problem = release_traceback(error)
                 self._check_single_rank(problem)
+            # Outside the except block: the exception keeps its tensors alive until the block ends.
             is_undone = not stepper.is_updating and rollback.restore()
             stepper.abort()
             if run.plan.graph == "on" and stepper.graph_obstacle is None:
@@ -160,18 +165,22 @@ class Executor:
         self._log_graph_refusal(number)
         self._learn_changes()
         if is_first and run.plan.compile != "off":
-            # A garbage collection over all objects of the compiler takes 0.15 s, and one is due after every epoch.
+            # torch.compile leaves many objects behind. A collection over them takes 0.15 s after every epoch, so they
+            # are excluded from garbage collection.
             freeze_live_objects()
         return outcome
 
     def _undo(self) -> bool:
-        """Undo a step that failed before its update. False if something changed that cannot be undone."""
+        """Undo a step that failed before its update. Return False if something changed that cannot be undone."""
         is_undone = self._rollback.restore()
         self._run.stepper.abort()
         return is_undone
 
     def _learn_changes(self) -> None:
-        """Learn what a step changes. The step is done; without memory to compare, everything is kept next time too."""
+        """Learn which tensors a step changes, so that later snapshots copy only those.
+
+        Running out of memory here is harmless: the next snapshot copies everything again.
+        """
         try:
             self._rollback.learn()
         except Exception as error:
@@ -191,7 +200,7 @@ class Executor:
             yield micro
 
     def _log_graph_refusal(self, number: int) -> None:
-        """If steps that were to be captured are not: one line in the log, and the reason in the plan."""
+        """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
         run, reason = self._run, self._run.stepper.graph_obstacle
         if reason is None or run.plan.graph == "off":
             return
@@ -202,7 +211,7 @@ class Executor:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate the model as it is now; if memory runs out, again with fewer samples at once."""
+        """Evaluate the current model. If memory runs out, retry with a smaller evaluation batch."""
         run, step = self._run, self._run.state.step
         while True:
             try:
@@ -213,7 +222,7 @@ class Executor:
                 problem = release_traceback(error)
                 self._check_single_rank(problem)
             finally:
-                # Averaged weights may have been swapped in and out, buffers too.
+                # The evaluation may have swapped averaged weights in and out, and changed buffers.
                 self.expect_changes()
             self._empty_memory()
             run.use_plan(with_smaller_eval_batch(run.plan, step=step, problem=problem))
@@ -221,14 +230,15 @@ class Executor:
             run.log.event("oom", step=step, reason=problem, action=action)
 
     def batches(self, data: Any) -> Iterator[MicroBatch]:
-        """Data in its own order, on the device, in micro-batches of the planned evaluation size."""
+        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
         return self._evaluator.batches(data)
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _prepare(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
-        """Measure the memory of a sample, verify the model, and compile it."""
+        """Measure the memory per sample, verify the model, and compile it."""
         run = self._run
+        # Order matters: the micro-batch decides the shapes to verify, and the compiled model is compared last.
         is_undecided = "micro_batch" not in run.plan.overrides and run.plan.workload.activation_bytes is None
         if number == 1 and is_undecided and len(batch) >= 4:
             self._plan_micro_batch(loss, batch)
@@ -261,10 +271,10 @@ class Executor:
             )
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Measure the memory of a sample, and plan again with it. If a few samples do not fit, the plan stays."""
+        """Measure the memory per sample and plan the micro-batch again. Keep the plan if even a few samples do not fit."""
         run, plan = self._run, self._run.plan
         try:
-            # Two sizes, and not one sample: BatchNorm refuses that.
+            # The difference between two sizes cancels constant costs. Size 1 is avoided: BatchNorm rejects it.
             small, large = (self._first_samples(batch, size) for size in (2, 4))
             needed = measure_activation_bytes(run.model, loss, small, large, device=run.device)
         except Exception as error:
@@ -273,6 +283,7 @@ class Executor:
             problem = release_traceback(error)
             self._check_single_rank(problem)
         else:
+            # All ranks use the largest measurement, so that they make the same plan.
             needed = int(run.group.all_reduce_max([float(needed)])[0])
             run.use_plan(
                 make_plan(
@@ -297,7 +308,7 @@ class Executor:
     # --- out of memory -----------------------------------------------------------------------------------------------
 
     def _check_single_rank(self, problem: str) -> None:
-        """Of several ranks all stop: the others are inside the same step and cannot split it differently."""
+        """Raise if there are several ranks: the other ranks are in the same step and cannot change its micro-batch."""
         group = self._run.group
         if not group.is_single_process:
             half = max(1, int(self._run.plan.micro_batch or 1) // 2)
@@ -308,7 +319,10 @@ class Executor:
             )
 
     def _reduce_memory(self, problem: str, *, number: int, num_samples: int) -> None:
-        """Collect garbage, which may hold memory; if that was tried for this step, use less memory from now on."""
+        """Free memory for another attempt.
+
+        The first attempt collects garbage only. The second one reduces the micro-batch or recomputes activations.
+        """
         self._empty_memory()
         run = self._run
         if number != self._oom_step:
@@ -316,6 +330,7 @@ class Executor:
             run.log.event("oom", step=number, reason=problem, action="garbage collected, the step is repeated")
             return
         before = run.plan
+        # BatchNorm and other buffers see the micro-batch, so a different split would change their statistics.
         keeps_statistics = before.workload.has_batchnorm or self._rollback.writes_buffers
         run.use_plan(
             reduce_memory(
@@ -331,7 +346,7 @@ class Executor:
         if run.plan.activation_checkpointing != before.activation_checkpointing:
             action = "activations are recomputed in the backward pass"
             if run.plan.compile != "off":
-                # Compiling again, with full memory and nothing compared, could fail or be wrong.
+                # Continue eagerly: compiling again with little free memory could fail, and would not be verified.
                 self._compiled.close()
                 run.use_plan(uncompiled_plan(run.plan, reason=f"{action} since step {number:,}", step=number))
                 action = f"{action}, and the model is no longer compiled"

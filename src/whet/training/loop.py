@@ -1,4 +1,4 @@
-"""train(): the training loop as one call, written on the public methods of Session."""
+"""train(): the training loop as one call, built on the public methods of Session."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,18 @@ from whet.training.tune import OpenStepBench, resolve_auto_batch_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How a session ended."""
+    """The result of a session."""
 
     path: Path | None
-    """The run folder."""
+    """The run folder; None if nothing was written."""
     state: str
-    """"done", or "stopped" if it was asked to stop: the same call resumes."""
+    """"done", or "stopped" if a stop was requested; the same call then resumes the run."""
     step: int
+    """Number of completed optimizer steps."""
     metrics: dict[str, float]
-    """The metrics of the last evaluation."""
+    """The metrics of the last evaluation, and of the test data if it was evaluated."""
     exit_code: int
+    """0, or the exit code for the signal that stopped the run."""
 
 
 def train(
@@ -48,20 +50,20 @@ def train(
     open_bench: OpenStepBench | None = None,
     **options: Unpack[SessionKeywords],
 ) -> TrainResult:
-    """Train a model: probe, plan, train, checkpoint; call it again with the same `run` and it resumes.
+    """Train a model: probe the machine, plan, train and save checkpoints. The same call with the same `run` resumes.
 
-    `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
-    model and micro-batches of `val` and returns metrics, optionally a confusion matrix and samples too
-    (training/metrics.py); it is called once on `test` when all steps are done, with the weights that were best on `val`
-    by `goal`. `on_event` is called with every event: a progress line on standard error by default, a function of yours,
-    or None for silence. `notify` sends a desktop notification when the run ends or needs attention. A new run that is
-    long enough to repay it is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
-    False; `open_bench` opens the same training in a separate process for that. All other options are those of
-    `Session`: run, device, overrides, plan, goal, callbacks, init_from, outputs (of a causal model), and the fields of
-    `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, ...).
+    `loss` receives a micro-batch and returns the mean over its samples, or a pair (sum, weight). `evaluate` receives
+    the model and micro-batches of `val`, and returns metrics, optionally with a confusion matrix and samples
+    (training/metrics.py). After the last step, `evaluate` runs once on `test`, with the weights of the best `goal` on
+    `val`. `on_event` receives every event: "line" draws a progress line on standard error, a function replaces it, and
+    None is silent. `notify` sends a desktop notification when the run ends or needs attention. With `measure`, a new
+    run that is long enough first measures which plan is fastest; the measured steps do not affect training
+    (docs/measure.md). `open_bench` opens the same training in a separate process for that. All other options are those
+    of `Session`: run, device, overrides, plan, goal, callbacks, init_from, outputs (for a causal model), and the fields
+    of `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, ...).
 
-    global_batch_size="auto" measures which batch uses this machine well, and scales your learning rate, which is taken
-    to be meant for `lr_batch` samples (32); the run keeps both numbers.
+    global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
+    `lr_batch` samples (default 32) to that size. The run keeps both numbers.
     """
     if (evaluate is None) != (val is None):
         raise UsageError("evaluate and val belong together", got="one of them", try_="evaluate=..., val=...")
@@ -93,9 +95,10 @@ def train(
 
 
 def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, val: Any, test: Any) -> dict[str, float]:
-    """Run the loop. Returns the metrics of the last evaluation."""
+    """Run the training loop and return the metrics of the last evaluation."""
     metrics: dict[str, float] = {}
     with session:
+        # A run that stopped before an evaluation that was due makes it up here.
         if evaluate is not None and session.due("evaluate"):
             metrics |= session.evaluate(evaluate, val)
         for batch in session:

@@ -1,10 +1,10 @@
-"""Normalize what an evaluation returns: metrics, a confusion matrix, scores by class, samples.
+"""Normalize the result of an evaluation: metrics, a confusion matrix, scores by class, samples.
 
     {"accuracy": 0.8, "confusion": {"labels": ["cat", "dog"], "counts": [[8, 2], [2, 8]]},
      "classes": {"labels": ["cat", "dog"], "f1": [0.8, 0.8], "support": [10, 10]},
      "samples": [{"input": "...", "expected": "cat", "predicted": "dog"}]}
 
-A row of `counts` is a true class, a column the predicted one.
+A row of `counts` is the true class, and a column is the predicted class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 from whet.base.errors import UsageError
 
 MAX_CLASSES = 32
-"""With more classes, the rarest are merged into one, so that every evaluation of a long run can be kept."""
+"""Maximum number of classes to keep; the rarest ones are merged. This bounds the event log of a long run."""
 MAX_SAMPLES = 16
 MAX_FIELDS = 8
 MAX_CHARACTERS = 300
@@ -23,12 +23,12 @@ _CONFUSION_EXAMPLE = '{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}'
 
 
 def normalize_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of an evaluation to plain types of bounded size; refuses what cannot be logged."""
+    """Convert the result of an evaluation to plain types of bounded size. Raise if a value cannot be logged."""
     return {name: _read(name, value) for name, value in values.items()}
 
 
 def scalar_metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a normalized result."""
+    """Return only the numbers of a normalized result."""
     return {name: value for name, value in values.items() if isinstance(value, float)}
 
 
@@ -52,7 +52,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _is_named(name: str, word: str) -> bool:
-    """Whether a name is `word`, perhaps with a prefix such as "test_"."""
+    """Return whether a name is `word`, possibly with a prefix such as "test_"."""
     return name == word or name.endswith(f"_{word}")
 
 
@@ -79,7 +79,7 @@ def _confusion(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of the most frequent classes, by support if it is given."""
+    """Normalize scores by class, and keep the classes with the highest support."""
     try:
         labels = [_truncate(str(label)) for label in value.get("labels") or ()]
         scores = {
@@ -100,7 +100,7 @@ def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_rare_classes(names: list[str], rows: list[list[int]]) -> dict[str, Any]:
-    """Keep the most frequent classes, and merge all others into one."""
+    """Keep the most frequent classes and merge the rest into OTHER_CLASS."""
     frequent = sorted(range(len(names)), key=lambda place: -sum(rows[place]))[: MAX_CLASSES - 1]
     places = {place: new for new, place in enumerate(sorted(frequent))}
     rest = len(places)

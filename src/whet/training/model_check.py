@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _MAX_SAMPLES = 8
-"""Samples of a micro-batch for the causality check: of full length, and enough to test several positions at once."""
+"""Number of samples for the causality check. They have full length, and test several positions at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCheckResult:
-    """The results of all checks; None for a check that was not made or could not be made."""
+    """The results of all checks. A result is None if its check passed, was skipped or could not run."""
 
     leak: causality.CausalityLeak | None = None
     parity: device_parity.DeviceParity | None = None
     messages: tuple[str, ...] = ()
     is_complete: bool = True
-    """Whether every check could be made."""
+    """Whether every check could run."""
 
     @property
     def is_good(self) -> bool:
@@ -38,7 +38,7 @@ class ModelCheckResult:
 
     @property
     def error(self) -> float | None:
-        """The largest error against the CPU, for the log; None if it is unknown or not finite."""
+        """The largest difference from the CPU, for the log; None if it is unknown or not finite."""
         error = None if self.parity is None else max(self.parity.loss_error, self.parity.gradient_error)
         return error if error is not None and math.isfinite(error) else None
 
@@ -47,7 +47,7 @@ class ModelCheckResult:
 
 
 class ModelCheck:
-    """Checks the model of a run with its loss, on samples of the first batch. Leaves no trace in model or generators."""
+    """Checks the model of a run on samples of the first batch. The model and the generators are restored."""
 
     def __init__(self, run: "RunContext", loss: LossFunction, batch: GlobalBatch) -> None:
         self._run = run
@@ -60,16 +60,16 @@ class ModelCheck:
 
         self._whole = first(min(plan.micro_batch, _MAX_SAMPLES))
         length = causality.sequence_length(self._whole)
-        # The CPU is slow, so that it gets few samples.
+        # The CPU is slow, so it gets only a few samples.
         self._small = first(device_parity.parity_batch_size(plan.workload.num_parameters, length))
 
     @property
     def shapes(self) -> list[Any]:
-        """The shapes that the results hold for."""
+        """The shapes for which the results are valid."""
         return [micro_batch_shapes(self._small), micro_batch_shapes(self._whole)]
 
     def run_checks(self, precision: str) -> ModelCheckResult:
-        """Run all checks in this precision."""
+        """Run all checks in the given precision."""
         model, device, outputs = self._run.model, self._run.device, self._run.config.outputs
         messages, is_complete = [], True
         precision = device_parity.compute_precision(model, precision)
@@ -92,7 +92,7 @@ class ModelCheck:
         return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
     def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
-        """The parity with the CPU, how a second pass differs from the first, and what went wrong."""
+        """Return the parity with the CPU, how a second pass differs from the first, and the problem if it failed."""
         model, device, loss, micro = self._run.model, self._run.device, self.loss, self._small
 
         def compare() -> tuple[device_parity.DeviceParity, str | None]:
@@ -118,7 +118,10 @@ class ModelCheck:
 def run_check(
     check: Callable[[], _Result], device: AbstractDevice, *, failed: str
 ) -> tuple[_Result | None, str | None]:
-    """The result of a check, or why there is none: a check may fail where a step works, and the step decides."""
+    """Run a check, and return its result or the reason why it failed.
+
+    A failed check is not an error: a check may need more memory than a step, and only the step must succeed.
+    """
     try:
         return check(), None
     except UsageError:

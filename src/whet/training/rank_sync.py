@@ -1,8 +1,8 @@
 """Synchronize decisions between ranks: stop signals, checkpoints that are due, rollbacks and NaN losses.
 
-Whatever decides what comes next and is not a pure function of the step (a signal, the clock, a NaN loss that one rank
-has read first) is agreed on at the same step by all ranks. How many steps lie between two synchronizations follows from
-how long steps take, and is agreed as well.
+Decisions that do not depend on the step alone (a signal, the clock, a NaN loss that one rank reads first) must take
+effect at the same step on all ranks. The number of steps between synchronizations depends on the step time, and all
+ranks use the same number.
 """
 
 import time
@@ -13,19 +13,21 @@ from whet.distributed.group import RankGroup
 from whet.training.callback import Action
 
 SYNC_SECONDS = 0.25
-"""How long a request to stop may wait, besides the step that is running."""
+"""Target seconds between synchronizations: the delay of a stop request, in addition to the current step."""
 MAX_STEPS_BETWEEN = 64
+"""Maximum number of steps between synchronizations."""
 _STOP_WITHOUT_SIGNAL = 0.5
-"""Sorts below every signal: where one rank got a signal, its number decides the exit code of all."""
+"""The code of a stop without a signal. It is below every signal number, so a signal on any rank wins the max-reduce
+and sets the exit code of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedAction:
-    """What all ranks do after a step."""
+    """The merged decision of all ranks after a step."""
 
     action: Action
     is_non_finite: bool = False
-    """Whether any rank has read a loss that is NaN or Inf."""
+    """Whether any rank has read a NaN or Inf loss."""
     has_failed: bool = False
     """Whether a callback has failed on any rank."""
 
@@ -41,11 +43,12 @@ class RankSync:
         self._next_step = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether all ranks synchronize after this step."""
+        """Return whether all ranks synchronize after this step."""
         return step >= self._next_step
 
     def agree(self, step: int, action: Action, *, is_non_finite: bool, has_failed: bool) -> AgreedAction:
-        """Merge the actions of all ranks. Every rank must call it after the same step."""
+        """Merge the actions of all ranks. Every rank must call this after the same step."""
+        # One max-reduce for everything, including the elapsed time: all ranks must compute the same next step.
         mine = (
             float(action.signal or (_STOP_WITHOUT_SIGNAL if action.stop else 0.0)),
             float(action.save),

@@ -1,4 +1,4 @@
-"""Restore a run from a checkpoint, and compare its environment with the saved one."""
+"""Restore a run from a checkpoint, and compare the current environment with the saved one."""
 
 import platform
 from collections.abc import Collection, Mapping
@@ -34,11 +34,11 @@ _ROUNDING_SETTINGS = (
     "norms",
     "causal_mask",
 )
-"""Settings of the plan that change how sums are rounded, or what is summed."""
+"""Settings of the plan that change the order of sums or the rounding, and so the last bits of the result."""
 
 
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
-    """Everything besides the training itself that decides the last bits of the result."""
+    """Return everything besides the training options that affects the last bits of the result."""
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
@@ -59,7 +59,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
 
 
 def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str, EnvironmentValue]) -> list[str]:
-    """What has changed, by name; a name that only one side has counts too.
+    """Return the changes by name. A name that is missing on one side counts as a change.
 
     >>> environment_changes({"threads": 8, "torch": "2.13"}, {"threads": 2, "torch": "2.13"})
     ['threads 8 -> 2']
@@ -69,7 +69,7 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
 
 
 def describe_exactness(reasons: list[str], device: AbstractDevice) -> str:
-    """How a resumed run compares with one that was never interrupted."""
+    """Describe how exactly a resumed run reproduces an uninterrupted one."""
     if reasons:
         return "not bit-exact: " + "; ".join(reasons)
     if device.kind == "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -78,7 +78,7 @@ def describe_exactness(reasons: list[str], device: AbstractDevice) -> str:
 
 
 def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
-    """The fields of a resume event, with the step since which the run as a whole is not bit-exact, if there is one."""
+    """Add the first step since which the run is not bit-exact to the fields of a resume event, if there is one."""
     events = () if run is None else History(run).events(kinds=INCIDENT_KINDS)
     changes = [event for event in events if event.get("exact") is False]
     if not changes or fields.get("exact") is False:
@@ -89,19 +89,20 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The result of a restore, once tensors and state are in place."""
+    """The result of a restore."""
 
     base_rates: list[float]
     reasons: list[str]
-    """Why the run is not bit-exact from here on."""
+    """The reasons why the run is not bit-exact from here on; empty if it is."""
     fields: dict[str, Any]
     """Fields of the resume event."""
 
 
 def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mapping[str, Any]) -> RestoredRun:
-    """Restore the state after `step`; `data` describes the data that is trained on now."""
+    """Restore the state after `step`. `data` describes the current data."""
     stepper, state = run.stepper, run.state
     reasons = _data_changes(snapshot.info, data, run.config.allow)
+    # Nothing was computed before step 1, so a changed environment cannot make the run inexact.
     if step > 0:
         now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
         reasons += environment_changes(snapshot.info.environment, now)
@@ -122,7 +123,7 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
         reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
     length = run.source.num_samples
     if length is not None and state.position.samples >= length:
-        # The data is shorter than it was: the rest of the epoch is gone.
+        # The data has become shorter, and the epoch has no samples left: continue with the next epoch.
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if not run.source.is_exact:
         reasons.append("a stream without a state")
@@ -135,7 +136,7 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:
-    """How data and global batch size differ from the saved ones; refused unless `allow` names it."""
+    """Return the changes of the data and the global batch size. Raise for a change that `allow` does not name."""
     then = {name: saved.data.get(name) for name in now}
     if then["global_batch_size"] != now["global_batch_size"] and "batch" not in allow:
         raise UsageError(
@@ -144,7 +145,7 @@ def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collecti
             try_='the same global batch size, or --allow batch (allow=("batch",)) to resume, not bit-exact',
         )
     prints = then["fingerprint"], now["fingerprint"]
-    # If a fingerprint is unknown (samples that differ each time, a worker that was killed) the length must do.
+    # A fingerprint can be unknown: samples that differ on each read, or a killed worker. Compare only lengths then.
     is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
     if is_other and "data" not in allow:
         raise DataChangedError(

@@ -1,4 +1,4 @@
-"""Decide whether a run is new or resumed, with which plan, and which options may have changed."""
+"""Decide whether a run starts or resumes, which plan it uses, and which options may change."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,36 +15,37 @@ if TYPE_CHECKING:
     from whet.training.setup import RunConfig
 
 GROWABLE_KEYS = ("epochs", "max_steps")
-"""Options that may grow when a run resumes; None means without end."""
+"""Options that may grow when a run resumes; None is the largest value."""
 
+# A resumed run takes these settings from the new call, not from the saved plan.
 _FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
 FREE_KEYS = ("epochs_per_session", *_FREE_SETTINGS)
 """Options that may change when a run resumes."""
 
 ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
-"""Options that may change if `allow` names them."""
+"""Options that may change if `allow` contains the key; the run is then not bit-exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeDecision:
-    """What a session starts from."""
+    """The plan of a session, and the run that it resumes."""
 
     plan: Plan
     run: Run | None
     """The run that is resumed; None for a new one."""
     replanned: str | None = None
-    """Why the plan is not the saved one."""
+    """The reason for a new plan; None if the saved plan is used or the run is new."""
 
 
 def run_exists(path: Path | None) -> bool:
-    """Whether there is a run to resume."""
+    """Return whether the folder holds a run to resume."""
     return path is not None and (path / RUN_FILE).exists()
 
 
 def decide_resume(requested: "RunConfig") -> ResumeDecision:
-    """The plan in the run folder if there is one and it fits this machine, else a new plan. Writes nothing.
+    """Return the saved plan of the run folder if it fits this machine, else a new plan. Nothing is written.
 
-    `requested.plan` is used for a new run, if it was made for this machine.
+    A new run uses `requested.plan` if it is given. A plan for a different machine is an error.
     """
     machine, conditions = current_machine()
     plan = make_plan(machine, requested.workload, overrides=requested.overrides, conditions=conditions)
@@ -65,7 +66,7 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
         changed = "; ".join(filter(None, (changed, f"global_batch_size {before} -> {now}")))
     if changed is not None:
         return ResumeDecision(plan=plan, run=run, replanned=changed)
-    # The saved plan, with the settings that may change and the number of steps as they are now.
+    # Keep the saved plan, but take the free settings and the number of steps from the new one.
     overrides = {name: value for name, value in saved.overrides.items() if name not in _FREE_SETTINGS}
     overrides |= {name: value for name, value in plan.overrides.items() if name in _FREE_SETTINGS}
     kept = saved.model_copy(
@@ -79,7 +80,7 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
 
 
 def check_plan_fits(given: Plan, ours: Plan) -> None:
-    """Refuse a plan that was made for another machine or another training."""
+    """Raise if a plan was made for a different machine or training."""
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
@@ -91,9 +92,10 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
 def check_unchanged(
     saved: Mapping[str, Any], requested: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
 ) -> None:
-    """Refuse options that differ from those the run was started with, by name."""
+    """Raise for the first option that differs from the saved one, unless it may change."""
     for key in sorted({*saved, *requested}):
         before, now = saved.get(key), requested.get(key)
+        # An option that was added in a later version of whet is missing from older runs.
         is_new_default = key not in saved and now in (None, "auto")
         if before == now or is_new_default or key in (*FREE_KEYS, *free):
             continue
@@ -119,12 +121,12 @@ def _has_grown(before: Any, now: Any) -> bool:
 
 
 def _without_device(overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """A run may move to another device; a new plan is made there, and the log says so."""
+    """Return the overrides without the device: a run may move to another device, which makes a new plan."""
     return {name: value for name, value in overrides.items() if name != "device"}
 
 
 def _plan_changes(old: Plan, new: Plan) -> str | None:
-    """What makes the saved plan unfit for this machine, in one line; None if it fits."""
+    """Describe in one line why the saved plan does not fit this machine; None if it fits."""
     saved, current = old.machine, new.machine
     pairs = {
         "device": (old.overrides.get("device", "auto"), new.overrides.get("device", "auto")),

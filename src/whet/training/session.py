@@ -46,25 +46,25 @@ from whet.verify.trainable import OutputFunction
 
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
-"""Rollbacks in one session, by the NaN guard and by callbacks; the guard itself gives up earlier."""
+"""Maximum number of rollbacks in one session, by the NaN guard and by callbacks together. The guard stops earlier."""
 
 
 class Session:
-    """Runs optimizer steps, logs them, saves and resumes. Enter it, iterate over it, step.
+    """Runs optimizer steps, logs them, saves checkpoints and resumes. Enter it, iterate over it, and call `step`.
 
-    `run` is the folder; without one nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `overrides` are
-    settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `plan` is one that
-    `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric that decides the
-    best checkpoint, and `mode` whether it should be "max" or "min". `init_from` is a run whose weights a new one
-    starts with. `allow` names what may differ when a run resumes: "data", "batch". `callbacks` are instances of
-    whet.Callback (docs/callbacks.md). `on_event` is called with the kind and the fields of every event. `read_sensors`
-    reads the sensors of the machine; its own if not given. `outputs` is given for a causal model: a function from a
-    micro-batch to the model's outputs, (batch, length, ...); causality is then verified before the first step. All
-    other keywords are fields of `TrainingConfig`: global_batch_size, epochs, max_steps, seed, shuffle, schedule,
-    warmup_steps, clip, ema, eval_every, patience, epochs_per_session.
+    `run` is the run folder; without one, nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `overrides`
+    fixes settings of the plan (micro_batch, precision, threads, ...; see docs/rules). `plan` is a plan for a new run,
+    made by `whet.tune` or `whet.make_plan`. `goal` names the metric that selects the best checkpoint, and `mode` is
+    "max" or "min". `init_from` is a run whose weights a new run starts with. `allow` names what may differ when a run
+    resumes: "data", "batch". `callbacks` are instances of whet.Callback (docs/callbacks.md). `on_event` is called with
+    the kind and the fields of every event. `read_sensors` is a function; the default reads the sensors of this
+    machine. `outputs` is for causal models: a function from a micro-batch to the model's outputs, of shape
+    (batch, length, ...); causality is then verified before the first step. All other keywords are fields of
+    `TrainingConfig`: global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema,
+    eval_every, patience, epochs_per_session.
 
-    A resumed run keeps what it was started with: changed training, overrides or data are refused by name, and the
-    learning rates are the checkpoint's.
+    A resumed run keeps its original options. A changed training option, override or dataset is an error that names it.
+    The learning rates come from the checkpoint.
     """
 
     def __init__(
@@ -125,7 +125,10 @@ class Session:
         self._num_rollbacks = 0
 
     def tune(self, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> None:
-        """Before entering: measure which plan is fastest, if this is a new run that is long enough to repay it."""
+        """Measure which plan is fastest. Call this before entering the session.
+
+        Skipped for a resumed run, with a given plan, with several ranks, and if the run is too short to repay it.
+        """
         group, config = current_group(), self.config
         if not group.is_single_process:
             if group.is_rank_zero:
@@ -136,7 +139,7 @@ class Session:
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Set everything up. What can be wrong is refused before a new run folder appears."""
+        """Set up the run. Invalid input raises before a new run folder is created."""
         if self._phase != "new":
             raise UsageError("a session is entered once", got="a second `with`", try_="a new Session with the same run")
         with contextlib.ExitStack() as undo:
@@ -144,11 +147,13 @@ class Session:
             self.run = setup(self.config, self.state, self._exit_stack)
             self._sync = RankSync(self.run.group)
             self._first_epoch = self.state.epoch
+            # A compiled model may compile again for a new shape, so its steps get a longer stall limit.
             self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
             self.run.callbacks.on_start(self.run)
             self.run.log_pending_events()
             if not self.model.training:
-                # Only then: a model in training mode may have a part in eval mode on purpose.
+                # Skipped if the model is in training mode already: train() would also switch submodules that the user
+                # keeps in eval mode on purpose, such as a frozen BatchNorm.
                 self.model.train()
             undo.pop_all()
         self._phase = "entered"
@@ -157,6 +162,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             failure = self._final_save(error) or self.run.callbacks.error
+            # on_end runs after the final save, so a failing callback cannot cost the last checkpoint.
             try:
                 self.run.callbacks.on_end(self.state, error or failure)
             except Exception as raised:
@@ -169,15 +175,15 @@ class Session:
         finally:
             self._phase = "left"
             is_failing = error is not None or sys.exc_info()[0] is not None
-            # The first error is the one to report.
+            # Suppress errors of the clean-up if the session is failing already: the first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
                 self._exit_stack.close()
 
     def _final_save(self, error: BaseException | None) -> Exception | None:
-        """Save the last state if it is whole; returns why it could not be saved."""
+        """Save the last state if it is consistent. Return the error if saving failed, else None."""
         run = self.run
-        # In the middle of a step only the last checkpoint counts, a second Ctrl-C skips the final save, and a rank
-        # that holds a shard of the model cannot save alone.
+        # The final save is skipped in three cases: the error was raised inside a step (the weights may be half
+        # updated), it is a second Ctrl-C (not an Exception), or this rank holds a shard and cannot save alone.
         is_whole = error is None or (
             isinstance(error, Exception) and not self._is_in_step and run.stepper.strategy.has_full_model
         )
@@ -196,7 +202,7 @@ class Session:
     # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches that are left, from where the run stands. Act on callbacks between two steps."""
+        """Yield the remaining global batches, and act on the requests of callbacks between steps."""
         run, state = self._entered_run(), self.state
         while not state.is_finished:
             num_rollbacks, before = self._num_rollbacks, state.step
@@ -208,7 +214,7 @@ class Session:
                 if action.rollback is not None:
                     self._roll_back(action.rollback)
                 if self._num_rollbacks != num_rollbacks:
-                    # A request to stop survives a rollback; that all steps were done does not.
+                    # A stop request survives a rollback. "All steps are done" does not: some steps are repeated.
                     if action.stop not in (None, _ALL_DONE):
                         return
                     break
@@ -217,6 +223,7 @@ class Session:
                 before += 1
                 if action.save:
                     self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
+                # The checkpoint of this step comes first: on_epoch_end is documented to run after it.
                 if batch.is_last_of_epoch:
                     run.pending |= run.callbacks.on_epoch_end(state)
                 if action.stop is not None or (run.group.is_single_process and run.is_stop_requested):
@@ -225,12 +232,12 @@ class Session:
                 checks.check_epoch_complete(state.position)
 
     def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
-        """Merge the actions that were asked for; ranks agree on them, every few steps."""
+        """Merge the requested actions. Several ranks synchronize them, every few steps."""
         run, state = self.run, self.state
         action = run.collect_requests()
         if state.is_finished or self._is_session_over(batch):
             action |= Action(stop=_ALL_DONE, on_all_ranks=True)
-        # What is a pure function of the step is known to all ranks; they agree on the rest when they synchronize.
+        # Actions that depend on the step only are the same on every rank. All others wait for a synchronization.
         is_non_finite, has_failed = False, run.callbacks.failure is not None
         if not run.group.is_single_process:
             must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
@@ -248,19 +255,19 @@ class Session:
             run.log.notify("stopping", step=state.step, message=f"stopping: {action.stop}")
         check_weights = is_non_finite or bool(action.save) or action.stop is not None
         if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
-            # What is pending belongs to steps that will be repeated.
+            # Write the outcomes that are still pending before the rollback: their steps will be repeated.
             run.log.read()
             action |= Action.ROLLBACK(run.guard.start_rollback())
         return action
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Run one optimizer step on a global batch: split, forward, backward, clip, update, average, log."""
+        """Run one optimizer step on a global batch: split, forward, backward, clip, update, EMA, log."""
         run, state = self._entered_run(), self.state
         if batch is not self._batch or state.position == batch.after:
             raise checks.wrong_batch_error()
         number = state.step + 1
         state.lr = run.rates.set_for(number)
-        # Not before: what was refused so far has changed nothing, and the steps before it can be saved.
+        # Set after the checks above: their errors leave the weights unchanged, so the final save may still happen.
         self._is_in_step = True
         try:
             with run.group.stall_detector.working(f"step {number:,}"):
@@ -271,7 +278,7 @@ class Session:
             return
         self._is_in_step = False
         state.advance(batch)
-        # Callbacks read losses of earlier steps, and so may wait for the device.
+        # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.
         with run.group.stall_detector.working(f"step {number:,}"):
             action = run.callbacks.after_step(state, outcome)
             if action is not Action.NONE:
@@ -280,9 +287,9 @@ class Session:
                 run.log_pending_events()
 
     def due(self, what: str) -> bool:
-        """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.
+        """Return whether an evaluation is due: every `eval_every` steps or after each epoch, and after the last step.
 
-        Also after a resume, if the run was stopped before an evaluation that was due.
+        `what` is "evaluate". An evaluation that was due when the run stopped is due again after a resume.
         """
         if what != "evaluate":
             raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
@@ -293,15 +300,16 @@ class Session:
         return is_time or self.is_finished
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:
-        """Evaluate on `data` with the averaged weights if there are any, log the metrics, and disturb nothing.
+        """Evaluate on `data`, log the metrics, and return them. Training state is unchanged afterwards.
 
-        With `use_best` the weights are those of the best step by the goal, from its checkpoint.
+        Uses the averaged weights if `ema` is on. With `use_best`, loads the checkpoint with the best goal metric.
         """
         run, start, goal = self.run, time.perf_counter(), self.config.goal
         fields: dict[str, Any] = {}
         if use_best:
             with use_best_weights(run) as best_step:
                 returned = run.executor.evaluate(evaluate, data)
+            # Loading and restoring the weights invalidates what the executor knows about the changes of a step.
             run.executor.expect_changes()
             fields["weights"] = store.checkpoint_name(best_step)
         else:
@@ -315,39 +323,39 @@ class Session:
         return metrics
 
     def batches(self, data: Any) -> Iterator[MicroBatch]:
-        """Data in its own order, on the device, in micro-batches of the planned evaluation size."""
+        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
         return self.run.executor.batches(data)
 
     def log(self, **values: Any) -> None:
-        """Log metrics; the goal among them decides the best checkpoint, the plateau schedule and early stopping.
+        """Log metrics. The goal metric selects the best checkpoint, and drives early stopping and the plateau schedule.
 
-        A `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of dicts) are kept for the report.
+        `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of dicts) are kept for the report.
         """
         self._log(values)
 
     @property
     def plan(self) -> Plan:
-        """How the run is executed; it may change while the run learns what fits."""
+        """The plan of the run. It may change during the run, for example after an out-of-memory error."""
         return self.run.plan
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done, or nothing got better for as long as `patience` says."""
+        """Whether all steps are done, or early stopping ended the run."""
         return self.state.is_finished
 
     def has_logged(self, prefix: str) -> bool:
-        """Whether the run folder holds a metric with this prefix for the newest step."""
+        """Return whether the run folder holds a metric with this prefix for the newest step."""
         return self.run.has_logged(prefix)
 
     @property
     def exit_code(self) -> int:
-        """0, or what a shell expects of a process that was asked to stop and did."""
+        """The exit code for the process: 0, or 128 plus the number of the signal that stopped the run."""
         return 0 if self.is_finished else self.run.stop_signals.exit_code
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _entered_run(self) -> RunContext:
-        """The live run; a session has a device, data and a lock only inside `with`."""
+        """Return the live run. Raise outside `with`, where the session has no device, data or lock."""
         if self._phase != "entered":
             got = f"a session that is {self._phase}"
             raise UsageError("a session works inside `with`", got=got, try_="with whet.Session(...) as session:")
@@ -361,6 +369,7 @@ class Session:
         state.evaluated_step = state.step
         run.log.event("eval", step=state.step, **fields, **values)
         if goal is not None and goal in metrics:
+            # Scores are maximized everywhere below, so "min" metrics are negated here.
             score = metrics[goal] if self.config.mode == "max" else -metrics[goal]
             state.record_score(score)
             run.schedule.observe(score)

@@ -1,4 +1,4 @@
-"""Set up a run: RunConfig is what was asked for, RunContext is the live run that setup() makes from it."""
+"""Set up a run: RunConfig holds the user's request, and setup() makes the live RunContext from it."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -55,7 +55,7 @@ from whet.verify.trainable import OutputFunction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """What was asked for: a model, its data, how it is trained, and in which run folder."""
+    """The request of the user: model, data, optimizer, training options and run folder."""
 
     model: nn.Module
     optimizer: Optimizer | OptimizerChoice
@@ -64,23 +64,29 @@ class RunConfig:
     workload: Workload
     overrides: Mapping[str, Scalar]
     plan: Plan | None = None
-    """A plan for a new run, if one was made before."""
+    """The plan for a new run; None if setup() makes it."""
     path: Path | None = None
-    """The run folder."""
+    """The run folder; None to write nothing."""
     goal: str | None = None
+    """The metric that selects the best checkpoint."""
     mode: str = "max"
+    """Whether a higher ("max") or a lower ("min") goal is better."""
     recipe: str = "session"
     command: list[str] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
+    """Options that are written to the run folder and compared when the run resumes."""
     allow: tuple[str, ...] = ()
+    """Changes that are allowed when the run resumes: "data", "batch"."""
     init_from: str | Path | None = None
+    """A run or an import whose weights a new run starts with."""
     attach: Mapping[str, bytes] = field(default_factory=dict)
-    """Files that a new run folder holds from the start."""
+    """Extra files of a new run folder, by name."""
     outputs: OutputFunction | None = None
-    """Given for a causal model."""
+    """A function from a micro-batch to outputs, for causal models; causality is then verified."""
     callbacks: tuple[Callback, ...] = ()
     on_event: EventHandler | None = None
     read_sensors: ReadConditions | None = None
+    """A function that reads sensors; None for those of this machine."""
 
 
 def make_run_config(
@@ -100,11 +106,11 @@ def make_run_config(
     allow: Collection[str] = (),
     **rest: Any,
 ) -> RunConfig:
-    """Check what was asked for and fill in what was left out; `rest` are fields of RunConfig as they are."""
+    """Validate the arguments and fill in defaults. `rest` holds fields of RunConfig that are used unchanged."""
     checks.check_model_and_optimizer(model, optimizer, mode)
     checks.check_overrides_with_plan(plan, overrides, device)
     ranks = read_rank_info()
-    # Checked before the ranks connect to each other: on MPS none of them would get further.
+    # Checked before the ranks connect: there is no collective for MPS tensors, so the ranks could only fail later.
     check_not_mps(
         ranks.size, device=str((overrides or {}).get("device", device)), is_mac=mps.mps_unavailable_reason() is None
     )
@@ -130,18 +136,18 @@ def make_run_config(
 
 
 def plan_from_rules(config: RunConfig) -> Plan:
-    """The plan on this machine by rules alone, before anything is measured."""
+    """Return the plan that rules alone make on this machine, without measurements."""
     machine, conditions = current_machine()
     return make_plan(machine, config.workload, overrides=config.overrides, conditions=conditions)
 
 
 def is_rereadable(data: Any) -> bool:
-    """Whether data can be read again; an iterable dataset is consumed by its first reader."""
+    """Return whether the data can be read twice. An iterable dataset is consumed by its first reader."""
     return as_columns(data) is not None or callable(getattr(data, "__getitem__", None))
 
 
 class RunContext:
-    """A live run: everything that a session and its callbacks work with."""
+    """A live run: the device, data, model, optimizer and services that a session and its callbacks share."""
 
     checkpointer: Checkpointer | None = None
     executor: Executor
@@ -164,24 +170,24 @@ class RunContext:
     ) -> None:
         self.config = config
         self.plan = plan
-        """How the run is executed; it may change while the run learns what fits."""
+        """The current plan. It may change during the run, for example after an out-of-memory error."""
         self.device = device
         self.group = group
         self.source = source
         self.schedule = schedule
         self.stepper = stepper
         self.layout = layout
-        """Restores the memory format of the user's weights."""
+        """Restores the original memory format of the weights."""
         self.rates = LearningRates(stepper.optimizer, schedule, base_rates)
         self.state = state
         self.exit_stack = exit_stack
-        """Undoes the set-up when the session ends."""
+        """Undoes the setup when the session ends, in reverse order."""
         self.folder: Run | None = None
         self.guard: NonFiniteGuard
         self.log: Recorder
         self.stop_signals = StopSignals()
         self.pending = Action.NONE
-        """Merged actions of callbacks that the loop has not acted on yet."""
+        """The merged actions that the loop has not performed yet."""
         self._requests: deque[Action] = deque()
 
     @property
@@ -190,77 +196,77 @@ class RunContext:
 
     @property
     def path(self) -> Path | None:
-        """The run folder."""
+        """The run folder; None if nothing is written."""
         return None if self.folder is None else self.folder.path
 
     def request(self, action: Action) -> None:
-        """Ask for an action at any moment, from any thread or signal handler; the loop acts on it after the step."""
-        # An append is atomic: a signal handler may run between any two bytecodes of the main thread.
+        """Request an action from any thread or signal handler. The loop performs it after the current step."""
+        # deque.append is atomic. A lock could deadlock: a signal handler may run between any two bytecodes.
         self._requests.append(action)
 
     def collect_requests(self) -> Action:
-        """Merge what was requested into `pending`."""
+        """Merge all requests into `pending` and return it."""
         while self._requests:
             self.pending |= self._requests.popleft()
         return self.pending
 
     @property
     def is_stop_requested(self) -> bool:
-        """Whether a stop was requested and not yet acted on."""
+        """Whether a stop was requested that the loop has not performed yet."""
         return self.pending.stop is not None or any(action.stop is not None for action in tuple(self._requests))
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches from where the run stands to the end of the epoch; waiting for them counts as data time."""
+        """Return the remaining global batches of the epoch. Time spent waiting for them is logged as data time."""
         read = self.group.stall_detector.reading(self.source.batches(self.state.position))
         return self.log.timed(read)
 
     def use_plan(self, plan: Plan) -> None:
-        """Continue with a changed plan, and write it to the run folder."""
+        """Switch to a changed plan and write it to the run folder."""
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
         if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
 
     def note_inexact(self, step: int, reason: str) -> None:
-        """From `step` on the run is not bit-exact; later checkpoints say so."""
+        """Record in all later checkpoints that the run is not bit-exact since `step`."""
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
     def log_pending_events(self) -> None:
-        """Log what device and data report; a device that has failed without an error stops the run here."""
+        """Log the events of the device and the data. Raise if the device has failed without raising an error."""
         for kind, fields in (*self.device.monitor.events(), *self.source.events()):
             self.log.event(kind, step=self.state.step, **fields)
         self.device.monitor.check()
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Log that a session starts or resumes."""
+        """Log the start or the resume of a session."""
         goal = {"goal": self.config.goal, "mode": self.config.mode}
         self.log.event(kind, step=self.state.step, total_steps=self.state.total_steps, **goal, **fields)
 
     def roll_back(self, reason: str) -> None:
-        """Restore the newest checkpoint; the batches since then come again."""
+        """Restore the newest checkpoint. The batches since then are repeated."""
         checkpoint = None if self.checkpointer is None else self.checkpointer.newest()
         if checkpoint is None:
             raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
         restored = self.restore(checkpoint)
         self.executor.expect_changes()
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
-        # What was read of the discarded steps since then is void with them.
+        # The non-finite step was discarded with all others since the checkpoint, so the guard starts clean.
         self.guard.first_non_finite = None
 
     def has_logged(self, prefix: str) -> bool:
-        """Whether the run folder holds a metric with this prefix for the newest step."""
+        """Return whether the run folder holds a metric with this prefix for the newest step."""
         if self.folder is None:
             return False
         is_logged = False
         if self.group.is_rank_zero:
             newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
             is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
-        # Rank 0 decides: others may see what it has written a little later.
+        # Rank 0 decides: the other ranks may see its writes a little later.
         return bool(self.group.broadcast(is_logged))
 
     def raise_callback_error(self) -> NoReturn:
-        """Save, and raise the error of a callback that failed on any rank."""
+        """Save a checkpoint and raise the error of a callback that failed on any rank."""
         failure = self.callbacks.failure
         if self.group.is_single_process:
             # The final checkpoint is written on the way out of the session.
@@ -276,7 +282,7 @@ class RunContext:
         raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
-        """Restore everything from a checkpoint."""
+        """Restore the run from a checkpoint, including the base learning rates."""
         assert self.checkpointer is not None
         restored = self.checkpointer.restore(checkpoint)
         self.rates.use_base(restored.base_rates)
@@ -284,22 +290,23 @@ class RunContext:
 
 
 def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
-    """Lock, plan, build and restore a run; `exit_stack` undoes all of it in reverse order.
+    """Lock, plan, build and restore a run. `exit_stack` undoes these steps in reverse order.
 
-    What can be wrong is refused before a new run folder appears.
+    Invalid input raises before a new run folder is created.
     """
     model, path = config.model, config.path
     group = current_group()
     is_new = group.broadcast(not run_exists(path))
     if path is not None and not is_new and group.is_rank_zero:
-        # Locked before it is read: two processes must not resume one run.
+        # Lock before reading: two processes must not resume the same run.
         exit_stack.enter_context(lock.acquire(path))
     start = decide_resume(config)
-    # All ranks use the plan of rank 0; nobody writes before all have read.
+    # All ranks use the plan of rank 0. The broadcast also ensures that every rank has read the folder before a write.
     plan = _plan_of_first_rank(start.plan, group)
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
-    # Which rows of a checkpoint a rank needs is known once the model is sharded.
+    # With sharding, a rank knows which rows of the checkpoint it needs only after the model is sharded, so the
+    # checkpoint is loaded after _build().
     is_sharded = not group.is_single_process and plan.sharding == "full"
     checkpoint = None if is_sharded else _find_checkpoint(start.run, model, group)
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
@@ -309,7 +316,8 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     run, fell_back = _build(config, plan, group, state, exit_stack)
     if is_sharded:
         checkpoint = _find_checkpoint(start.run, model, group)
-    # Entered here and left last: what ends before may still write to standard error.
+    # Entered before the clean-up of data and services is registered, so it is left after them: they may still write to
+    # standard error.
     exit_stack.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
     exit_stack.callback(run.source.close)
     _open_folder(run, start.run)
@@ -325,7 +333,10 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
 def _build(
     config: RunConfig, plan: Plan, group: RankGroup, state: State, exit_stack: ExitStack
 ) -> tuple[RunContext, str | None]:
-    """Open device and data and apply the plan. Returns the run, and why its device is not the one asked for."""
+    """Open the device and the data, and apply the plan.
+
+    Returns the run, and the reason if the device is a fallback for the planned one.
+    """
     model, optimizer, training = config.model, config.optimizer, config.training
     checks.check_multi_rank(model, optimizer, plan, group.ranks)
     plan, device, fell_back = open_planned_device(plan, group.ranks)
@@ -344,6 +355,8 @@ def _build(
     checks.check_ranks_agree(group, model, optimizer, source, training)
     state.total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(state.total_steps)
+    # An OptimizerChoice is built after the model is placed and sharded. A torch optimizer exists already, and its state
+    # must follow the parameters.
     users = optimizer if isinstance(optimizer, Optimizer) else None
     layout = place_model(plan, model, device, optimizer=users)
     strategy = make_strategy(model, group, plan, device)
@@ -381,17 +394,18 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             command=config.command,
         )
         run.exit_stack.enter_context(lock.acquire(run.folder.path))
+    # The other ranks open the folder only after rank 0 has created it.
     group.barrier()
     if run.folder is None and path is not None:
         run.folder = open_run(path)
     for name, content in config.attach.items():
-        # Also into a run that was killed between the creation of its folder and this.
+        # Also for an existing folder: the process may have been killed right after it created the folder.
         if run.folder is not None and group.is_rank_zero and not (run.folder.path / name).exists():
             durable.write_file(run.folder.path / name, data=content)
 
 
 def _add_services(run: RunContext, existing: Run | None) -> None:
-    """Event log, NaN guard, checkpointer, executor and callbacks."""
+    """Add the event log, NaN guard, checkpointer, executor and callbacks to a run."""
     is_rank_zero, exit_stack = run.group.is_rank_zero, run.exit_stack
     log = None if run.folder is None or not is_rank_zero else exit_stack.enter_context(EventLog(run.folder))
     run.guard = NonFiniteGuard(
@@ -409,7 +423,7 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
 
 
 def _own_callbacks(run: RunContext) -> list[Callback]:
-    """whet's own callbacks, in the order in which they are called."""
+    """Return the built-in callbacks in call order."""
     training, checkpointer = run.config.training, run.checkpointer
     thermal = ThermalPolicy(run.plan, run.log, run.device, reader=run.config.read_sensors)
     return [
@@ -430,10 +444,10 @@ def _start_or_resume(run: RunContext, checkpoint: store.LoadedCheckpoint | None,
         run.executor.moved_from = restored.fields.get("moved_from")
         run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
         return
-    # A run that was killed before its first checkpoint starts again, and its steps no longer count.
+    # A run that was killed before its first checkpoint starts again from step 0.
     run.log_session("start" if is_new else "resume", {})
     if run.checkpointer is not None:
-        # The initial state too: a second call with the same objects must not start from trained weights.
+        # Save the initial state too: a second call with the same model object must not start from trained weights.
         run.checkpointer.save("last")
 
 

@@ -30,24 +30,25 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 _KERNEL_SETTINGS = ("attention", "norms")
-"""Settings that may choose whet's own kernels."""
+"""Settings that can select whet's kernels ("own")."""
 _NOT_COMPARED = "not compared with the model's own code"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """A change that may help. It stays only if all checks pass with it."""
+    """A change that may fix a failed check. It is kept only if all checks pass with it."""
 
     description: str
     apply: Callable[[], AbstractContextManager[object]]
+    """Returns a context in which the change is active."""
     precision: str
-    """The precision that the model is checked in."""
+    """The precision in which the model is checked again."""
     changes: Mapping[str, MeasuredSetting] = field(default_factory=dict)
-    """Changes of the plan."""
+    """The changed settings of the plan."""
 
 
 def fallbacks(result: ModelCheckResult, stepper: Stepper, plan: Plan) -> Iterator[Fallback]:
-    """Fallbacks against these problems, the smallest change first; the user's overrides are never changed."""
+    """Yield fallbacks for these problems, smallest change first. Settings that the user overrides are not changed."""
     precision = plan.precision
     evidence = {"problem": str(result), "device": stepper.device.kind}
 
@@ -93,7 +94,7 @@ def fallbacks(result: ModelCheckResult, stepper: Stepper, plan: Plan) -> Iterato
 
 
 def _make_weights_contiguous(stepper: Stepper) -> AbstractContextManager[object]:
-    # Nothing to undo: the values are the same.
+    # No undo is needed: the values of the weights are unchanged.
     make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()
 
@@ -109,14 +110,14 @@ def _in_fp32(stepper: Stepper, plan: Plan) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartChecks:
-    """Verifies a model once per session; on the CPU only if it is compiled, or if its outputs are given."""
+    """Verifies a model once per session. On the CPU, only compiled code and causality are verified."""
 
     run: "RunContext"
     exit_stack: ExitStack
-    """Undoes what must hold while the run trains."""
+    """Undoes the accepted fallbacks when the run ends."""
 
     def run_checks(self, loss: LossFunction, batch: GlobalBatch, *, step: int, moved_from: str | None) -> Plan:
-        """Verify the model and return the plan to continue with, after `step` steps. Raises if no fallback helps."""
+        """Verify the model before step `step + 1` and return the plan to continue with. Raise if no fallback helps."""
         run, plan, kind = self.run, self.run.plan, self.run.device.kind
         prefix = "" if moved_from is None else f"moved from {moved_from} to {kind}; "
         if kind == "cpu" and run.config.outputs is None:
@@ -128,6 +129,7 @@ class StartChecks:
         start = time.perf_counter()
         check = ModelCheck(run, loss, batch)
         key = self._cache_key(check)
+        # A run that moved to another device is verified even if the result is cached.
         before = cache.load_verified(key) if key and plan.verify == "on" and moved_from is None else None
         if before is not None:
             run.log.event("plan", step=step, message=f"verified before: {before}")
@@ -144,8 +146,8 @@ class StartChecks:
     def use_compiled(self, loss: LossFunction, micro: MicroBatch, *, step: int, until: ExitStack) -> Plan:
         """Compile the model, compare it with eager execution, and return the plan to continue with.
 
-        `until` ends the use of compiled code. A stepper that captures steps expects a compiled model; if it is not
-        compiled after all, that only makes the stepper more careful.
+        Closing `until` ends the use of compiled code. A stepper that captures steps was built for a compiled model. If
+        the model stays eager, the stepper is only more careful than necessary.
         """
         run, plan = self.run, self.run.plan
         start, model, device = time.perf_counter(), run.model, run.device
@@ -165,8 +167,9 @@ class StartChecks:
                 device,
                 failed=_NOT_COMPARED,
             )
-            # The comparison held more memory than steps do.
+            # The comparison needs more memory than a step, so return the cached blocks to the device.
             device.memory.empty_cache()
+            # All ranks must agree: a compiled rank and an eager rank would round differently.
             is_unusable = parity is not None and not parity.is_usable
             if not any(run.group.all_reduce_max([float(is_unusable)])):
                 until.push(undo.pop_all())
@@ -193,6 +196,7 @@ class StartChecks:
             with ExitStack() as undo:
                 undo.enter_context(fallback.apply())
                 again = check.run_checks(fallback.precision)
+                # A fallback under which a check can no longer run does not count as a success.
                 if again.is_good and again.is_complete >= result.is_complete:
                     self.exit_stack.push(undo.pop_all())
                     message = f"{prefix}{result}; {fallback.description}: {again}"
@@ -229,7 +233,7 @@ class StartChecks:
         return self._changed_since(step, "runs eagerly")
 
     def _changed_since(self, step: int, change: str) -> dict[str, Any]:
-        """Event fields that say since when a resumed run is not bit-exact; none for a run that only begins."""
+        """Return event fields that mark a resumed run as not bit-exact since `step`. A new run has none."""
         if not step:
             return {}
         self.run.note_inexact(step, change)
@@ -260,13 +264,13 @@ class StartChecks:
 
 
 def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
-    """The plan of a run whose model runs eagerly from `step` on."""
+    """Return the plan with compilation turned off since `step`."""
     evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
 
 
 def skip_reason(plan: Plan) -> str | None:
-    """Why nothing is verified; None if it is."""
+    """Return the reason to skip verification; None if the model is verified."""
     if plan.verify == "off":
         return "verify=off"
     return "the model is sharded" if plan.sharding == "full" and plan.workload.world_size > 1 else None

@@ -1,6 +1,6 @@
 """Time optimizer steps of the user's model and data in this process.
 
-Nothing is left behind: weights, buffers, modes, the optimizer, generators and threads are restored.
+Weights, buffers, modes, optimizer state, generators and the number of threads are restored afterwards.
 """
 
 import gc
@@ -54,14 +54,18 @@ from whet.verify.parity.compare import compare_precision
 from whet.verify.start.compiled import compare_compiled_with_eager
 
 NUM_BATCHES = 8
-"""Global batches that are stepped on in turn: enough to show the lengths of the data, and few enough that all were seen
-before time is taken. On an H200 half-precision attention took 85 ms more in the first step of each new shape."""
+"""Number of global batches that the steps cycle through.
+
+Enough to represent the lengths in the data, and few enough that all of them run once before timing starts. On an H200,
+half-precision attention took 85 ms more in the first step of each new shape.
+"""
+# At least 2 warm-up steps; more only within 2 seconds.
 _WARMUP_STEPS, _WARMUP_SECONDS = 2, 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BuiltPlan:
-    """A plan applied to the model of a bench."""
+    """A plan that is applied to the model of a bench."""
 
     plan: Plan
     device: AbstractDevice
@@ -70,7 +74,7 @@ class _BuiltPlan:
     base_rates: list[float]
 
     def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
-        """The first samples of a batch, on the device."""
+        """Return the first samples of a batch, on the device."""
         size = min(size, len(batch))
         micro_batches = self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)
         return next(iter(micro_batches)).map_tensors(self.device.put)
@@ -80,10 +84,10 @@ class _BuiltPlan:
 
 
 class LocalStepBench:
-    """One training on this machine: enter it, prepare settings, and run their steps in any order."""
+    """Times one training on this machine. Enter it, prepare settings, and run their steps in any order."""
 
     recovery_seconds = 0.0
-    """Nothing is stopped in this process."""
+    """Seconds to recover from a stopped probe; 0 because a probe in this process is never stopped."""
 
     def __init__(
         self,
@@ -96,15 +100,15 @@ class LocalStepBench:
         plan: Plan,
         may_compile: bool = False,
     ) -> None:
-        """`may_compile` is for a separate process: compiling cannot be interrupted in this one."""
+        """Set `may_compile` only in a separate process: compilation cannot be interrupted in this one."""
         self.may_compile = may_compile
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
         self.about = evidence_key(plan, model)
-        """The key of evidence: the training as it was requested, without what is learned on the way."""
+        """The key for cached measurements: the training as requested, without values that are measured later."""
         self._requested_plan = plan
         self.plan = plan
-        """The plan by rules alone; once entered, with the measured memory of a sample."""
+        """The plan from rules alone. Entering adds the measured memory per sample."""
         self.model = model
         self.loss = loss
         self._optimizer = optimizer
@@ -123,7 +127,7 @@ class LocalStepBench:
             self.layout = WeightLayout(self.model, keep_addresses=True)
             self._exit_stack.callback(self.layout.use, "contiguous", self._users_optimizer)
             self._exit_stack.enter_context(preserve_num_threads())
-            # As in training: a garbage collection would be counted as the time of some step.
+            # Disabled as in training: a collection would be counted as part of a step.
             self._exit_stack.enter_context(gc_disabled())
             device = open_device(self.plan.device).device
             self._exit_stack.enter_context(preserve_rng(device))
@@ -145,11 +149,11 @@ class LocalStepBench:
         return time.perf_counter()
 
     def plan_with(self, settings: Mapping[str, Scalar]) -> Plan:
-        """The plan with these settings; settings that depend on them are decided again."""
+        """Return the plan with these settings. Settings that depend on them are decided again."""
         return plan_with(self.plan, settings)
 
     def use_batch(self, size: int) -> None:
-        """Use this global batch size from now on, and plan for it again."""
+        """Switch to this global batch size and make a new plan for it."""
         self._close_sources()
         self._training = self._training.model_copy(update={"global_batch_size": size})
         num_steps = self._training.total_steps(self.plan.workload.num_samples)
@@ -162,7 +166,7 @@ class LocalStepBench:
         return predicted_bytes(self.plan, settings)
 
     def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> SettingsAgreement:  # noqa: ARG002
-        """Whether a precision computes the same as fp32 on the same device, on a few samples of the data."""
+        """Compare a precision with fp32 on the same device, on a few samples of the data."""
         with _probe_errors():
             built = self._build(self.plan_with(settings))
             plan, device = built.plan, built.device
@@ -178,7 +182,7 @@ class LocalStepBench:
         )
 
     def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "LocalPreparedStep":
-        """Apply the settings and run the first steps; only a separate process can enforce `seconds`."""
+        """Apply the settings and run warm-up steps. Only a separate process can enforce `seconds`."""
         start = time.perf_counter()
         plan = self.plan_with(settings)
         if plan.compile != "off":
@@ -187,6 +191,7 @@ class LocalStepBench:
                 obstacle = "compiling cannot be interrupted in this process"
             if obstacle is not None:
                 raise ProbeFailedError(obstacle, kind="refused")
+        # The collector is disabled while the bench is entered, so free the previous candidate explicitly.
         gc.collect()
         with _probe_errors():
             prepared = LocalPreparedStep(self, self._build(plan))
@@ -212,7 +217,7 @@ class LocalStepBench:
             self._model_device = device.torch_device
 
     def floor(self, device: AbstractDevice) -> int:
-        """Bytes that were in use on a device before the model was there."""
+        """Return the bytes in use on a device before the model was moved there."""
         place = device.torch_device
         if place not in self._floors:
             own = sum(tensor.nbytes for _, tensor in named_tensors(self.model) if tensor.device.type == place.type)
@@ -220,7 +225,7 @@ class LocalStepBench:
         return self._floors[place]
 
     def read_batches(self, source: AbstractSource) -> Iterator[GlobalBatch] | None:
-        """Batches that have to be read, from the first one on and again; None where all are in memory."""
+        """Return an endless iterator over the batches; None if all data is in memory and need not be read."""
         return None if isinstance(source, TensorSource) else _repeat_epochs(source)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
@@ -230,7 +235,7 @@ class LocalStepBench:
         return self._optimizer if isinstance(self._optimizer, Optimizer) else None
 
     def _build(self, plan: Plan) -> _BuiltPlan:
-        """Apply a plan to the model, as a training does."""
+        """Apply a plan to the model in the same order as a training run."""
         self._model_device = None
         self.floor(open_device(plan.device).device)
         source, training = self._source(plan), self._training
@@ -244,7 +249,7 @@ class LocalStepBench:
         return _BuiltPlan(plan=plan, device=device, source=source, stepper=stepper, base_rates=base_rates)
 
     def _source(self, plan: Plan) -> AbstractSource:
-        """The data as planned; plans that read it alike share it."""
+        """Return the data source of a plan. Plans that read data in the same way share one."""
         key = (plan.device, plan.data_location, plan.workers, plan.prefetch, plan.worker_start_method, plan.copies)
         if key not in self._sources:
             device = open_device(plan.device, overlaps_copies=plan.copies == "overlapped").device
@@ -258,13 +263,13 @@ class LocalStepBench:
                 shuffle=training.shuffle,
             )
             if not self._batches:
-                # Data that must be read is read inside the steps: reading it here would take unmeasured time.
+                # A dataset is read inside the timed steps. Here it needs one batch only, to learn the shapes.
                 num_ready = NUM_BATCHES if isinstance(source, TensorSource) else 1
                 self._batches = list(islice(source.batches(Position()), num_ready))
         return self._sources[key]
 
     def _learn_workload(self) -> None:
-        """Find out whether the model calls attention, and how much memory a sample needs."""
+        """Detect whether the model calls attention, and measure the memory per sample."""
         built = self._build(self.plan)
         if has_attention_choice(self.plan):
             self._learn_attention(built)
@@ -275,7 +280,7 @@ class LocalStepBench:
             small, large = (built.first_samples(self.batch(0), size) for size in (2, 4))
             needed = measure_activation_bytes(self.model, self.loss, small, large, device=built.device)
         except Exception:
-            # A loss may need more samples: then the memory of one is unknown.
+            # The loss may need more samples than this; the memory per sample stays unknown then.
             return
         self._use_workload(workload.model_copy(update={"activation_bytes": needed}))
 
@@ -284,7 +289,7 @@ class LocalStepBench:
             micro = built.first_samples(self.batch(0), 2)
             is_called = calls_attention(self.model, self.loss, micro, device=built.device)
         except Exception:
-            # If two samples are too few it is unknown, and no kernel is tried.
+            # The loss may need more than two samples. Attention kernels are not tried then.
             return
         if is_called:
             workload = self.plan.workload
@@ -302,10 +307,12 @@ class LocalStepBench:
 
 
 class LocalPreparedStep:
-    """One plan, ready to run steps on the model of a bench; other plans may run theirs in between."""
+    """A plan that is ready to run steps on the model of a bench. Steps of different plans may alternate."""
 
     preparation_seconds = 0.0
+    """Seconds from the call of `prepare` to the end of its warm-up, plus the time of captures."""
     step_seconds = 0.0
+    """Seconds of the last warm-up step."""
 
     def __init__(self, bench: LocalStepBench, built: _BuiltPlan) -> None:
         self.plan = built.plan
@@ -314,12 +321,12 @@ class LocalPreparedStep:
         self._reading = bench.read_batches(built.source)
         self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
         self._number = 0
-        # A rate of 0 keeps the arithmetic of an update without its effect: weights that diverge could become
-        # denormal numbers, which are slow.
+        # A learning rate of 0 keeps the arithmetic of the update but not its effect: diverging weights could become
+        # denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
     def check_compiled(self) -> None:
-        """Refuse a compiled model that computes something else than eager code, or is not compiled at all."""
+        """Raise if the compiled model differs from eager execution, or is not compiled at all."""
         if self._compiled is None or skip_reason(self.plan) is not None:
             return
         model, loss, device = self._bench.model, self._bench.loss, self._built.device
@@ -334,10 +341,11 @@ class LocalPreparedStep:
             raise ProbeFailedError(str(parity), kind="error")
 
     def step(self, index: int) -> float:
-        """Seconds of one optimizer step until the device is done, including reading its data."""
+        """Run one optimizer step and return its seconds, including reading data and waiting for the device."""
         device, stepper = self._built.device, self._built.stepper
         self._number += 1
         with _probe_errors(), self._applied():
+            # The first steps allocate optimizer state and workspaces, so the peak is measured after them.
             if self._number == _WARMUP_STEPS:
                 device.memory.reset_peak()
             start = time.perf_counter()
@@ -350,7 +358,7 @@ class LocalPreparedStep:
             return seconds
 
     def capture(self, *, seconds: float) -> None:
-        """Run the batches again, so that repeated shapes are captured, and once more to warm up the replays."""
+        """Run all batches twice more: the first pass captures repeated shapes, the second one warms up the replays."""
         start = time.perf_counter()
         for index in range(2 * NUM_BATCHES):
             self.step_seconds = self.step(index)
@@ -358,7 +366,7 @@ class LocalPreparedStep:
                 break
         stepper = self._built.stepper
         if isinstance(stepper, GraphedStepper):
-            # The steps themselves are no cost: a run makes them anyway.
+            # Only captures count as a cost: a run executes the steps anyway.
             self.preparation_seconds += stepper.capture_seconds
             if stepper.graph_obstacle is None and not stepper.num_captured:
                 raise ProbeFailedError("no two batches had the same shapes", kind="error")
@@ -375,7 +383,7 @@ class LocalPreparedStep:
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
-        """Apply the plan to process and model only while it steps."""
+        """Apply the plan to the process and the model for the duration of one step."""
         self._bench.move_to(self._built.device)
         with apply_plan(
             self.plan,
@@ -390,7 +398,7 @@ class LocalPreparedStep:
 
 @contextmanager
 def _probe_errors() -> Iterator[None]:
-    """Turn errors of the user's model, loss or data into the end of one probe instead of the training."""
+    """Convert errors of the user's model, loss or data to ProbeFailedError, which ends one probe and not the search."""
     try:
         yield
     except ProbeFailedError:
@@ -408,7 +416,7 @@ def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:
 
 
 def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """What measurements hold for: this machine and software, this model, data of these shapes, these overrides."""
+    """Return the cache key of measurements: machine and software, workload, overrides, parameters and module types."""
     return {
         "machine": plan.machine.as_json(),
         "workload": plan.workload.model_copy(update={"batch": None}).as_json(),
@@ -420,7 +428,7 @@ def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def preserve_state(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
-    """Restore model and optimizer on exit, whatever happened to them inside."""
+    """Restore the model and the optimizer on exit."""
     restore = _snapshot(vars(optimizer), _parameter_ids(optimizer)) if isinstance(optimizer, Optimizer) else None
     with preserve_model(model):
         try:
@@ -431,12 +439,12 @@ def preserve_state(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> 
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    """Parameters belong to the model, which is restored separately."""
+    """Return the ids of all parameters. The model restores them, so the optimizer snapshot skips them."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _snapshot(value: Any, skip: set[int]) -> Callable[[], Any]:
-    """A function that restores this value as the same object, since a scheduler of the user's may hold it."""
+    """Return a function that restores this value in place, because a user's scheduler may hold the same object."""
     if id(value) in skip or not isinstance(value, Tensor | dict | list | tuple):
         return lambda: value
     if isinstance(value, Tensor):

@@ -1,7 +1,8 @@
-"""The parent process of a training: forwards signals and restarts it after a kill. Imports no torch.
+"""The parent process of a training: forwards signals and restarts it after a kill. Does not import torch.
 
-A killed training (SIGKILL is how macOS and Linux answer a lack of memory) resumes with the same plan. Killed again soon,
-or after memory pressure, it resumes with half the micro-batch, and the log says since when it is not bit-exact.
+macOS and Linux kill a process with SIGKILL when memory runs out. A killed training resumes with the same plan. If it was
+killed again soon, or after memory pressure, it resumes with half the micro-batch, and the log records the step since
+which it is not bit-exact.
 """
 
 import contextlib
@@ -30,17 +31,18 @@ from whet.run.events import EventLog, History
 from whet.run.folder import RUN_FILE, open_run, rewrite_parts
 
 VARIABLE = "WHET_SUPERVISOR"
-"""In a supervised process: the parent's pid and the file descriptor for reports to it."""
+"""Environment variable of a supervised process: the pid of the parent and the file descriptor for reports to it."""
 
 EARLY_KILL_STEPS = 20
-"""A training that was killed before this many steps is assumed to need less memory."""
+"""A training that was killed again within this many steps resumes with a smaller micro-batch."""
 
+# A report always has this size, so that it overwrites the previous one completely.
 _MESSAGE_BYTES = 8_192
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class KilledError(WhetError):
-    """A training was killed and is not restarted."""
+    """Raised if a training was killed and is not restarted."""
 
     def __init__(self, what: str, *, got: str, try_: str, code: int) -> None:
         super().__init__(what, got=got, try_=try_)
@@ -49,21 +51,21 @@ class KilledError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingExit:
-    """How a training process ended."""
+    """The exit of a training process."""
 
     code: int
-    """The exit code; negative for the signal that killed it."""
+    """The exit code; the negative signal number if a signal killed the process."""
     run: Path | None
-    """The run folder that it reported."""
+    """The run folder that the process reported."""
     step: int = 0
-    """The last step that it reported, at most half a second old."""
+    """The last step that the process reported, at most half a second old."""
     was_stop_requested: bool
     was_measured: bool
-    """Whether it was still measuring plans when it ended."""
+    """Whether the process was still measuring plans."""
 
     @property
     def killer(self) -> str:
-        """The signal that killed it, by name."""
+        """The name of the signal that killed the process."""
         try:
             return signal.Signals(-self.code).name
         except ValueError:
@@ -71,12 +73,12 @@ class TrainingExit:
 
 
 def is_supervised() -> bool:
-    """Whether a supervisor is the parent of this process."""
+    """Return whether the parent of this process is a supervisor."""
     return _parent_pid() == os.getppid()
 
 
 def is_orphan() -> bool:
-    """Whether the supervisor of this process is gone. A whet process started by a training is no orphan."""
+    """Return whether the supervisor of this process is dead. A whet process that a training started is no orphan."""
     parent = _parent_pid()
     if parent is None or parent == os.getppid():
         return False
@@ -95,21 +97,21 @@ def _parent_pid() -> int | None:
 
 
 def report_to_parent(run: Path | None, *, step: int = 0) -> None:
-    """Report the run folder and the step to the supervisor, if there is one; None while plans are measured."""
+    """Report the run folder and the step to the supervisor, if there is one. `run` is None while plans are measured."""
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
         message = json.dumps({"run": None if run is None else str(run), "step": step}).encode()
         with contextlib.suppress(OSError):
-            # Overwrites the last message: a pipe would fill up and block the training.
+            # Overwrite the last message in a file. A pipe that the parent does not read would fill up and block.
             os.pwrite(descriptor, message.ljust(_MESSAGE_BYTES), 0)
 
 
 def supervise(
     command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, notify: Callable[[str], None]
 ) -> int:
-    """Run a training until it ends by itself, and return its exit code.
+    """Run a training until it exits without being killed, and return its exit code.
 
-    `command` returns the arguments of whet: for None to start, for a run folder to resume it.
+    `command` returns the arguments of whet: called with None to start, and with a run folder to resume it.
     """
     arguments, num_restarts = command(None), 0
     while True:
@@ -119,7 +121,7 @@ def supervise(
         if ended.was_stop_requested:
             return 128 - ended.code
         if ended.was_measured:
-            # The run has not begun, so nothing is lost; it starts without measuring.
+            # The run has not begun, so nothing is lost. Start it without measuring, which may have caused the kill.
             notify(f"the training was killed by {ended.killer} while plans were measured; it starts without measuring")
             arguments = [*command(None), "--no-measure"]
             continue
@@ -144,12 +146,12 @@ def supervise(
 
 
 def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: int = 0) -> str:
-    """Prepare a run whose process was killed to resume, and log the kill. Returns what was changed.
+    """Prepare a killed run for a resume, log the kill, and return a description of the change.
 
-    `reported_step` is the last step that the process reported: its events reach the disk a little later.
+    `reported_step` is the last step that the process reported. It may be newer than the events on disk.
     """
     if not (run / RUN_FILE).exists():
-        # A folder of many trainings: each resumes from its own checkpoint.
+        # A folder with many runs: each run resumes from its own checkpoint.
         return "it resumes"
     opened = open_run(run)
     history = History(opened)
@@ -161,7 +163,7 @@ def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: in
     micro = plan.micro_batch
     assert isinstance(micro, int)
     smaller, action = None, "it resumes with the same plan"
-    # Systems answer a lack of memory with SIGKILL only; a crash has other reasons.
+    # The system kills with SIGKILL when memory runs out. Other signals are crashes, which less memory does not fix.
     if killer == "SIGKILL" and (has_pressure or not (is_first or reached - began >= EARLY_KILL_STEPS)):
         why = "after memory pressure" if has_pressure else f"again, after fewer than {EARLY_KILL_STEPS} steps"
         half = max(1, micro // 2)
@@ -182,7 +184,7 @@ def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: in
 
 
 def _last_session(history: History) -> Iterator[Any]:
-    """The events of the last session, newest first."""
+    """Yield the events of the last session, newest first."""
     for event in history.backwards():
         if event.kind in SESSION_START_KINDS:
             return
@@ -192,7 +194,7 @@ def _last_session(history: History) -> Iterator[Any]:
 def _run_child(arguments: Sequence[str]) -> TrainingExit:
     with tempfile.TemporaryFile() as reports:
         mark = f"{os.getpid()}:{reports.fileno()}"
-        # -P: like the `whet` program itself, do not search the current folder for modules.
+        # -P: do not search the current folder for modules, like the `whet` program.
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "whet", *arguments],
             env=env.child_environment(**{VARIABLE: mark}),
@@ -214,7 +216,7 @@ def _run_child(arguments: Sequence[str]) -> TrainingExit:
 
 @contextlib.contextmanager
 def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """While entered, forward stop signals to the child; yields a list of those received."""
+    """Forward stop signals to the child while entered. Yield the list of received signals."""
     received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -222,7 +224,7 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    # Ignored signals, such as SIGHUP under nohup, stay ignored here and in the child.
+    # Signals that are ignored, such as SIGHUP under nohup, stay ignored in this process and in the child.
     handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in handled}
     try:
@@ -233,17 +235,18 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def exit_with_parent() -> None:
-    """End this process when its supervisor is killed: killing whet is meant to end the training too."""
+    """Exit when the supervisor is killed: a user who kills whet wants to end the training too."""
     if not is_supervised():
         return
     if sys.platform == "linux":
+        # PR_SET_PDEATHSIG of prctl(2).
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     threading.Thread(target=_poll_parent, daemon=True, name="parent").start()
 
 
 def _poll_parent() -> None:
-    """Without a parent-death signal of the system: ask the training to stop, which saves."""
+    """Stop the training, with a final save, once the parent is gone. For systems without a parent-death signal."""
     while is_supervised():
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The training options of a session, as the user defines them: no plan changes anything here."""
+"""The training options of a session. The user sets them, and no plan changes them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from whet.training.schedule import LearningRateSchedule, make_schedule
 
 
 class TrainingConfig(SessionOptions):
-    """The keywords that decide what is trained; `config/options.py` declares them."""
+    """The options that define the training; `config/options.py` declares them."""
 
     def make_schedule(self, total_steps: int | None) -> LearningRateSchedule:
         return make_schedule(self.schedule, total_steps=total_steps, warmup_steps=self.warmup_steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options for the run folder; of a function, only its name is saved."""
+        """Return the options for the run folder. A function is replaced by its name."""
         plain = dict(self)
         if callable(self.schedule):
             plain["schedule"] = getattr(self.schedule, "__name__", "a function")
@@ -25,7 +25,7 @@ class TrainingConfig(SessionOptions):
 
 
 def parse_training_config(keywords: Mapping[str, object]) -> TrainingConfig:
-    """Make a TrainingConfig from keywords; an unknown one is rejected with a suggestion."""
+    """Make a TrainingConfig from keywords. Raise for an unknown keyword, with a suggestion."""
     for name, value in keywords.items():
         if name in SETTING_NAMES:
             hint = f"overrides={{{name!r}: {value!r}}}: it is a setting of the plan"

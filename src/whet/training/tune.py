@@ -30,21 +30,22 @@ from whet.training.training_config import TrainingConfig, parse_training_config
 from whet.training.workload import describe_workload
 
 LR_BATCH = 32
-"""The global batch size that a learning rate is meant for, unless `lr_batch` says otherwise."""
+"""The global batch size that a learning rate is assumed to be tuned for; `lr_batch` replaces it."""
 MAX_BATCH_SECONDS = 20.0
-"""Limit for finding the global batch size before a training; usually it takes much less."""
+"""Time limit for finding the global batch size before a training. It usually takes much less."""
 MIN_BUDGET_SECONDS = 5.0
-"""A shorter search finds next to nothing."""
+"""The smallest useful budget: a shorter search finds almost nothing."""
 _BATCH_SHARE = 1 / 3
-"""The part of a tuning budget that finding the global batch size may take."""
+"""The largest share of a tuning budget that finding the global batch size may take."""
 _TIMED_STEPS = 5
+"""Number of steps that estimate the duration of a run."""
 _MIN_STEPS = 100
-"""The loss of a shorter run is not called for measuring."""
+"""A run with fewer steps is not measured."""
 
 AnyOptimizer = Optimizer | OptimizerChoice
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
-"""Opens the same training in a separate process, where that is possible."""
+"""Opens the same training in a separate process."""
 
 
 def tune(
@@ -60,17 +61,17 @@ def tune(
     lr_batch: int = LR_BATCH,
     **training: Any,
 ) -> Plan:
-    """Search for the fastest plan of a training within `budget` seconds; the plan carries its evidence.
+    """Search for the fastest plan of a training within `budget` seconds, and return it with its measurements.
 
-    Times real optimizer steps of your model on your data; model, optimizer and generators are restored afterwards.
-    Pass the plan to `train` or `Session` as `plan=`. All other keywords are those of `train` that define the training
-    (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.precision` is a setting,
-    `plan.settings["precision"].reason` its reason. Progress and results are printed to standard error; `on_event` may
-    be a function that is called instead, or None for silence.
+    The search times real optimizer steps of your model on your data. It restores the model, the optimizer and the
+    random generators afterwards. Pass the plan to `train` or `Session` as `plan=`. All other keywords are those of
+    `train` that define the training (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.precision` is a
+    setting, and `plan.settings["precision"].reason` is its reason. Progress and results are printed to standard error;
+    `on_event` replaces that with a function, or with None for silence.
 
-    With global_batch_size="auto" the global batch size is found first, in a third of the budget: `plan.workload.batch`
-    has it, and your learning rate for it, which is taken to be meant for `lr_batch` samples. `train` with this plan and
-    global_batch_size="auto" uses both.
+    global_batch_size="auto" finds the global batch size first, in at most a third of the budget. It is stored in
+    `plan.workload.batch`, together with your learning rate scaled from `lr_batch` samples to that size. `train` uses
+    both if you pass this plan and global_batch_size="auto".
     """
     has_auto_batch = is_auto_batch(training)
     if has_auto_batch:
@@ -103,7 +104,7 @@ def tune(
 
 
 def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> Plan | None:
-    """Measure the plan of a new run if the run is long enough to repay it; None if not, and the reason is reported."""
+    """Measure the plan of a new run. Return None if the run is too short to repay it or if measuring fails."""
     plan, on_event = plan_from_rules(config), config.on_event
     num_steps = plan.workload.num_steps
     if num_steps is None or num_steps < _MIN_STEPS or not is_rereadable(config.data):
@@ -116,7 +117,7 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
     try:
         measured = _measure(config, loss, plan, num_steps, open_bench=open_bench)
     except Exception as error:
-        # If the run itself fails too, it reports its own error.
+        # A failed measurement must not stop the run. If the run fails for the same reason, it raises the error itself.
         reason = error.reason if isinstance(error, ProbeFailedError) else f"{type(error).__name__}: {error}"
         report_lines(on_event, f"not measured: {(reason.splitlines() or [reason])[0]}")
         return None
@@ -133,7 +134,7 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
 def _measure(
     config: RunConfig, loss: LossFunction, plan: Plan, num_steps: int, *, open_bench: OpenStepBench | None
 ) -> tuple[Plan, TuningResult] | None:
-    """The result and the plan it belongs to; None for a run that is too short to repay measuring."""
+    """Return the plan and its search result; None if the run is too short to repay measuring."""
     watch = progress_callback(config.on_event)
     with _bench(config, loss, plan) as bench:
         plan = bench.plan
@@ -159,7 +160,7 @@ def _bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
 def _search_in_process(
     open_bench: OpenStepBench, plan: Plan, *, budget: float, watch: ProgressCallback | None
 ) -> TuningResult:
-    """Search in a separate process; if it cannot start, that is reported and the plan by rules stays."""
+    """Search in a separate process. If it cannot start, return an empty result, which keeps the plan from rules."""
     try:
         with open_bench() as bench:
             return search(plan, bench, budget_seconds=budget, on_progress=watch)
@@ -168,7 +169,7 @@ def _search_in_process(
 
 
 def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
-    """How long all steps would take with the plan by rules, from a few of them."""
+    """Estimate the seconds of the whole run with the plan from rules, by timing a few steps."""
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
     seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
     prepared.close()
@@ -179,14 +180,14 @@ def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
 
 
 def is_auto_batch(options: Mapping[str, Any]) -> bool:
-    """Whether the global batch size is to be measured."""
+    """Return whether the global batch size is "auto"."""
     return bool(options.get("global_batch_size") == "auto")
 
 
 def measure_batch_size(
     bench: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
 ) -> AutoBatch:
-    """Find the global batch size, starting from the bench's own, which the learning rates are meant for."""
+    """Find the global batch size. The search starts from that of the bench, which the learning rates are tuned for."""
     name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
     return choose_batch_size(
         bench, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
@@ -204,9 +205,9 @@ def resolve_auto_batch_size(
     may_measure: bool,
     on_event: EventHandler | None = None,
 ) -> Iterator[tuple[AnyOptimizer, dict[str, Any]]]:
-    """Replace global_batch_size="auto" by a number, and scale the learning rate for it while entered.
+    """Replace global_batch_size="auto" with a number, and scale the learning rate for it while entered.
 
-    The number is that of the run if it is resumed, that of the plan if one is given; otherwise it is measured.
+    A resumed run uses its saved number, and a given plan provides its number. Otherwise the number is measured.
     """
     if not is_auto_batch(options):
         yield optimizer, options
@@ -265,17 +266,17 @@ def _learning_rates(optimizer: AnyOptimizer) -> list[float]:
 
 
 def report_lines(on_event: EventHandler | None, *lines: str) -> None:
-    """Report what was measured, as events of the kind "plan"."""
+    """Emit each line as an event of kind "plan"."""
     for line in lines:
         emit_event(on_event, "plan", {"message": line})
 
 
 def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
-    """Report the progress of a measurement as events."""
+    """Return a callback that emits the progress of a measurement as events; None without a handler."""
     return None if on_event is None else lambda progress: emit_event(on_event, "measuring", progress.as_event())
 
 
 def check_rereadable(data: Any) -> None:
-    """Refuse an iterable dataset: its first reader consumes it."""
+    """Raise for an iterable dataset: measuring would consume samples that training needs."""
     if not is_rereadable(data):
         raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")

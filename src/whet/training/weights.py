@@ -11,9 +11,10 @@ from whet.run.folder import open_run
 
 
 def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
-    """Load a run's weights into a model, the averaged ones if the run has them. Returns their step.
+    """Load the weights of a run into a model, and return their step.
 
-    `checkpoint` is "last", "best" or a step. `run` may also be a folder that `whet import` made: step 0.
+    `checkpoint` is "last", "best" or a step. `use_average` prefers the averaged weights if the run has them. `run` may
+    also be a folder that `whet import` made; its step is 0.
     """
     folder = Path(run).expanduser()
     if importer.is_import(folder):
@@ -30,14 +31,15 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
 
 
 def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
-    """Read a checkpoint of a run. Returns the snapshot and its step."""
+    """Read a checkpoint of a run, and return the snapshot and its step."""
     folder = open_run(run).checkpoints
     loaded = store.load_newest(folder)
     if loaded is None:
         raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
     newest_step, newest, rejected = loaded
     if rejected and checkpoint in ("last", "best"):
-        # Training resumes from an older one, but a request for the last or the best must not silently get another.
+        # A training resumes from an older checkpoint. Here the caller wants the last or the best one, so silently
+        # returning an older one would be wrong.
         raise WhetError(
             "the run's newest checkpoint is damaged",
             got=rejected[0][:300],
@@ -61,7 +63,7 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
 
 
 def _check_folder(path: Path) -> None:
-    """Refuse a file: only `whet import` reads files of unknown origin."""
+    """Raise for a file: only `whet import` reads files of unknown origin."""
     if path.is_file():
         raise UsageError(
             "weights are loaded from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR"

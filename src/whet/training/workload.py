@@ -1,4 +1,4 @@
-"""Describe a model and its data for the planner."""
+"""Describe a model and its data to the planner."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "lstm": (nn.LSTM,),
     "rms norm": (nn.RMSNorm,),
 }
-"""Recognized by module type; functions that a model calls are not seen."""
+"""Layer kinds by module type. Functional calls in a forward method are not detected."""
 
 
 def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, recipe: str) -> Workload:
-    """Describe a model and its data, as far as it is known before the first step."""
+    """Describe a model and its data with everything that is known before the first step."""
     num_parameters, num_frozen = count_parameters(model)
     columns = as_columns(data)
     num_samples = len(data) if columns is None and callable(getattr(data, "__len__", None)) else None
@@ -63,17 +63,18 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the trained and the frozen parameters."""
+    """Return the number of trained and of frozen parameters."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return trained, sum(parameter.numel() for parameter in model.parameters()) - trained
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, ...]:
-    """The kinds of layers in a model."""
+    """Return the kinds of layers in a model."""
     return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 
 def _has_dropout(module: nn.Module) -> bool:
+    # An RNN applies dropout between its layers, so a single layer has none.
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and module.num_layers > 1
     return isinstance(module, _DROPOUTS) and module.p > 0
@@ -82,9 +83,9 @@ def _has_dropout(module: nn.Module) -> bool:
 def measure_activation_bytes(
     model: nn.Module, loss: LossFunction, small: MicroBatch, large: MicroBatch, *, device: AbstractDevice
 ) -> int:
-    """Bytes that one sample keeps for the backward pass: the slope between two small micro-batches.
+    """Return the bytes that one sample keeps for the backward pass: the slope between two small micro-batches.
 
-    Generators and buffers are restored, and no gradient is computed.
+    No gradient is computed. Generators and buffers are restored.
     """
     buffers = BufferSnapshot(model)
     try:
@@ -96,7 +97,7 @@ def measure_activation_bytes(
 
 
 def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, device: AbstractDevice) -> bool:
-    """Whether the loss calls torch's scaled_dot_product_attention, in one pass over a few samples."""
+    """Return whether the loss calls torch's scaled_dot_product_attention, by running it on a few samples."""
     buffers = BufferSnapshot(model)
     try:
         with preserve_rng(device), device.compute_context(), count_attention_calls() as calls:
@@ -107,12 +108,14 @@ def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, 
 
 
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: MicroBatch) -> int:
+    # autograd also saves weights and buffers, which do not grow with the number of samples.
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, Tensor] = {}
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
-        # Kept, so that no address is used twice, and detached: a node that holds its own output is never freed.
+        # Keep the tensor, so that its address is not reused. Detach it, because a graph node that holds its own output
+        # is a reference cycle and is never freed.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = tensor.detach()
@@ -120,7 +123,7 @@ def _saved_bytes(model: nn.Module, loss: LossFunction, micro: MicroBatch) -> int
         return len(packed) - 1
 
     try:
-        # Unpacked only by a loss that computes gradients itself; there is no other backward pass.
+        # Tensors are unpacked only if the loss computes gradients itself. There is no other backward pass here.
         with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
             returned = loss(micro)
     finally:

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ends the run after `patience` evaluations without a better goal."""
+    """Ends the run after `patience` evaluations without a better goal metric."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
-        # The state remembers it, so that a resumed run is finished as well. Every rank has the same score.
+        # Stored in the state, so that a resumed run is finished too. All ranks have the same score and agree.
         state.ended_early = state.num_worse >= self.patience
         return Action.NONE
 
 
 class GarbageCollection(Callback):
-    """Disables the garbage collector during training: a full collection takes longer than a step."""
+    """Disables the garbage collector during training, because a full collection takes longer than a step."""
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
@@ -39,7 +39,7 @@ class GarbageCollection(Callback):
 
 
 class KeepAwake(Callback):
-    """Keeps the machine from sleeping while it trains, where the plan says so."""
+    """Prevents the machine from sleeping during training if the plan has keep_awake=on."""
 
     def on_start(self, run: "RunContext") -> None:
         is_wanted = run.plan.keep_awake == "on"

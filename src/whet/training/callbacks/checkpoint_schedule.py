@@ -1,4 +1,4 @@
-"""Schedule checkpoints: balance lost work against the cost of saving."""
+"""Schedule checkpoints: balance the work lost in a failure against the cost of saving."""
 
 import math
 import statistics
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
     from whet.training.checkpointer import Checkpointer
 
 MAX_SAVE_SHARE = 0.01
-"""Saving takes at most this part of the time, unless the user sets the interval."""
+"""The largest share of time spent on saving, unless the user sets the interval."""
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
+"""The assumed mean time between failures, for Young's formula."""
 RETRY_SECONDS = 60.0
+"""The longest wait before another attempt after a failed save."""
 _BASELINE_STEPS = 64
+"""Number of steps without a write that give the usual step time."""
 _MIN_BACKGROUND_SAVES = 2
+"""Number of background writes before a blocking write is considered."""
 _SLOW_SHARE = 0.3
+"""A blocking write is tried if background writes cost training more than this share of their duration."""
 
 SaveDue = Literal["no", "time", "requested"]
-"""time: by the clock, so it may be late. requested: at a step or epoch that the user asked for."""
+"""Why a checkpoint is due. time: by the clock; may be late. requested: at a step or epoch that the user chose."""
 
 
 class CheckpointSchedule(Callback):
-    """Asks for checkpoints: by the clock, every N steps or epochs, and after the best evaluation."""
+    """Requests checkpoints by the clock, every N steps or epochs, and after a new best evaluation."""
 
     def __init__(self, checkpointer: "Checkpointer", group: RankGroup) -> None:
         self._checkpointer = checkpointer
@@ -40,17 +45,20 @@ class CheckpointSchedule(Callback):
         due = self._checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
         if due == "requested":
             return Action(save=SAVE_NOW, on_all_ranks=True)
-        # The clock of rank 0 decides for all.
+        # Clocks differ between ranks, so rank 0 decides for all.
         return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_rank_zero else Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
-        # The best state must be this one, not one a few steps later. All ranks know the score.
+        # Save on all ranks at this step: at the next synchronization, the weights would be a few steps newer.
         is_best = state.best_step == state.step and state.num_worse == 0
         return Action(save=SAVE_NOW, on_all_ranks=True) if is_best else Action.NONE
 
 
 def best_interval(cost: float, *, least: float) -> float:
-    """Seconds between saves that cost `cost` seconds each: Young's formula, at most 1 % of the time, at least `least`.
+    """Return the seconds between saves that cost `cost` seconds each, at least `least`.
+
+    Young's formula minimizes lost work plus saving time: sqrt(2 * cost * mean time between failures). Saving takes at
+    most 1 % of the time.
 
     >>> round(best_interval(0.2, least=60)), round(best_interval(0.2, least=300)), round(best_interval(20, least=300))
     (186, 300, 2000)
@@ -59,7 +67,7 @@ def best_interval(cost: float, *, least: float) -> float:
 
 
 class SaveInterval:
-    """Decides when a checkpoint is due, and learns from what saving costs."""
+    """Decides when a checkpoint is due, and adapts to the measured cost of saving."""
 
     def __init__(self, plan: Plan, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps = plan.checkpoint_steps
@@ -68,11 +76,11 @@ class SaveInterval:
         self._least = plan.checkpoint_minutes * 60.0
         self._clock = clock
         self.interval = self._least
-        """Seconds between saves, as currently estimated."""
+        """The current interval between saves, in seconds."""
         self._due_at = clock() + self.interval
 
     def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
-        """Whether a checkpoint is due after this step; `epochs_done` is given if the step ended an epoch."""
+        """Return whether a checkpoint is due after this step. `epochs_done` is None unless the step ended an epoch."""
         if isinstance(self._steps, int) and step % self._steps == 0:
             return "requested"
         if isinstance(self._epochs, int) and epochs_done is not None and epochs_done % self._epochs == 0:
@@ -80,18 +88,18 @@ class SaveInterval:
         return "time" if self._clock() >= self._due_at else "no"
 
     def restart(self) -> None:
-        """A save has begun, or was skipped because one is running: count the interval from now."""
+        """Count the interval from now, after a save has begun or was skipped because of a running one."""
         self._due_at = self._clock() + self.interval
 
     def learn(self, cost: float) -> None:
-        """Adapt to the seconds of training that a save cost; an interval that the user set stays."""
+        """Adapt the interval to the seconds of training that a save cost, unless the user set the interval."""
         if not self._is_fixed:
             began = self._due_at - self.interval
             self.interval = best_interval(cost, least=self._least)
             self._due_at = began + self.interval
 
     def retry_after(self, step: int) -> str:
-        """Schedule another attempt after a failed save. Returns when that will be, for the log."""
+        """Schedule another attempt after a failed save, and return its time as text for the log."""
         wait = min(RETRY_SECONDS, self.interval)
         self._due_at = self._clock() + wait
         when = f"in {wait:.0f} s"
@@ -101,14 +109,14 @@ class SaveInterval:
 
 
 class WriteMode:
-    """Chooses between background and blocking writes by what they cost.
+    """Chooses between background and blocking writes by their measured cost.
 
-    Where training keeps all cores busy, a background write can slow it down for longer than a blocking one takes.
+    If training keeps all cores busy, a background write can cost more time than a blocking one.
     """
 
     def __init__(self) -> None:
         self._least: dict[bool, float] = {}
-        """Seconds per byte, the least seen of each mode: what a busy moment added does not count."""
+        """The lowest cost of each mode in seconds per byte. The minimum ignores delays by other programs."""
         self._num_background = 0
         self._share = 0.0
 
@@ -118,12 +126,12 @@ class WriteMode:
         if self._num_background < _MIN_BACKGROUND_SAVES:
             return True
         if False not in self._least:
-            # Blocking is tried only if background writes have slowed steps down much.
+            # Try a blocking write only if background writes slowed steps down a lot.
             return self._share < _SLOW_SHARE
         return self._least[True] <= self._least[False]
 
     def learn(self, *, is_background: bool, cost: float, seconds: float, num_bytes: int) -> None:
-        """Take the seconds of training that a save cost, and how long the write took."""
+        """Record the seconds of training that a save cost, and the duration of the write."""
         per_byte = cost / max(1, num_bytes)
         self._least[is_background] = min(per_byte, self._least.get(is_background, per_byte))
         if is_background:
@@ -144,10 +152,11 @@ class StepTimes:
         self._busy_seconds, self._busy_steps = 0.0, 0
 
     def tick(self, *, is_busy: bool, aside: float) -> None:
-        """Call after each step; `aside` is the total of seconds spent on evaluations and saves so far."""
+        """Record the end of a step. `aside` is the total number of seconds spent on evaluations and saves so far."""
         now = self._clock()
         if self._last is not None:
             seconds = now - self._last - (aside - self._aside)
+            # A write that ended during the step slowed down a part of it.
             if is_busy or self._was_busy:
                 self._busy_seconds += seconds
                 self._busy_steps += 1
@@ -156,7 +165,7 @@ class StepTimes:
         self._last, self._aside, self._was_busy = now, aside, is_busy
 
     def slowed(self) -> float:
-        """Extra seconds that steps took since the last call; 0 without a baseline."""
+        """Return the extra seconds that a write added to steps since the last call; 0 without a baseline."""
         seconds, steps = self._busy_seconds, self._busy_steps
         self._busy_seconds, self._busy_steps = 0.0, 0
         return max(0.0, seconds - steps * statistics.median(self._usual)) if self._usual and steps else 0.0

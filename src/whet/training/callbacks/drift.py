@@ -1,6 +1,7 @@
-"""Detect steps that have become slower than they were.
+"""Detect steps that have become slower.
 
-Throttling shows in step times whatever sensors say. Heat cannot be told from another program or from longer samples.
+Throttling shows in step times even without a sensor. But step times alone cannot distinguish heat from other programs
+or longer samples.
 """
 
 import math
@@ -9,27 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARMUP_STEPS = 16
-"""Steps at the start that are ignored: kernels are compiled, caches filled, clocks raised."""
+"""Number of initial steps to ignore, during which kernels compile, caches fill and clocks rise."""
 WINDOW = 36
-"""Steps that are compared with the baseline, by their interquartile mean: a quarter may be spikes."""
+"""Number of recent steps to compare with the baseline, by interquartile mean: up to a quarter may be spikes."""
 BASELINE_WINDOW = 64
-"""Steps of a window that may become the baseline; longer, so that a lucky moment does not."""
+"""Number of steps in a baseline. Longer than WINDOW, so that a few fast steps do not become the baseline."""
 CHECK_EVERY = 4
-"""Steps between two checks: one takes about 12 us, too much for every step of 5 ms."""
+"""Steps between checks. A check takes about 12 us, which is too much for every step of 5 ms."""
 CONFIRMATIONS = 2
-"""Consecutive checks that must agree, for a slowdown and for its end."""
+"""Number of consecutive checks that must agree before a slowdown starts or ends."""
 MIN_LOG_SLOWDOWN = 0.155
-"""The smallest slowdown that is reported, as a logarithm: 17 %."""
+"""The smallest reported slowdown, as a natural logarithm: 17 %."""
 MIN_STANDARD_ERRORS = 5.0
-"""If step times vary much, a slowdown must exceed this many standard errors of a window."""
+"""The smallest reported slowdown in standard errors of a window, for step times that vary a lot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
+    """A period of slow steps."""
+
     factor: float
-    """Ratio of step times: 1.3 is 30 % slower."""
+    """Ratio to the baseline step time: 1.3 means 30 % slower."""
     since_step: int
-    """The step at which it probably began."""
+    """The estimated first slow step."""
 
 
 class SlowdownDetector:
@@ -44,10 +47,10 @@ class SlowdownDetector:
         self._threshold = MIN_LOG_SLOWDOWN
         self._num_agreeing = 0
         self.verdict: Slowdown | None = None
-        """The current slowdown; None: as fast as ever, or too early to tell."""
+        """The current slowdown; None if there is none or if there are too few steps."""
 
     def observe(self, step: int, seconds: float, *, work: float = 1.0) -> Slowdown | None:
-        """Take the time of a step, for `work` tokens or samples. Returns the current slowdown."""
+        """Record the seconds of a step that processed `work` tokens or samples. Return the current slowdown."""
         if 0 < seconds < math.inf and 0 < work < math.inf:
             self._num_seen += 1
             if self._num_seen > WARMUP_STEPS:
@@ -58,7 +61,7 @@ class SlowdownDetector:
         return self.verdict
 
     def forget_recent(self) -> None:
-        """After a pause: forget recent times, and keep the baseline."""
+        """Discard recent times after a pause, but keep the baseline."""
         self._steps.clear()
         self._paces.clear()
         self._num_agreeing = 0
@@ -75,9 +78,9 @@ class SlowdownDetector:
             self._judge(_interquartile_mean(sorted(paces[-WINDOW:])) - self._baseline)
 
     def _judge(self, slower: float) -> None:
-        """`slower` is the logarithm of the slowdown."""
+        """Update the verdict. `slower` is the logarithm of the ratio to the baseline."""
         is_slow = self.verdict is not None
-        # It ends well below the threshold at which it began, so that it does not flutter.
+        # Hysteresis: a slowdown ends at half the threshold, so that the verdict does not oscillate.
         changes = slower < self._threshold / 2 if is_slow else slower > self._threshold
         self._num_agreeing = self._num_agreeing + 1 if changes else 0
         if self._num_agreeing >= CONFIRMATIONS:
@@ -87,9 +90,10 @@ class SlowdownDetector:
             self.verdict = Slowdown(factor=math.exp(slower), since_step=self.verdict.since_step)
 
     def _rise(self) -> int:
-        """The first step of the newest stretch in which most steps are slow."""
+        """Return the first step of the most recent period in which most steps are slow."""
         assert self._baseline is not None
         level = self._baseline + self._threshold / 2
+        # Walk backwards and count +1 for a slow step and -1 for a fast one. The maximum marks the start of the period.
         best, score, since = 0, 0, self._steps[0]
         for pace, step in zip(reversed(self._paces), reversed(self._steps), strict=True):
             score += 1 if pace > level else -1
@@ -99,13 +103,14 @@ class SlowdownDetector:
 
 
 def _interquartile_mean(ordered: Sequence[float]) -> float:
-    """The mean of the middle half."""
+    """Return the mean of the middle half."""
     quarter = len(ordered) // 4
     half = ordered[quarter : len(ordered) - quarter]
     return sum(half) / len(half)
 
 
 def _spread(ordered: Sequence[float]) -> float:
-    """The standard deviation, from the distance of the quartiles, so that spikes do not count."""
+    """Estimate the standard deviation from the interquartile range, which ignores spikes."""
     quarter = len(ordered) // 4
+    # The interquartile range of a normal distribution is 1.349 standard deviations.
     return (ordered[-quarter - 1] - ordered[quarter]) / 1.349

@@ -1,4 +1,4 @@
-"""Record steps and events; losses are read late and in bulk, so that no step waits for the device."""
+"""Record steps and events. Losses are read late and in bulk, so that no step waits for the device."""
 
 import contextlib
 import errno
@@ -25,19 +25,20 @@ from whet.training.callback import Action, Callback, State
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
+# Pending outcomes are read after half a second or 256 steps. Until then their tensors stay on the device.
 _READ_EVERY_SECONDS = 0.5
 _MAX_PENDING = 256
 _MAX_SAMPLE_IDS = 64
 
 EventHandler = Callable[[str, dict[str, Any]], None]
-"""Called with the kind and the fields of every event; it may draw, and cannot change the run."""
+"""A function that is called with the kind and the fields of every event. It cannot change the run."""
 
 StepTimesHandler = Callable[[list[tuple[int, float]]], None]
-"""Called with steps and the seconds of computing on the device's clock, many at once."""
+"""A function that is called with (step, seconds) pairs in bulk. Seconds are computing time on the device's clock."""
 
 
 def emit_event(on_event: EventHandler | None, kind: str, fields: dict[str, Any]) -> None:
-    """Emit an event before there is a log; a screen that fails (full disk, closed pipe) ends nothing."""
+    """Emit an event before the log exists. Output errors (full disk, closed pipe) are ignored."""
     if on_event is not None:
         with contextlib.suppress(OSError):
             on_event(kind, fields)
@@ -68,7 +69,7 @@ class Recorder(Callback):
         self._interjections: list[tuple[str, dict[str, Any]]] = []
         self._epoch_began = time.monotonic()
         self.aside_seconds = 0.0
-        """Total seconds spent neither on steps nor on their data."""
+        """Total seconds spent outside steps and data loading, such as evaluations and saves."""
         self.on_step_times: StepTimesHandler | None = None
 
     # --- callback ----------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Recorder(Callback):
         self._epoch_began = time.monotonic()
 
     def after_step(self, state: State, outcome: Outcome) -> Action:
-        """Keep the outcome of a step; its tensors are read later."""
+        """Queue the outcome of a step. Its tensors are read later."""
         if not outcome.is_skipped:
             assert state.batch is not None
             epoch = state.epoch - state.batch.is_last_of_epoch
@@ -89,7 +90,7 @@ class Recorder(Callback):
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action:
-        """Log what would cost too much in every step."""
+        """Log the epoch, with values that are too expensive to collect in every step."""
         assert self._run is not None
         now = time.monotonic()
         self.event(
@@ -105,7 +106,7 @@ class Recorder(Callback):
         return Action.NONE
 
     def end(self, state: State, error: BaseException | None) -> None:
-        """Log the end of a session, with the time that no later step will carry."""
+        """Log the end of a session, with the time spent since the last step."""
         self.read()
         outcome = "done" if state.is_finished else "stopped"
         fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome}
@@ -117,28 +118,28 @@ class Recorder(Callback):
     # --- logging -----------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Log an event, after all steps before it."""
+        """Log an event after all pending steps."""
         self.read()
         self._write(kind, step=step, **fields)
 
     def defer(self, kind: str, **fields: Any) -> None:
-        """Log an event once the steps so far are read, without waiting for the device."""
+        """Log an event later, after the steps before it have been read. Does not wait for the device."""
         self._waiting.append((kind, fields))
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
-        """Log that the disk refused something, and that training continues."""
+        """Log a disk error after which training continues."""
         cause = error.__cause__
         code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
         facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Add time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
+        """Add time spent outside steps (evaluate, save) to the oldest step that is not written yet."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
 
     def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Yield the batches; waiting for them counts as time for data."""
+        """Yield the batches, and count the time spent waiting for them as data time."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -148,7 +149,7 @@ class Recorder(Callback):
             yield batch
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Call `on_event` without writing to the run folder. After an error it is not called again."""
+        """Call `on_event` without writing to the run folder. If it raises, it is not called again."""
         if self._on_event is None:
             return
         try:
@@ -160,24 +161,24 @@ class Recorder(Callback):
         self._emit_interjections()
 
     def interject(self, kind: str, **fields: Any) -> None:
-        """Call `on_event` from a signal handler: immediately, or after the call that the signal interrupted."""
+        """Call `on_event` from a signal handler: immediately, or after the interrupted call of `on_event`."""
         self._interjections.append((kind, fields))
         if not self._is_emitting:
             self._emit_interjections()
 
     def flush(self) -> None:
-        """Hand pending lines to the operating system; what the disk refuses stays pending."""
+        """Write pending lines to the file. Lines that cannot be written stay pending."""
         if self._log is not None:
             with contextlib.suppress(WhetError):
                 self._log.flush()
 
     def fsync(self) -> None:
-        """Make flushed lines survive a power cut together with the checkpoint written next; from any thread."""
+        """Sync flushed lines to disk, so that they survive a power failure like the next checkpoint. Thread-safe."""
         if self._log is not None:
             self._log.fsync()
 
     def read(self) -> None:
-        """Read the outcomes that are pending, with one wait for the device, and write them."""
+        """Read the pending outcomes with one wait for the device, and write them."""
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
         if pending:
@@ -213,7 +214,7 @@ class Recorder(Callback):
         self.notify(kind, step=step, **fields)
 
     def _append(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Append to the log. A disk that refuses does not stop training: lines wait, and the first failure is logged."""
+        """Append to the log. A disk error does not stop training: lines stay in memory, and the first error is logged."""
         if self._log is None:
             return
         try:
@@ -240,7 +241,7 @@ class Recorder(Callback):
             try:
                 self._emit(*self._interjections[0])
             except Exception:
-                # A signal may interrupt any write, and Python refuses a reentrant one to the same stream.
+                # The signal may have interrupted a write, and Python raises for a reentrant write to the same stream.
                 return
             del self._interjections[0]
 
@@ -252,12 +253,12 @@ class Recorder(Callback):
 
 
 def sample_ids(ids: np.ndarray) -> list[int]:
-    """The sample ids of a step for an event; the first ones of a large batch."""
+    """Return the sample ids of a step for an event; only the first 64 of a large batch."""
     return [int(number) for number in ids[:_MAX_SAMPLE_IDS]]
 
 
 def held_memory(stepper: Stepper) -> dict[str, int]:
-    """Bytes of weights, gradients, optimizer state and EMA between steps, counted from the tensors on this rank."""
+    """Return the bytes of weights, gradients, optimizer state and EMA on this rank."""
 
     def count(tensors: Iterable[Tensor]) -> int:
         local = (stepper.strategy.local(tensor) for tensor in tensors)
@@ -274,7 +275,7 @@ def held_memory(stepper: Stepper) -> dict[str, int]:
 
 
 def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
-    """The values of scalars on one device, with a single wait."""
+    """Return the values of scalar tensors on one device, with a single wait for the device."""
     present = [tensor for tensor in tensors if tensor is not None]
     values = iter(torch.stack(present).tolist()) if present else iter(())
     return [None if tensor is None else next(values) for tensor in tensors]

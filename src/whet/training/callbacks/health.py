@@ -1,7 +1,7 @@
 """Log memory, load and speed every few seconds.
 
-Only counters are read: nothing waits for the device, and no tensor or random generator is touched, so that a run is the
-same with and without it.
+Only counters are read. Nothing waits for the device, and no tensor or random generator is used, so the numbers of a run
+are the same with and without this callback.
 """
 
 import time
@@ -44,7 +44,7 @@ class Health(Callback):
         if now < self._due_at:
             return Action.NONE
         self._due_at = now + INTERVAL_SECONDS
-        # Time of training only: an evaluation must not look like slow training.
+        # Count training time only: an evaluation or a save must not look like slow training.
         worked = now - self._log.aside_seconds
         speed: dict[str, float] = {}
         if self._last is not None and worked > self._last[0] and state.samples >= self._last[1]:

@@ -1,6 +1,6 @@
-"""The progress line and desktop notifications: what a user sees of a run's events.
+"""The progress line and desktop notifications of a run.
 
-The line is redrawn on a terminal, a display in a notebook, and plain lines elsewhere.
+A terminal redraws the line, a notebook updates a display, and a file or pipe gets plain lines.
 """
 
 import io
@@ -18,25 +18,25 @@ from whet.machine.desktop import notify
 
 
 class ProgressScreen(Protocol):
-    """Where the progress of a run is shown."""
+    """An output for the progress of a run."""
 
     redraw_seconds: float
-    """Minimum seconds between two drawings."""
+    """Minimum seconds between redraws."""
     hint: str
-    """What the user can do, shown at the end of the line."""
+    """A hint for the user at the end of the line, such as how to stop."""
 
     def draw(self, line: str, *, share: float | None) -> None:
-        """Draw the progress line, which the next one replaces; `share` is the completed part of the run."""
+        """Draw the progress line in place of the previous one. `share` is the completed fraction of the run."""
 
     def print_line(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
-        """Clear the drawn line, and show all messages."""
+        """Clear the progress line and show all messages."""
 
 
 def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
-    """The screen for `stream`, or the one of this process."""
+    """Return the screen for `stream`. Without a stream, return a notebook display or the screen for `fallback`."""
     if stream is None and (shell := _notebook_shell()) is not None:
         return NotebookScreen(shell)
     chosen = stream or fallback
@@ -44,7 +44,7 @@ def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
 
 
 class PlainScreen:
-    """A file or a pipe."""
+    """A file or a pipe: every drawing is a new line."""
 
     redraw_seconds = 10.0
     hint = ""
@@ -92,7 +92,7 @@ class TerminalScreen:
 
 
 class NotebookScreen:
-    """A notebook: one display that is updated."""
+    """A notebook: one display that is updated in place."""
 
     redraw_seconds = 0.5
     hint = "interrupt the kernel to save and stop"
@@ -116,7 +116,7 @@ class NotebookScreen:
         for part in printable(line).split("\n"):
             self._num_dropped += len(self._lines) == self._max_lines
             self._lines.append(part)
-        # Many lines within a second become one message to the browser; the next update shows the rest.
+        # Lines in quick succession become one message to the browser. The next update shows the rest.
         if self._is_closed or time.monotonic() - self._updated_at > self.redraw_seconds:
             self._update()
 
@@ -141,31 +141,32 @@ class NotebookScreen:
 
 
 def _notebook_shell() -> Any:
-    """The shell of the notebook that runs this process; None elsewhere. Does not import IPython."""
+    """Return the shell of the notebook that runs this process; None elsewhere. Does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return shell if hasattr(shell, "kernel") else None
 
 
 _WINDOW = 20
-"""Speed is computed over this many readings."""
+"""Number of readings over which speed is averaged."""
 _MAX_ROUTINE_LINES = 40
+"""Number of lines about epochs and evaluations that are printed without a limit on their rate."""
 _ROUTINE_SECONDS = 10.0
-"""After 40 lines about epochs and evaluations, one every 10 s: there may be thousands of short epochs."""
+"""Seconds between such lines afterwards: there may be thousands of short epochs."""
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
-"""Events that are worth a notification."""
+"""Kinds of events that cause a notification."""
 _MAX_QUESTION, _MAX_ANSWER = 70, 100
-"""Characters of a question and an answer to show."""
+"""Maximum number of characters of a sample's input and output to show."""
 
 
 class ProgressLine:
-    """Shows the events of a run on one line that is redrawn, and messages above it; on standard error by default."""
+    """Shows the events of a run as a progress line with messages above it, on standard error by default."""
 
     def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
         self._epochs = epochs
-        # A process may have been started without standard error.
+        # sys.stderr is None in a process that was started without standard error.
         self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
         self._memory = ""
@@ -228,18 +229,18 @@ class ProgressLine:
     def _on_end(self, fields: dict[str, Any]) -> None:
         self._print_withheld()
         if fields["state"] == "stopped":
-            # An event of a stop has a reason only if the run was left in the middle of a step.
+            # The event has a reason only if an interrupt left the run without a final save.
             interrupted = ", and nothing more was saved; the same call resumes from the last checkpoint"
             how = interrupted if "reason" in fields else "; the same call resumes"
             self.print_line(f"{self._name}: stopped after step {fields['step']:,}{how}")
         self.close()
 
     def print_line(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._screen.print_line(line)
 
     def _print_routine(self, kind: str, line: str) -> None:
-        """Print a line that stays, unless there were many like it: then only the newest, now and then."""
+        """Print a permanent line. After many such lines, print only the newest one every few seconds."""
         now = time.monotonic()
         self._withheld[kind] = line
         self._num_routine += 1
@@ -258,7 +259,7 @@ class ProgressLine:
         self._draw(lambda: self._line(fields), share=share)
 
     def _draw(self, make: Callable[[], str], *, share: float | None = None) -> None:
-        """Draw a line that the next one replaces; where that is not possible, print it now and then."""
+        """Draw the progress line if the minimum time between redraws has passed. `make` is called only then."""
         now = time.monotonic()
         if now - self._shown_at >= self._screen.redraw_seconds:
             self._shown_at = now
@@ -301,12 +302,12 @@ class ProgressLine:
         )
 
     def close(self) -> None:
-        """Clear the line, so that other output can follow."""
+        """Clear the progress line, so that other output can follow."""
         self._screen.close()
 
 
 def _message(kind: str, fields: dict[str, Any]) -> str | None:
-    """The message of an event that needs one."""
+    """Return the message for an event; None if it needs no message."""
     if kind == "warning":
         return f"{fields['reason']}; tried again {fields['retry']}; training continues"
     if kind == "oom":
@@ -323,7 +324,7 @@ def _message(kind: str, fields: dict[str, Any]) -> str | None:
 
 
 def _heat_text(fields: dict[str, Any]) -> str:
-    """ "cool", "hot", "hot 1.3x slower"; without a sensor only "1.3x slower", or nothing."""
+    """Return a text such as "cool" or "hot 1.3x slower"; without a sensor, "1.3x slower" or an empty text."""
     state = fields["state"]
     words = [state] if state != "slow" and "thermal" in fields else []
     if state != "cool" and "factor" in fields:
@@ -332,7 +333,7 @@ def _heat_text(fields: dict[str, Any]) -> str:
 
 
 def _sample_answer(fields: dict[str, Any]) -> str:
-    """The first sample of an evaluation with free text answers, in one line; empty for classification."""
+    """Return the first sample of an evaluation with text outputs in one line; empty for classification."""
     samples = fields.get("samples")
     if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
         return ""
@@ -343,7 +344,10 @@ def _sample_answer(fields: dict[str, Any]) -> str:
 
 
 class DesktopNotifier:
-    """An event handler that calls another one, and sends a desktop notification when a run ends or needs attention."""
+    """An event handler that sends a desktop notification when a run ends or needs attention.
+
+    It passes every event to `on_event` first.
+    """
 
     def __init__(
         self,
@@ -370,6 +374,7 @@ class DesktopNotifier:
         elif kind == "end":
             self._notify(fields["state"], fields.get("reason"), step=fields["step"])
         elif kind in _ATTENTION_KINDS and kind not in self._sent and fields.get("level") not in ("normal", "warn"):
+            # One notification per kind: a run may have thousands of warnings.
             self._sent.add(kind)
             self._notify("needs attention", fields.get("reason"), step=fields.get("step", 0))
 

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the first finishes the step and saves, the second stops immediately."""
+"""Handle Ctrl-C and SIGTERM: the first one finishes the step and saves, the second one stops immediately."""
 
 import signal
 import threading
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _ECHO_SECONDS = 0.3
-"""Ctrl-C at a terminal reaches a supervised training twice: from the terminal, and forwarded by its parent."""
+"""A second signal within this time is ignored in a supervised training: Ctrl-C arrives there twice, once from the
+terminal and once forwarded by the parent."""
 
 
 class StopSignals(Callback):
-    """While a session runs, Ctrl-C and SIGTERM ask the loop to stop instead of raising inside a step."""
+    """Converts Ctrl-C and SIGTERM to stop requests during a session, instead of raising inside a step."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that was received, on this rank or on another one."""
+        """The signal that was received on any rank; None if there was none."""
         self._received_at = 0.0
         self._is_supervised = is_supervised()
         self._run: RunContext | None = None
@@ -31,7 +32,7 @@ class StopSignals(Callback):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that was stopped by this signal; 0 without one."""
+        """The exit code that a shell expects after this signal; 0 without a signal."""
         return 0 if self.signal is None else exit_code(self.signal)
 
     def on_start(self, run: "RunContext") -> None:
@@ -39,7 +40,7 @@ class StopSignals(Callback):
         run.exit_stack.enter_context(self)
 
     def __enter__(self) -> Self:
-        # Python delivers signals to the main thread only; in other threads the caller keeps its own handlers.
+        # Python delivers signals only to the main thread, and signal.signal raises in any other thread.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _HANDLED}
         return self
@@ -60,7 +61,7 @@ class StopSignals(Callback):
             stop_immediately(number)
 
     def _announce(self, run: "RunContext", number: int) -> None:
-        """Report it immediately: a user who waits for a long step must know that the signal was received."""
+        """Report the signal immediately: a step may take long, and the user must see that the signal arrived."""
         when = (
             "after this step" if run.group.is_single_process else "after the next step at which all ranks synchronize"
         )

@@ -1,6 +1,6 @@
-"""React to heat, memory pressure and battery power: log it, save, and rest between steps.
+"""React to heat, memory pressure and battery power: log, save, and rest between steps.
 
-No tensor is touched: whatever the sensors say, the numbers of a run stay the same; only its time changes.
+No tensor is used, so the sensors can change the duration of a run but not its numbers.
 """
 
 import os
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 Heat = Literal["cool", "slow", "hot"]
-"""slow: steps take longer, but the sensor says that it is not heat."""
+"""The thermal state. slow: steps take longer, but the sensor reports no heat."""
 
 _THROTTLING = ("heavy", "trapping", "sleeping")
-"""Thermal levels at which clocks are lowered; at "moderate" they need not be."""
+"""Thermal levels at which macOS lowers clocks. At "moderate" it may not."""
 
 
 def classify_heat(conditions: Conditions, slowdown: Slowdown | None) -> Heat:
-    """Classify sensor and step times; without a sensor slow steps count as heat, which cannot be excluded.
+    """Classify the sensor reading and the step times. Without a sensor, slow steps count as heat.
 
     >>> slow = Slowdown(factor=1.3, since_step=7)
     >>> [classify_heat(Conditions(thermal=level), slow) for level in ("nominal", "moderate", None)]
@@ -48,7 +48,7 @@ def classify_heat(conditions: Conditions, slowdown: Slowdown | None) -> Heat:
 
 
 def describe_heat(heat: Heat, conditions: Conditions, slowdown: Slowdown | None) -> str:
-    """What was observed, and its likely cause."""
+    """Describe the observation and its likely cause."""
     if heat == "cool":
         return "no longer slowed down"
     observed: list[str] = []
@@ -68,7 +68,7 @@ def describe_heat(heat: Heat, conditions: Conditions, slowdown: Slowdown | None)
 
 
 def describe_pressure(level: PressureLevel, conditions: Conditions) -> str:
-    """How short memory is, in words."""
+    """Describe the memory pressure."""
     if level == "normal":
         return "memory is no longer short"
     left, swapped = conditions.memory_available_bytes, conditions.swap_used_bytes
@@ -85,7 +85,7 @@ Power = tuple[bool, bool]
 
 
 def classify_power(conditions: Conditions, before: Power) -> Power:
-    """Read the power state; what is unknown stays as it was."""
+    """Return the power state. Unknown values keep their previous state."""
     source, saves = conditions.power_source, conditions.low_power_mode
     return before[0] if source is None else source == "battery", before[1] if saves is None else saves
 
@@ -97,9 +97,9 @@ def describe_power(power: Power) -> str:
 
 
 class SensorThread:
-    """While entered, calls `reader` every few seconds in a thread and passes the result to `take`.
+    """Calls `reader` every few seconds in a thread while entered, and passes the result to `take`.
 
-    The thread takes no lock that a forked process could need: data workers may start at any time.
+    Data workers may be forked at any time, so the thread must not hold a lock that a forked process needs.
     """
 
     def __init__(self, reader: ReadConditions, take: Callable[[Conditions], None], *, every_seconds: float) -> None:
@@ -115,7 +115,7 @@ class SensorThread:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # In a forked child the thread does not exist, and its event may have been copied while locked.
+        # A forked child has no such thread, and its copy of the event may be locked forever.
         if os.getpid() == self._pid:
             self._is_over.set()
             self._thread.join()
@@ -126,44 +126,46 @@ class SensorThread:
                 conditions = self._reader()
                 self._take(conditions if isinstance(conditions, Conditions) else Conditions())
             except Exception:
-                # A sensor that fails reports nothing; it must not end a run.
+                # A failing sensor must not end a run; it counts as no reading.
                 self._take(Conditions())
             if self._is_over.wait(self._every_seconds):
                 return
 
 
 READ_EVERY_SECONDS = 5.0
+"""Seconds between sensor readings."""
 DEBOUNCE_SECONDS = 30.0
-"""Nothing changes or is logged more often than this, so that a sensor at a threshold does not make a run flutter."""
+"""Minimum seconds between state changes, so that a sensor near a threshold does not cause many events."""
 
 INITIAL_REST_SHARE, REST_SHARE_STEP, MAX_REST_SHARE = 0.2, 0.1, 0.6
-"""pace: the share of time to rest at first, how much is added or removed, and the limit."""
+"""on_heat=pace: the initial share of time to rest, the step by which it changes, and its maximum."""
 MIN_WORK_SECONDS = 1.0
-"""pace: time between two rests; resting after every step would wait for the device in every step."""
+"""on_heat=pace: minimum seconds between rests. Each rest waits for the device, so not every step may rest."""
 
 REST_SECONDS_WITHOUT_SENSOR = 120.0
-"""pause: how long, if no sensor tells when it is enough."""
+"""on_heat=pause: the length of a pause if there is no sensor."""
 MAX_REST_SECONDS = 900.0
+"""on_heat=pause: the maximum length of a pause."""
 MIN_SECONDS_BETWEEN_PAUSES = 60.0
-"""pause: a machine that never cools down still trains for this long between two pauses."""
+"""on_heat=pause: minimum seconds of training between pauses, for a machine that never cools down."""
 
 PRESSURE_SAVE_SECONDS = 300.0
-"""While memory is nearly used up, a checkpoint is written at most this often besides the scheduled ones."""
+"""Minimum seconds between the extra checkpoints that are written while memory is nearly used up."""
 _SLEEP_SECONDS = 0.2
-"""Time between two looks at a stop request during a rest."""
+"""Seconds between checks for a stop request during a rest."""
 
 T = TypeVar("T")
 
 
 class _Debounced(Generic[T]):
-    """A value that changes at most once in DEBOUNCE_SECONDS."""
+    """A value that changes at most once every DEBOUNCE_SECONDS."""
 
     def __init__(self, value: T) -> None:
         self.value = value
         self._changed_at = float("-inf")
 
     def change(self, wanted: T, *, now: float) -> bool:
-        """Take the wanted value if it differs and enough time has passed. True if it changed."""
+        """Switch to the wanted value if enough time has passed. Return whether the value changed."""
         if wanted == self.value or now - self._changed_at < DEBOUNCE_SECONDS:
             return False
         self.value = wanted
@@ -176,7 +178,7 @@ class _Debounced(Generic[T]):
 
 
 class ThermalPolicy(Callback):
-    """Watches sensors and step times, and acts between steps by the plan's `on_heat`: warn, pace or pause."""
+    """Watches sensors and step times, and acts between steps as `on_heat` of the plan says: warn, pace or pause."""
 
     def __init__(
         self,
@@ -189,13 +191,13 @@ class ThermalPolicy(Callback):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.should_stop: Callable[[], bool] = lambda: False
-        """Whether the run is about to end, so that a rest must end too."""
+        """Returns whether the run is about to end, which also ends a rest."""
         self._policy = plan.on_heat
         self._log, self._device = log, device
         self._reader, self._clock, self._sleep = reader or _sensors(), clock, sleep
         self._slowdowns = SlowdownDetector()
         self.conditions = Conditions()
-        """The last readings of the sensors."""
+        """The latest sensor readings."""
         self._has_new_readings = False
         self._heat = _Debounced[Heat]("cool")
         self._pressure = _Debounced[PressureLevel]("normal")
@@ -209,7 +211,7 @@ class ThermalPolicy(Callback):
 
     @property
     def heat(self) -> Heat:
-        """The current state of the machine."""
+        """The current thermal state of the machine."""
         return self._heat.value
 
     # --- callback ----------------------------------------------------------------------------------------------------
@@ -220,14 +222,14 @@ class ThermalPolicy(Callback):
         run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        """Act on new readings; one comparison if there are none."""
+        """Act on new readings. Without new readings, this costs one comparison."""
         if not self._has_new_readings:
             return Action.NONE
         self._has_new_readings = False
         return self._act(state.step)
 
     def before_step(self, state: State) -> None:
-        """Rest, once a checkpoint that was asked for is written."""
+        """Rest if needed. A pause begins here because the loop has written the requested checkpoint by now."""
         if self._is_pause_due:
             self._is_pause_due = False
             self._pause(state.step)
@@ -237,12 +239,12 @@ class ThermalPolicy(Callback):
     # --- readings ----------------------------------------------------------------------------------------------------
 
     def take(self, conditions: Conditions) -> None:
-        """Take a reading; from any thread."""
+        """Store a reading. Thread-safe."""
         self.conditions = conditions
         self._has_new_readings = True
 
     def take_step_times(self, steps: list[tuple[int, float]]) -> None:
-        """Take the seconds that steps took on the device's clock."""
+        """Record the step times in seconds on the device's clock."""
         was_slow = self._slowdowns.verdict is not None
         for step, seconds in steps:
             self._slowdowns.observe(step, seconds)
@@ -261,12 +263,12 @@ class ThermalPolicy(Callback):
         if self._pressure.change(level, now=now):
             self._log.event("pressure", step=step, level=level, reason=describe_pressure(level, conditions))
         if level == "critical" and now - self._saved_at >= PRESSURE_SAVE_SECONDS:
-            # Not debounced: a process that is killed for its memory gets no warning.
+            # Not debounced: the system may kill the process at any moment, without a warning.
             self._saved_at = now
             action = Action.SAVE
         heat = classify_heat(conditions, slowdown)
         if heat == "slow" and self._heat.value == "hot":
-            # The sensor reacts faster than step times, which are judged again from here.
+            # The sensor reacts faster than the window of step times, so trust it and start a new window.
             heat = "cool"
         if self._heat.change(heat, now=now):
             if heat == "cool":
@@ -296,7 +298,10 @@ class ThermalPolicy(Callback):
         self._log.event("throttle", step=step, reason=reason, **heat, **observed, **thermal, **fields)
 
     def _adapt_rest_share(self, now: float) -> None:
-        """Rest more while it is hot and less while it is not; without a sensor to confirm the heat, never much."""
+        """Increase the rest share while the machine is hot, and decrease it otherwise.
+
+        Without a sensor to confirm the heat, the share does not exceed its initial value.
+        """
         has_sensor = self.conditions.thermal is not None
         share, largest = self._rest_share.value, MAX_REST_SHARE if has_sensor else INITIAL_REST_SHARE
         if self._heat.value == "hot":
@@ -309,7 +314,7 @@ class ThermalPolicy(Callback):
     def _rest_a_share(self) -> None:
         if self._clock() - self._worked_since < MIN_WORK_SECONDS:
             return
-        # Otherwise the device would still work on queued kernels.
+        # Wait first: otherwise the device would work on queued kernels during the rest.
         self._device.sync()
         worked = min(self._clock() - self._worked_since, MIN_SECONDS_BETWEEN_PAUSES)
         share = self._rest_share.value
@@ -321,7 +326,7 @@ class ThermalPolicy(Callback):
         rested = self._rest(self._is_rested)
         now = self._clock()
         self._may_pause_at = now + MIN_SECONDS_BETWEEN_PAUSES
-        # Steps before the pause say nothing about the machine after it.
+        # Step times from before the pause do not describe the machine after it.
         self._slowdowns.forget_recent()
         heat = classify_heat(self.conditions, None)
         self._heat.change(heat, now=now)
@@ -337,7 +342,7 @@ class ThermalPolicy(Callback):
         return rested >= MAX_REST_SECONDS or (thermal == "nominal" and rested >= DEBOUNCE_SECONDS)
 
     def _rest(self, is_enough: Callable[[float], bool]) -> float:
-        """Wait between two steps until it is enough or the run is to stop. Returns the seconds."""
+        """Sleep until `is_enough` returns True or a stop is requested. Return the seconds of rest."""
         began = self._clock()
         while not is_enough(self._clock() - began) and not self.should_stop():
             self._sleep(_SLEEP_SECONDS)
@@ -347,6 +352,6 @@ class ThermalPolicy(Callback):
 
 
 def _sensors() -> ReadConditions:
-    """The sensors of this machine; those of a virtual Mac if it simulates them."""
+    """Return a reader for the sensors of this machine, including simulated ones of a virtual Mac."""
     read = ConditionsReader()
     return lambda: with_simulated_conditions(read())
