@@ -195,6 +195,7 @@ class ProcessPreparedStep:
 
     def step(self, index: int) -> float:
         """Run one step in the child and return its seconds. Raises ProbeFailedError."""
+        # The process was restarted since the preparation, so prepare the settings again.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -249,5 +250,6 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 return {}
     except ProbeFailedError as error:
         return {"failed": error.reason, "kind": error.kind}
+    # Any error of user code is a failed probe, not the end of the process.
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:500], "kind": "error"}

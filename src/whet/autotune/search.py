@@ -190,6 +190,7 @@ def _confirm(state: _SearchState) -> TuningResult:
     The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
     """
     context, base, best = state.context, state.base, state.best
+    # Nothing won, so there is nothing to confirm.
     if best is base:
         return _result(state, base, reason="nothing was shown to be faster than the rules")
     started = context.bench.clock()
@@ -218,6 +219,7 @@ def _confirm(state: _SearchState) -> TuningResult:
     if verdict == "faster" and estimate is not None:
         gain = ConfirmedGain(speedup=estimate.speedup, low=estimate.low, high=estimate.high, repeats=estimate.pairs)
         return _result(state, best, reason=note, gain=gain, step_seconds=timing.candidate_seconds)
+    # All pairs were faster, but too few to be sure. The trials that the winner won still count.
     if verdict == "unclear" and all(log_ratio < 0 for log_ratio in timing.log_ratios):
         return _unconfirmed(state, "there was no time for a full final comparison")
     return _result(state, base, reason=note, step_seconds=timing.baseline_seconds)

@@ -17,6 +17,7 @@ from whet.base.errors import WhetError
 # may come from an untrusted source.
 
 MAX_JSON_BYTES = 64 * 1024**2
+# Limits recursion, which a malicious file could otherwise exhaust.
 MAX_JSON_DEPTH = 64
 
 
@@ -28,6 +29,7 @@ def dump_json(value: Any) -> bytes:
 def load_json(data: bytes | bytearray) -> dict[str, Any]:
     """Decode an object that `dump_json` wrote. Raises ValueError for any other encoding of it."""
     value = load_foreign_json(data)
+    # Encode the value again: any difference means that another program wrote the file.
     if dump_json(value) != data:
         raise ValueError("not canonical JSON")
     return value

@@ -191,6 +191,7 @@ def apply_retention(
     except WhetError:
         return []
     steps = store.list_steps(folder)
+    # Checks of sizes are enough here: reading every byte of every checkpoint would take too long.
     whole = [s for s in steps if s <= acknowledged and s not in rejected and _is_whole(folder, s)]
     kept = {*whole[-keep:], *milestones(whole, total_steps=total_steps), best, acknowledged}
     removed = [step for step in steps if step not in kept]

@@ -210,6 +210,7 @@ def _record_syncs() -> Iterator[list[str]]:
         def record(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
             if not str(message).startswith(_SYNC_WARNING):
                 show(message, category, filename, lineno, *rest)
+            # Other threads, such as the checkpoint writer, may synchronize at any time.
             elif threading.get_ident() == thread:
                 syncs.append(f"{filename}:{lineno}")
 

@@ -117,7 +117,7 @@ def _user_line(error: Exception) -> str:
 
 @contextmanager
 def ignore_handled_warnings(*, has_fallback: bool) -> Iterator[None]:
-    """Hide only those warnings of torch that whet reports in its own form."""
+    """Hide only those warnings of torch whose content whet reports itself."""
     with warnings.catch_warnings():
         for text in (PIN_MEMORY_WARNING, *((FALLBACK_WARNING,) if has_fallback else ())):
             warnings.filterwarnings("ignore", message=text, category=UserWarning)

@@ -40,6 +40,7 @@ class StderrWatch:
         return self
 
     def _start(self) -> None:
+        # Flush first, so that buffered output does not appear after later output of the relay.
         _flush()
         original = os.dup(_STDERR)
         with contextlib.ExitStack() as undo:

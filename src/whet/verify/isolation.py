@@ -91,6 +91,7 @@ def perturb_zero_weights(model: nn.Module) -> None:
 
     Call this inside `preserve_model_and_rng`, which restores the weights.
     """
+    # A separate generator leaves the global one unchanged.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel() and float(parameter.abs().max()) < _ZERO_THRESHOLD:

@@ -263,7 +263,7 @@ def _span_gradient(ctx, grad_out, _):  # type: ignore[no-untyped-def]
 span_attention_op.register_autograd(_span_gradient, setup_context=_save_spans)
 
 
-# --- torch's own kernel for packed samples ---------------------------------------------------------------------------
+# --- torch's kernel for packed samples -------------------------------------------------------------------------------
 
 _MAX_HEAD_SIZE = 256
 _MIN_COMPUTE_CAPABILITY = 8

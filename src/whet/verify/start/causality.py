@@ -60,6 +60,7 @@ def check_causality(
 ) -> CausalityLeak | None:
     """Run `find_leak` on the device and in the precision of the run, in eval mode. The model is not restored."""
     model.eval()
+    # A zero output layer would hide every leak.
     perturb_zero_weights(model)
 
     def compute(batch: MicroBatch) -> Tensor:
