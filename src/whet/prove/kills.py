@@ -42,7 +42,7 @@ class ProvableTraining:
     """A training to prove: "module:function", called with a run folder, and its arguments.
 
     The proof sets the arguments `steps`, the maximum number of steps, and `every`, the steps between checkpoints. A
-    function `rehearse(arguments)` in the same module may import what the training will import.
+    function `preload(arguments)` in the same module may import what the training will import.
     """
 
     target: str

@@ -201,9 +201,9 @@ def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
 def _report_libraries(target: str, arguments: dict[str, Any], writing: int) -> None:
     before = set(sys.modules)
     with contextlib.suppress(Exception):
-        rehearse = getattr(importlib.import_module(target.partition(":")[0]), "rehearse", None)
-        if rehearse is not None:
-            rehearse(arguments)
+        preload = getattr(importlib.import_module(target.partition(":")[0]), "preload", None)
+        if preload is not None:
+            preload(arguments)
     names = [name for name in sys.modules if name not in before and _is_library(name)]
     # At most the capacity of a pipe, so that the write cannot block.
     os.write(writing, " ".join(names).encode()[:65_536])
