@@ -45,7 +45,8 @@ def _sentence(text: str) -> str:
 
 def rules_index() -> str:
     rows = [f"| [{rule.id}]({rule.id}-{rule.setting}.md) | `{rule.setting}` | {rule.what} |" for rule in ALL_RULES]
-    head = "# The rules of a plan\n\nIn the order in which they are applied; `whet plan RECIPE --why SETTING` prints the same.\n\n"
+    head = "# The rules of a plan\n\n"
+    head += "In the order in which they are applied; `whet plan RECIPE --why SETTING` prints the same.\n\n"
     return head + "| rule | setting | decides |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 

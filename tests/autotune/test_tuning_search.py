@@ -84,6 +84,7 @@ def regret(seed: int, noise) -> float:
     return seconds(plan_with(PLAN, found.settings)) / best - 1
 
 
+@pytest.mark.slow
 def test_search_finds_the_best_of_864_settings_within_5_percent_on_simulated_machines(
     report_count: ReportCount,
 ) -> None:

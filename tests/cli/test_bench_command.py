@@ -69,6 +69,7 @@ def plant(folder: Path, fault: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_short_benchmark_writes_a_result_a_page_and_a_picture(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--against", "naive", "--sweep", "micro_batch", "--budget", "60", "--out", "tiny.md")
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,8 @@ def test_import_takes_under_100_ms() -> None:
 
 def test_torch_is_imported_only_for_names_that_need_it() -> None:
     code = (
-        "import sys, whet; training = {'Action', 'Callback', 'OptimizerChoice', 'Session', 'check', 'compare', 'train', 'tune'};"
+        "import sys, whet; training = "
+        "{'Action', 'Callback', 'OptimizerChoice', 'Session', 'check', 'compare', 'train', 'tune'};"
         "[getattr(whet, name) for name in whet.__all__ if name not in training]; print('torch' in sys.modules);"
         "[getattr(whet, name) for name in whet.__all__]; print('torch' in sys.modules)"
     )

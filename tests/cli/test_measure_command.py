@@ -52,6 +52,7 @@ DECIDED = ("precision=fp32", "micro_batch=32", "compile=off")
 """What is decided is not tried, so that few trials are left."""
 
 
+@pytest.mark.slow
 def test_measured_plan_as_json_has_its_trials(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("plan", "tiny.py", "threads=1", *DECIDED, "--measure", "--budget", "60", "--json")
@@ -64,6 +65,7 @@ def test_measured_plan_as_json_has_its_trials(warm_whet: Run, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_killed_probe_is_reported_and_the_others_continue(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("plan", "tiny.py", "bad=threads", *DECIDED, "--measure", "--budget", "60", "--json")
@@ -128,6 +130,7 @@ def test_auto_batch_size_is_measured_once_by_the_command(warm_whet: Run, tmp_pat
     assert "was made with another lr" in warm_whet(*words, "lr=1").stderr
 
 
+@pytest.mark.slow
 def test_quiet_measurement_prints_nothing(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = warm_whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")

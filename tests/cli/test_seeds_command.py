@@ -51,7 +51,8 @@ class Line(Recipe):
         return ((model(micro.x) - micro.y) ** 2).mean()
 
     def evaluate(self, model, micro_batches):
-        return {"closeness": -sum(float(self.loss(model, micro)) for micro in micro_batches), "weight": model.weight[0, 0]}
+        closeness = -sum(float(self.loss(model, micro)) for micro in micro_batches)
+        return {"closeness": closeness, "weight": model.weight[0, 0]}
 
     def metadata(self, config, data):
         return {}

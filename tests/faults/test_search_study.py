@@ -131,6 +131,7 @@ def test_racing_processes_claim_each_trial_once_in_a_journal(tmp_path):
     check_racing_processes_make_no_trial_twice(tmp_path, None)
 
 
+@pytest.mark.slow
 def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
     with postgres() as server:
         # Into an empty database: both make its tables at the same time.

@@ -40,6 +40,7 @@ def smoke(bin_folder: Path, cwd: Path) -> None:
     assert run(bin_folder / "python", "-c", typed, cwd=cwd).strip() == "True"
 
 
+@pytest.mark.slow
 def test_the_torch_free_half_works_where_there_is_no_torch(wheel: Path, empty: Path, tmp_path: Path) -> None:
     run(empty / "pip", "install", "-qq", "--no-deps", wheel, cwd=tmp_path)
     run(empty / "pip", "install", "-qq", "-c", ROOT / "constraints.txt", *TORCH_FREE, cwd=tmp_path)

@@ -36,6 +36,7 @@ def test_starter_recipe_is_proved(whet: Run, tmp_path: Path) -> None:
     assert "proved: " in whet("report", "runs/mine-proof-001").stdout
 
 
+@pytest.mark.slow
 def test_proving_a_run_does_not_change_it(warm_whet: Run, tmp_path: Path) -> None:
     table = tmp_path / "texts.jsonl"
     rows = ((f"{'good' if n % 2 else 'bad'} number {n} {n * n}", "even" if n % 2 == 0 else "odd") for n in range(120))

@@ -202,6 +202,7 @@ def test_the_command(run: Run, tmp_path: Path, whet: Whet) -> None:
     assert (wrong.returncode, wrong.stderr) == (2, "error: unknown format\n  got: cvs\n  try: --to csv\n")
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run(run: Run, tmp_path: Path, whet: Whet) -> None:
     """With simulated dashboards; the rest is real."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")

@@ -245,7 +245,10 @@ def test_a_crash_at_any_sync_leaves_no_run_or_a_complete_one(tmp_path: Path, mon
 
 
 def test_versions_come_without_importing_torch() -> None:
-    code = "import sys; from whet.run.folder import installed_versions; v = installed_versions(); print(v['torch'], 'torch' in sys.modules)"
+    code = (
+        "import sys; from whet.run.folder import installed_versions; "
+        "print(installed_versions()['torch'], 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split()[1] == "False"
     found = installed_versions()

@@ -1,4 +1,4 @@
-"""A small recipe with everything that an exact resume must restore, and faults that a proof must detect: mutant=NAME."""
+"""A small recipe with all state that an exact resume restores, and faults that a proof must detect: mutant=NAME."""
 
 import os
 import sys

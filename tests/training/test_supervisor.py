@@ -188,6 +188,7 @@ CODES = {"2>/dev/full": 0, "2>&-": 0, ">&- 2>&-": 0, ">/dev/full": 1}
 """Only what was asked for and could not be written is a failure."""
 
 
+@pytest.mark.slow
 def test_a_closed_or_full_standard_error_ends_no_training(table: Path, tmp_path: Path) -> None:
     for number, (redirect, code) in enumerate(CODES.items()):
         run = tmp_path / str(number)
@@ -216,6 +217,7 @@ def recipe():
 """
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path: Path) -> None:
     recipe = tmp_path / "deadly.py"
     counter = tmp_path / "lives"
@@ -238,6 +240,7 @@ def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path:
     assert "the training was killed by SIGKILL while plans were measured; it starts without" in errors
 
 
+@pytest.mark.slow
 def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     """A recipe that kills itself: started three times in all, then the signal's exit code."""
     recipe = tmp_path / "deadly.py"

@@ -1,4 +1,4 @@
-"""ThermalPolicy: sensors change the time of a run, never its numbers; reactions are debounced. Sensors are simulated."""
+"""ThermalPolicy: sensors change the time of a run, never its numbers. Sensors are simulated."""
 
 import io
 import itertools
@@ -402,6 +402,7 @@ def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> Non
     assert sensor_threads() == []
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_leave() -> None:
     for _ in range(100):
         # The reader takes no time, so that the thread is often caught with its own lock in hand.

@@ -37,6 +37,7 @@ class _Waits(torch.nn.Linear):
         return y
 
 
+@pytest.mark.slow
 def test_endless_loop_over_values_ends() -> None:
     found = check(lambda: (_Waits(4, 4), (torch.randn(2, 4),)), device="mps")
     assert not found.is_fake

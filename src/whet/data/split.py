@@ -141,7 +141,7 @@ def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: i
 class PackedTotals:
     """The total lengths that packed micro-batches are filled up to: multiples of `grain`.
 
-    The total length of n samples has a standard deviation of sqrt(n) times that of one sample. Half of that as the grain
+    The total length of n samples has a standard deviation of sqrt(n) times that of a sample. Half of that as the grain
     gives about twelve totals in a run. The grain is at most an eighth of the mean total, so that fillers take at most a
     sixteenth on average.
     """

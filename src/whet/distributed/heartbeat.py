@@ -257,7 +257,7 @@ class Heartbeat:
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             now = time.monotonic()
             if now - before > 3 * INTERVAL_SECONDS:
-                # This process was suspended, perhaps with all other ranks (Ctrl-Z, a closed laptop). Restart all counts.
+                # This process was suspended, perhaps with all ranks (Ctrl-Z, a closed laptop). Restart all counts.
                 self._answered_at = now
                 self._stall_detector.restart()
                 self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}

@@ -71,7 +71,8 @@ def check_not_mps(num_processes: int, *, device: str, is_mac: bool, command: str
     device_option = "--device mps" if device == "mps" else "no --device, which is MPS on this machine"
     raise UsageError(
         "several processes cannot train together on MPS",
-        got=f"{num_processes} processes, {device_option}; torch has no collective for MPS tensors: gloo and NCCL refuse them",
+        got=f"{num_processes} processes, {device_option}; torch has no collective for MPS tensors: "
+        "gloo and NCCL refuse them",
         try_=f"one process ({command} --device mps), or --device cpu, where they communicate through gloo; "
         "a torch whose c10d operators support MPS would lift this (pytorch#160732, #189853)",
     )

@@ -3,7 +3,7 @@
 Gradients are summed, not averaged: each rank weights its losses by their share of the global batch, and ranks may have
 different numbers of samples. DDP averages, so every loss is multiplied by the number of ranks.
 
-A loss may leave some parameters unused, and they may differ between steps and ranks. DDP waits for the gradient of every
+A loss may leave parameters unused, and they may differ between steps and ranks. DDP waits for the gradient of every
 parameter unless it searches for unused ones, which walks the autograd graph in each step. Few models need that, so the
 search is off at first: a rank with unused parameters adds zero gradients for them after its backward pass. If all ranks
 have unused parameters in the same step, the step is repeated with the search on, and it stays on. A parameter that no

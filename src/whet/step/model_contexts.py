@@ -20,7 +20,7 @@ from whet.plan.plan import Plan
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model: children of the outermost ModuleLists, else of the outermost Sequentials."""
+    """Return the repeated blocks of a model: children of its outermost ModuleLists, or else Sequentials."""
     for kind in (nn.ModuleList, nn.Sequential):
         children = (block for group in _outermost(model, kind) for block in group.children())
         blocks = list(dict.fromkeys(children))
@@ -86,7 +86,7 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first pass and of the recomputation, which must not update running statistics again."""
+    """Return the contexts of the first pass and the recomputation, which must not update running statistics."""
     return nullcontext(), _freeze_statistics(block)
 
 
@@ -158,7 +158,7 @@ class CompiledCalls:
 def _compiled_call(module: nn.Module, is_dynamic: bool | None) -> Any:
     before = module._compiled_call_impl
     if type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
-        # The compiler skips modules of torch.nn, such as nn.Sequential, and forwards that are set on the instance, as in
+        # The compiler skips modules of torch.nn, such as nn.Sequential, and forwards set on the instance, as in
         # checkpointed blocks. It does trace a lambda around them.
         compiled: Any = torch.compile(lambda *args, **kwargs: module._call_impl(*args, **kwargs), dynamic=is_dynamic)
     else:

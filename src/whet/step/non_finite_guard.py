@@ -61,7 +61,7 @@ class NonFiniteGuard:
         raise DivergedError("the loss or a weight is NaN or Inf", got=f"step {step}: {how}", try_=_HINT)
 
     def start_rollback(self) -> str:
-        """The run returns to a checkpoint because of the non-finite step. Returns why; raises if it happened too often."""
+        """Start a rollback because of a non-finite step. Return why; raise if it happened too often."""
         assert self.first_non_finite is not None
         self._num_rollbacks += 1
         if self.has_scaler or self._num_rollbacks > MAX_ROLLBACKS:

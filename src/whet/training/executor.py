@@ -271,7 +271,7 @@ class Executor:
             )
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Measure the memory per sample and plan the micro-batch again. Keep the plan if even a few samples do not fit."""
+        """Measure the memory per sample and plan the micro-batch again, unless even a few samples do not fit."""
         run, plan = self._run, self._run.plan
         try:
             # The difference between two sizes cancels constant costs. Size 1 is avoided: BatchNorm rejects it.

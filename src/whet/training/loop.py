@@ -60,7 +60,7 @@ def train(
     run that is long enough first measures which plan is fastest; the measured steps do not affect training
     (docs/measure.md). `open_bench` opens the same training in a separate process for that. All other options are those
     of `Session`: run, device, overrides, plan, goal, callbacks, init_from, outputs (for a causal model), and the fields
-    of `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, ...).
+    of `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, ...).
 
     global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
     `lr_batch` samples (default 32) to that size. The run keeps both numbers.

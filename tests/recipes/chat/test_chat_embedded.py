@@ -62,8 +62,10 @@ def test_read_only_home_folder_is_tolerated(tmp_path: Path, monkeypatch) -> None
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     code = (
-        "import resource, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
-        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(tokenizer=sys.argv[3]), on_progress=lambda *_: None);"
+        "import resource, sys; from pathlib import Path;"
+        "from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
+        "options = PrepareOptions(tokenizer=sys.argv[3]);"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), options, on_progress=lambda *_: None);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
@@ -83,9 +85,11 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     """A real limit of the system on the size of files, in a process of its own."""
     path = planted.write_lines(tmp_path / "chats.jsonl", [planted.talk(number, words=200) for number in range(400)])
     code = (
-        "import resource, signal, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
+        "import resource, signal, sys; from pathlib import Path;"
+        "from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(vocab_size=600), on_progress=lambda *_: None)"
+        "options = PrepareOptions(vocab_size=600);"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), options, on_progress=lambda *_: None)"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
     done = subprocess.run(

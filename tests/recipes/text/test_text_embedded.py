@@ -88,6 +88,7 @@ def test_the_baseline_is_neither_trivial_nor_random(corpus: Corpus) -> None:
     assert 0.5 < baseline_accuracy(corpus) < 0.95
 
 
+@pytest.mark.slow
 def test_the_full_corpus_is_read_quickly_without_imports(home: Path) -> None:
     script = (
         "import sys, time\n"

@@ -177,6 +177,7 @@ def test_plain_text_and_tables_are_distinguished(
     assert f"read 2 rows of {told}" in noted
 
 
+@pytest.mark.slow
 def test_standard_input_and_invalid_arguments(run: Path, pair_run: Path, tmp_path: Path, capfd) -> None:
     command = [sys.executable, "-m", "whet", "predict", str(run), "-"]
     done = subprocess.run(command, input='{"text": "the fox"}\n', capture_output=True, text=True)

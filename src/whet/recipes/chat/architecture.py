@@ -135,7 +135,8 @@ class ChatArch(BaseModel):
         blocks = self.num_parameters(vocab_size) - tables
         return (
             f"{self.kind}, width {self.hidden_size}: {format_count(blocks + tables)} parameters "
-            f"({format_count(blocks)} in {self.depth} blocks, {format_count(tables)} in tables of {vocab_size:,} tokens), "
+            f"({format_count(blocks)} in {self.depth} blocks, "
+            f"{format_count(tables)} in tables of {vocab_size:,} tokens), "
             f"{self.applications} block applications and {format_count(self.token_flops(vocab_size))} operations per "
             f"token ({format_count(self.training_flops(vocab_size))} in training)"
         )

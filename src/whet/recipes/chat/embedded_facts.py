@@ -277,7 +277,8 @@ BASICS = {
         "whet check traces a training step and lists what is missing, unsupported or wrong on Apple's GPUs."
     ),
     "What is a plan? / What does whet decide for me? / What is in a plan?": (
-        "A plan describes how training runs on a machine: device, precision, micro-batch and more, each with its reason."
+        "A plan describes how training runs on a machine: device, precision, micro-batch and more, "
+        "each with its reason."
     ),
     "What is a global batch? / What is global_batch_size? / What is a batch in whet?": (
         "The global batch is the samples of one optimizer step. You choose it, and whet never changes it."

@@ -101,7 +101,8 @@ _NOTES = {
     "excluded_as_held_out": "conversations not used: a held-out file contains them too",
     "conversations_split": "conversations longer than --max-length were split into segments that end with an answer",
     "documents_truncated": "segments had a question or an answer longer than --max-length, which was truncated",
-    "texts_changed_by_tokenizer": "texts of a sample are not reproduced by this tokenizer: answers are trained on as it "
+    "texts_changed_by_tokenizer": "texts of a sample are not reproduced by this tokenizer: answers are trained on as "
+    "it "
     "decodes them, and bits per byte cannot be compared with other tokenizers",
 }
 

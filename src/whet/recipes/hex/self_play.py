@@ -185,7 +185,8 @@ class SelfPlay:
                 state = state.model_copy(update={"generations": (*state.generations, done)})
                 write_state(self.folder, state)
             self.message(
-                f"all {self.config.loop.generations} generations are finished; the champion is generation {state.champion}"
+                f"all {self.config.loop.generations} generations are finished; "
+                f"the champion is generation {state.champion}"
             )
         return 0
 

@@ -214,7 +214,7 @@ class Recorder(Callback):
         self.notify(kind, step=step, **fields)
 
     def _append(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Append to the log. A disk error does not stop training: lines stay in memory, and the first error is logged."""
+        """Append to the log. After a disk error, training continues: lines stay in memory; the error is logged once."""
         if self._log is None:
             return
         try:

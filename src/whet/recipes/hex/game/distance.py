@@ -63,7 +63,7 @@ def unreachable(size: int) -> int:
 
 
 def edge_distances(boards: Boards) -> NDArray[np.int16]:
-    """Return the distances of empty cells to top and bottom (for blue), left and right (for red), (4, batch, size, size)."""
+    """Return distances to top and bottom (for blue), left and right (for red), as (4, batch, size, size)."""
     parts = [
         _edge_distances(boards[start : start + _BOARDS_PER_PASS]) for start in range(0, len(boards), _BOARDS_PER_PASS)
     ]

@@ -99,7 +99,8 @@ class RejectedGames:
     def lines(self) -> list[str]:
         """Return one line per reason."""
         return [
-            f"rejected  {count:,} {REASONS[kind]}: {', '.join(self.examples[kind])}{', ...' if count > _MAX_EXAMPLES else ''}"
+            f"rejected  {count:,} {REASONS[kind]}: {', '.join(self.examples[kind])}"
+            f"{', ...' if count > _MAX_EXAMPLES else ''}"
             for kind, count in self.counts.items()
         ]
 

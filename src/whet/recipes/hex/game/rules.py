@@ -81,7 +81,7 @@ def swap(positions: Positions) -> Positions:
 
 # --- Winners ----------------------------------------------------------------------------------------------------------
 #
-# A flood fill from one edge. Each row of a board is one machine word, and the words of one row of all boards are adjacent,
+# A flood fill from one edge. Each row of a board is one machine word, and the words of a row of all boards are adjacent,
 # so each step is one call of numpy for thousands of boards. Floods go down and up over the rows until nothing changes;
 # boards that are decided leave early.
 
@@ -156,7 +156,7 @@ def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
     return words
 
 
-# --- The mover's perspective --------------------------------------------------------------------------------------------
+# --- The mover's perspective -----------------------------------------------------------------------------------------
 #
 # Nets and searches see every board as if blue were to move: boards with red to move are mirrored and their colors
 # swapped. Of the four symmetries of the game only the rotation by 180 degrees is then left to learn.
