@@ -81,7 +81,7 @@ def swap(positions: Positions) -> Positions:
 
 # --- Winners ----------------------------------------------------------------------------------------------------------
 #
-# A flood fill from one edge. Each row of a board is one machine word, and the words of a row of all boards are adjacent,
+# A flood fill from one edge. Each row of a board is one machine word, and those of all boards adjoin,
 # so each step is one call of numpy for thousands of boards. Floods go down and up over the rows until nothing changes;
 # boards that are decided leave early.
 
