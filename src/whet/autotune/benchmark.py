@@ -185,7 +185,7 @@ def _run_alone(
 
 
 def _drop_hopeless(runs: Sequence[_VariantRun], own: _VariantRun) -> None:
-    """Exclude variants from the timing whose first run was far slower than the plan's."""
+    """Skip timing variants whose first run was far slower than the plan's."""
     for run in runs:
         if run.is_running and (run.first_seconds or 0) >= HOPELESS * (own.first_seconds or 0):
             run.outcome = "far slower"

@@ -265,7 +265,7 @@ class _FallbackTimingMode(TorchDispatchMode):
 
 
 def falls_back(name: str) -> bool:
-    """Whether an operator such as "aten::x.out" has no MPS implementation, in the lookup order of the dispatcher."""
+    """Whether an operator such as "aten::x.out" has no MPS implementation, following the dispatcher's lookup order."""
     namespace, _, name = name.partition("::")
     if namespace != "aten":
         return False

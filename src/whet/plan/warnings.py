@@ -81,7 +81,7 @@ def hazard_lines(context: RuleContext) -> Iterator[str]:
     hazards = known_hazards(context.machine, context.device_type)
     if not hazards:
         return
-    # No rule plans a micro-batch with too many rows: the user set it, or the batch cannot be split. So report it.
+    # Rules never choose this many rows, so the user set it or the batch cannot be split. Warn.
     met = [hazard for hazard in relevant_hazards(hazards, context) if not hazard.is_avoided or "rows" in hazard.needs]
     for hazard in met[:_MAX_HAZARD_LINES]:
         answer = _row_limit_advice(context) if "rows" in hazard.needs else hazard.answer

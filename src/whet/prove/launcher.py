@@ -36,7 +36,7 @@ class TrainingProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code, or minus the signal that killed it; None if it was killed here after `seconds`."""
+        """Return the exit code (negative signal number if killed), or None if it was killed here after `seconds`."""
         code = self._wait(seconds)
         self.seconds = time.monotonic() - self.started
         # Kill its worker processes too: without this they would end only seconds later.

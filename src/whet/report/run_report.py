@@ -75,7 +75,7 @@ class SavedCheckpoint(FrozenModel):
 
 
 class SavingCost(FrozenModel):
-    """The number of written checkpoints, and the training time that they cost."""
+    """Number of checkpoints written, and the training time they cost."""
 
     count: int = 0
     stall_seconds: float = 0.0

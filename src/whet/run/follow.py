@@ -145,7 +145,7 @@ class LiveHistory(History):
 
     def _extend_curve_cache(self, file: BinaryIO, update: HistoryUpdate, *, since: int) -> None:
         for (kind, rows), table in [*self.curve_cache.items()]:
-            # Drop tables by block, which are cheap to rebuild from the index. Append the new rows to tables by event.
+            # Drop per-block tables, which are cheap to rebuild; append new rows to per-event tables.
             if rows == "blocks":
                 del self.curve_cache[kind, rows]
             if rows != "events":

@@ -169,7 +169,7 @@ def _search_in_process(
 
 
 def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
-    """Estimate the seconds of the whole run with the plan from rules, by timing a few steps."""
+    """Estimate the duration of the whole run under the rule-based plan by timing a few steps."""
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
     seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
     prepared.close()

@@ -67,7 +67,7 @@ class ConnectionMonitor:
 
 
 class MonitoredConnection(H11Protocol):
-    """One connection, with the time since when it has waited for its client."""
+    """A connection that records since when it has been waiting for its client."""
 
     def __init__(self, monitor: ConnectionMonitor, *arguments: Any) -> None:
         super().__init__(*arguments)

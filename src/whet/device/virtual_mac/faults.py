@@ -118,7 +118,7 @@ class Simulation:
         self._undo = undo
 
     def end(self) -> None:
-        """End the faults. Further calls do nothing."""
+        """Remove the simulated faults. Later calls do nothing."""
         while self._undo:
             self._undo.pop()()
         if self in _running:

@@ -151,7 +151,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # Skip an unreadable file: the next one of thousands replaces it.
+        return b""  # Skip unreadable files; there are thousands of others.
 
 
 def _docstrings(source: bytes) -> Iterator[str]:

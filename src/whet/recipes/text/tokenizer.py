@@ -178,7 +178,7 @@ def _load_transformers_tokenizer(folder: Path) -> Any:
             return import_transformers().AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # Bare exceptions of the engine, OSError, ValueError, missing libraries.
+        except Exception as error:  # tokenizers raises bare Exception, too.
             raise WhetError(
                 "cannot read the model's tokenizer",
                 got=f"{folder}: {str(error).strip().splitlines()[0][:160]}",

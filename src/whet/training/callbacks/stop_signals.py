@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the first one finishes the step and saves, the second one stops immediately."""
+"""Handle Ctrl-C and SIGTERM: the first one finishes the step and saves, the second one skips the save."""
 
 import signal
 import threading

@@ -81,9 +81,8 @@ def swap(positions: Positions) -> Positions:
 
 # --- Winners ----------------------------------------------------------------------------------------------------------
 #
-# A flood fill from one edge. Each row of a board is one machine word, and those of all boards adjoin,
-# so each step is one call of numpy for thousands of boards. Floods go down and up over the rows until nothing changes;
-# boards that are decided leave early.
+# Flood fill from one edge. A board row is one machine word and the rows of all boards are contiguous, so one numpy call
+# advances thousands of boards. Sweep down and up until nothing changes; decided boards are dropped early.
 
 _BOARDS_PER_PASS = 16_384
 """The number of boards that fit into the cache of a core."""
