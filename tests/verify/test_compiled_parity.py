@@ -354,7 +354,7 @@ def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: 
     assert [event.fields.get("exact") for event in (first, changed, new)] == [None, False, None]
     assert (changed.step, changed.get("reason")) == (NUM_STEPS, "runs eagerly")
     reasons = [newest_about(folder).reasons for folder in (run, tmp_path / "new")]
-    assert reasons == [(f"since step {NUM_STEPS}: runs as it is written",), ()]
+    assert reasons == [(f"since step {NUM_STEPS}: runs eagerly",), ()]
 
 
 @pytest.mark.parametrize("seed", range(5))
