@@ -110,6 +110,7 @@ def test_child_ends_with_its_parent(is_threaded: bool) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     child.wait(timeout=TIMEOUT_SECONDS)
+    assert not child.is_running()
 
 
 def test_exit_codes_in_words() -> None:

@@ -160,6 +160,16 @@ def test_an_error_in_a_callback_saves_and_is_raised(moment: str, step: int, tmp_
     assert (report.state, report.checkpoints[-1].step) == ("failed", step)
 
 
+def test_returning_something_else_saves_and_is_an_error(tmp_path: Path) -> None:
+    class Confused(Callback):
+        def after_step(self, state: State, outcome: Any) -> Any:
+            return "stop" if state.step == 2 else None
+
+    with pytest.raises(UsageError, match="other than an Action"):
+        fit(tmp_path / "run", Confused())
+    assert saved_steps(tmp_path / "run")[-1] == 2
+
+
 def test_other_callbacks_with_state_are_named_on_resume(tmp_path: Path) -> None:
     fit(tmp_path / "run", Recording(step3=Action.STOP("enough")))
     fit(tmp_path / "run")

@@ -279,7 +279,7 @@ class CallbackList:
         merged = Action.NONE
         for hook, is_users in hooks:
             try:
-                action = hook(*arguments)
+                action = _check_action(hook(*arguments))
             except Exception as error:
                 # A failing user callback must not lose the step: the loop saves and stops first, then raises.
                 if not is_users:
@@ -290,6 +290,16 @@ class CallbackList:
             if action is not None and action is not Action.NONE:
                 merged = merged | action
         return merged
+
+
+def _check_action(returned: Any) -> Action | None:
+    if returned is None or isinstance(returned, Action):
+        return returned
+    raise UsageError(
+        "a callback returned something other than an Action",
+        got=repr(returned)[:80],
+        try_='return whet.Action.STOP("why"), whet.Action.SAVE, or nothing',
+    )
 
 
 def _check_callbacks(callbacks: Iterable[Any]) -> None:
