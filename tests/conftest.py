@@ -1,6 +1,6 @@
 """Shared fixtures and the rules that every test keeps.
 
-A marker says what a test needs: `torch`, `gpu`, `virtual_mac` or `browser`; `slow` tests run in `make test-all` only. A
+A marker is what a test needs: `torch`, `gpu`, `virtual_mac` or `browser`; `slow` tests run in `make test-all` only. A
 test without the marker `torch` runs where torch is not installed. A test that leaks an environment variable or changes
 the working folder fails.
 """

@@ -163,9 +163,9 @@ def record(whet: Path, out: Path, *, examples: Path, renames: Renames, only: str
 
     def run(case: Case) -> None:
         begun = time.monotonic()
-        found = recorder.run(case)
-        (out / f"{case.name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-        print(f"{case.name:32} exit {found['exit_codes']}  {time.monotonic() - begun:.1f} s", flush=True)
+        actual = recorder.run(case)
+        (out / f"{case.name}.json").write_text(json.dumps(actual, indent=1, sort_keys=True) + "\n")
+        print(f"{case.name:32} exit {actual['exit_codes']}  {time.monotonic() - begun:.1f} s", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, [case for case in cases(examples.absolute()) if only in case.name]))
@@ -380,14 +380,14 @@ def compare(old: Path, new: Path, renames: Renames, *, shown: int) -> bool:
             continue
         before, after = json.loads((old / name).read_text()), json.loads((new / name).read_text())
         columns = {title: list(differences(*pair)) for title, pair in compared(before, after, renames).items()}
-        marks = " ".join(f"{'no' if found else 'yes':8}" for found in columns.values())
+        marks = " ".join(f"{'no' if actual else 'yes':8}" for actual in columns.values())
         print(f"{name.removesuffix('.json'):32} {marks}".rstrip())
-        for title, found in columns.items():
-            all_equal = all_equal and not found
-            for line in found[:shown]:
+        for title, actual in columns.items():
+            all_equal = all_equal and not actual
+            for line in actual[:shown]:
                 print(f"    {title}: {line}")
-            if len(found) > shown:
-                print(f"    {title}: and {len(found) - shown} more")
+            if len(actual) > shown:
+                print(f"    {title}: and {len(actual) - shown} more")
     print("all equal" if all_equal else "there are differences")
     return all_equal
 
@@ -399,8 +399,8 @@ def compared(before: Any, after: Any, renames: Renames) -> dict[str, tuple[Any, 
         return {name: {field: run[field] for field in fields} for name, run in recording["runs"].items()}
 
     def events(recording: Any, table: Renames) -> Any:
-        found = pick(recording, "events", "metrics", "checkpoints")
-        return {name: {k: renamed(without_prose(v), table) for k, v in run.items()} for name, run in found.items()}
+        actual = pick(recording, "events", "metrics", "checkpoints")
+        return {name: {k: renamed(without_prose(v), table) for k, v in run.items()} for name, run in actual.items()}
 
     def weights(recording: Any, prefixes: Mapping[str, str | None]) -> Any:
         # With a run folder its checkpoint counts; the optimizer's own tensors are all there is without one.

@@ -61,14 +61,14 @@ class Module:
 
     def imports(self, known: Container[str]) -> set[str]:
         """The known modules that this one imports, at any place. `from a import b` means a.b where that is a module."""
-        found: set[str] = set()
+        result: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                result |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {name if name in known else node.module for name in names.values()}
-        return {name for name in found if name in known and name != self.name}
+                result |= {name if name in known else node.module for name in names.values()}
+        return {name for name in result if name in known and name != self.name}
 
     def definitions(self) -> Iterator[tuple[str, Definition]]:
         """Functions and classes with their dotted names, nested ones included."""
@@ -98,20 +98,20 @@ class Tree:
 
     def classes(self) -> dict[str, list[str]]:
         """For each class name, the modules that define one."""
-        found: dict[str, list[str]] = defaultdict(list)
+        result: dict[str, list[str]] = defaultdict(list)
         for module in self.modules.values():
             for _, node in module.definitions():
                 if isinstance(node, ast.ClassDef):
-                    found[node.name].append(module.name)
-        return found
+                    result[node.name].append(module.name)
+        return result
 
     def importers(self) -> dict[str, set[str]]:
         """For each module that is not a package, the modules that import it."""
-        found: dict[str, set[str]] = {name: set() for name, m in self.modules.items() if m.path.name != "__init__.py"}
+        result: dict[str, set[str]] = {name: set() for name, m in self.modules.items() if m.path.name != "__init__.py"}
         for module in self.modules.values():
-            for name in module.imports(self.modules) & found.keys():
-                found[name].add(module.name)
-        return found
+            for name in module.imports(self.modules) & result.keys():
+                result[name].add(module.name)
+        return result
 
     def longest(self, kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> list[tuple[int, str]]:
         """Functions or classes with their number of lines, longest first."""
@@ -149,8 +149,8 @@ def print_shape(tree: Tree, *, top: int, shows_names: bool, shows_modules: bool)
     row("lines with a comment", f"{100 * comments / filled:.1f} % of those that are not blank")
     row("modules with one importer", f"{len(alone)}")
     row(f"  of these under {SMALL_LINES} lines", f"{len(small)}, {len(beside)} of them beside their importer")
-    if (found := tree.session()) is not None:
-        module, node = found
+    if (result := tree.session()) is not None:
+        module, node = result
         methods = [child.name for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
         public = [name for name in methods if not name.startswith("_")]
         imported = module.imports(tree.modules)
@@ -261,7 +261,7 @@ def main() -> None:
     print_shape(Tree(given.src), top=given.top, shows_names=given.names, shows_modules=given.modules)
     if given.step:
         print(flush=True)
-        # In a process of its own: the package under test may not be the installed one.
+        # In a separate process, because the package under test may not be the installed one.
         subprocess.run([sys.executable, __file__, "--src", given.src, "--only-step"], check=True)
 
 

@@ -35,48 +35,80 @@ __version__ = VERSION
 _PUBLIC = {
     "Action": "whet.training.callback",
     "Callback": "whet.training.callback",
+    "GlobalBatch": "whet.data.batch",
+    "MicroBatch": "whet.data.batch",
     "OptimizerChoice": "whet.step.optimizers",
+    "Outcome": "whet.step.step",
+    "Plan": "whet.plan.plan",
     "Recipe": "whet.recipes.recipe",
     "Session": "whet.training.session",
+    "State": "whet.training.callback",
+    "TrainResult": "whet.training.loop",
     "WhetError": "whet.base.errors",
     "check": "whet.api.verify",
     "compare": "whet.api.verify",
+    "load": "whet.api.load",
     "make_plan": "whet.plan.plan",
     "open_run": "whet.report.run_view",
     "probe": "whet.machine.probe",
     "search": "whet.api.search",
     "summarize": "whet.report.run_report",
-    "train": "whet.training.loop",
+    "train": "whet.api.train",
     "tune": "whet.training.tune",
 }
 
 if TYPE_CHECKING:
+    from whet.api.load import load as load
     from whet.api.search import search as search
+    from whet.api.train import train as train
     from whet.api.verify import check as check
     from whet.api.verify import compare as compare
     from whet.base.errors import WhetError as WhetError
+    from whet.data.batch import GlobalBatch as GlobalBatch
+    from whet.data.batch import MicroBatch as MicroBatch
     from whet.machine.probe import probe as probe
+    from whet.plan.plan import Plan as Plan
     from whet.plan.plan import make_plan as make_plan
     from whet.recipes.recipe import Recipe as Recipe
     from whet.report.run_report import summarize as summarize
     from whet.report.run_view import open_run as open_run
     from whet.step.optimizers import OptimizerChoice as OptimizerChoice
+    from whet.step.step import Outcome as Outcome
     from whet.training.callback import Action as Action
     from whet.training.callback import Callback as Callback
-    from whet.training.loop import train as train
+    from whet.training.callback import State as State
+    from whet.training.loop import TrainResult as TrainResult
     from whet.training.session import Session as Session
     from whet.training.tune import tune as tune
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Names are loaded on first use: `import whet` stays quick, and nothing imports torch before it is needed. Type
+        # checkers do not see this function; otherwise every name would exist for them.
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'whet' has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+
 
 __all__ = [
     "Action",
     "Callback",
+    "GlobalBatch",
+    "MicroBatch",
     "OptimizerChoice",
+    "Outcome",
+    "Plan",
     "Recipe",
     "Session",
+    "State",
+    "TrainResult",
     "WhetError",
     "__version__",
     "check",
     "compare",
+    "load",
     "make_plan",
     "open_run",
     "probe",
@@ -85,15 +117,6 @@ __all__ = [
     "train",
     "tune",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Names are loaded on first use: `import whet` stays quick, and nothing imports torch before it is needed.
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'whet' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

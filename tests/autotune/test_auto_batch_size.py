@@ -34,7 +34,7 @@ def a_training(num_samples: int = 2_000):
     calls = []
 
     def loss(micro):
-        calls.append(len(micro))
+        calls.append(len(micro.sample_ids))
         return functional.cross_entropy(model(micro.x), micro.y)
 
     return model, data, loss, calls
@@ -46,10 +46,10 @@ def plan_of(run):
 
 def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
     model, data, loss, calls = a_training()
-    told, made = [], {}
+    logged, made = [], {}
 
     def on_event(kind, fields):
-        told.append((kind, fields))
+        logged.append((kind, fields))
         if kind == "plan" and not made:
             made.update(Counter(calls))
 
@@ -64,8 +64,8 @@ def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
     # Steps of so many samples were made: two at least for a first look, and all that are said to have been timed, which
     # are fewer than eight of each where a busy machine leaves no time.
     assert all(made[point.batch] >= 2 + point.steps for point in chosen.points if point.samples_per_second)
-    assert ("plan", {"message": chosen.lines[0]}) in told
-    assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in told)
+    assert ("plan", {"message": chosen.lines[0]}) in logged
+    assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in logged)
     rates = {e.get("lr") for e in History(whet.open_run(tmp_path / "run")).events(kinds=("step",))}
     assert list(rates) == pytest.approx([1e-2 * (chosen.batch / 32) ** 0.5])
 
@@ -117,13 +117,13 @@ def test_users_optimizer_gets_scaled_rates_and_keeps_its_own_afterwards(monkeypa
 
 
 def with_batch_of(size, *, find):
-    def found(bench, optimizer, **how):
+    def actual(bench, optimizer, **how):
         chosen = find(bench, optimizer, **how)
         bench.use_batch(size)
         rates = tuple(rate * size / 32 for rate in chosen.base_rates)
         return chosen.model_copy(update={"batch": size, "factor": size / 32, "rates": rates})
 
-    return found
+    return actual
 
 
 def test_tune_finds_the_batch_size_and_train_takes_it_from_the_plan(tmp_path):
@@ -145,7 +145,7 @@ def test_auto_batch_size_is_an_error_without_measuring():
     stream = ({"x": torch.randn(8), "y": torch.tensor(0)} for _ in range(1000))
     with pytest.raises(UsageError, match="a stream cannot be measured"):
         whet.train(model, stream, loss=loss, optimizer=OptimizerChoice(), **AUTO)
-    with pytest.raises(UsageError, match="a session needs a number"):
+    with pytest.raises(UsageError, match="a session needs a fixed global batch size"):
         whet.Session(model, OptimizerChoice(), data, global_batch_size="auto")
     few = tuple(column[:200] for column in data)
     with pytest.raises(UsageError, match="too few samples"):

@@ -13,7 +13,7 @@ from whet.autotune.statistics import StepTimings, median_interval
 from whet.autotune.step_bench import ProbeFailedError
 from whet.autotune.sweeps import Variant, plain_loop, select_sweeps, sweep_variants
 from whet.base.errors import UsageError, WhetError
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.report import bench_report
@@ -27,7 +27,7 @@ def micro(plan) -> int:
 
 
 def by_micro_batch(plan, now) -> float:
-    """Fewer samples at once, a longer step: 0.1 s for all 32."""
+    """Smaller micro-batches take longer; 0.1 s for all 32 samples."""
     return 0.1 * (1 + (32 / micro(plan) - 1) / 4)
 
 
@@ -78,7 +78,7 @@ def test_ratios_hold_while_a_simulated_machine_slows_down():
         expected = 1 / (1 + (32 / row.value - 1) / 4)
         assert row.speedup.low <= expected * 1.03
         assert row.speedup.high >= expected * 0.97
-        # What a picture shows must not depend on who had the cool minutes.
+        # The chart must not depend on which variant ran while the machine was cool.
         plan_rate = sweep.rows[-1].samples_per_second.median
         assert row.samples_per_second.median == pytest.approx(plan_rate * row.speedup.median)
     words = " ".join(disturbances(table))
@@ -89,17 +89,23 @@ def test_disturbances_of_simulated_machines_are_described():
     table, _ = swept(SimulatedSweepBench(seconds=by_micro_batch))
     assert next(disturbances(table)) == "no heat sensor can be read here"
     assert "within the noise" in list(disturbances(table))[1]
-    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
+    table, _ = swept(
+        SimulatedSweepBench(), read_system_state=lambda: SystemState(thermal="heavy", memory_pressure="warn")
+    )
     assert next(disturbances(table)).startswith("throttling: thermal pressure heavy in ")
     assert "memory was short" in list(disturbances(table))
-    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
+    table, _ = swept(
+        SimulatedSweepBench(), read_system_state=lambda: SystemState(thermal="nominal"), cpu_use=[3.0, 97.0]
+    )
     assert "other programs were busy: 97 % of all cores while nothing was measured" in list(disturbances(table))
-    table, _ = swept(SimulatedSweepBench(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
+    table, _ = swept(
+        SimulatedSweepBench(), read_system_state=lambda: SystemState(thermal="nominal"), cpu_use=[3.0, 9.0]
+    )
     assert not any("other programs were" in line for line in disturbances(table))
     assert next(disturbances(table)) == "no throttling by the sensor"
 
 
-def test_rounds_go_there_and_back_and_pairs_share_batches():
+def test_rounds_alternate_direction_and_pairs_share_batches():
     bench = SimulatedSweepBench(seconds=by_micro_batch)
     swept(bench)
     others = [micro_batch for micro_batch, _ in bench.visited if micro_batch != 32]
@@ -199,7 +205,7 @@ def test_rows_of_other_precisions_show_their_agreement():
     assert set(words.values()) == {"agrees with fp32"}
 
 
-# --- what is swept ---------------------------------------------------------------------------------------------------
+# --- sweeps ----------------------------------------------------------------------------------------------------------
 
 
 def test_default_sweeps_have_something_to_vary():
@@ -233,8 +239,10 @@ def test_plain_loop_has_pytorch_defaults(machine, kernels):
     plan = make_plan(load_machine(machine), varying)
     bench = SimulatedSweepBench(plan=plan)
     plain = BenchmarkContext(bench=bench, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
-    told = {name: plain.settings[name].value for name in ("precision", "micro_batch", "lengths", "workers", "compile")}
-    assert told == {"precision": "fp32", "micro_batch": 32, "lengths": "fixed", "workers": 0, "compile": "off"}
+    logged = {
+        name: plain.settings[name].value for name in ("precision", "micro_batch", "lengths", "workers", "compile")
+    }
+    assert logged == {"precision": "fp32", "micro_batch": 32, "lengths": "fixed", "workers": 0, "compile": "off"}
     assert plain.optimizer_kernels == kernels
     assert plain.data_location == "host"
     assert plain.device == plan.device
@@ -247,10 +255,10 @@ def test_median_interval_has_its_stated_coverage():
     draw = random.Random(1)
     for count, shape in ((5, draw.random), (12, lambda: draw.paretovariate(1.2)), (40, lambda: draw.expovariate(1))):
         truth = {5: 0.5, 12: 2 ** (1 / 1.2), 40: math.log(2)}[count]
-        found = [median_interval([shape() for _ in range(count)]) for _ in range(2000)]
-        covered = sum(one.low <= truth <= one.high for one in found) / len(found)
-        assert covered >= found[0].confidence - 0.02
-        assert found[0].confidence >= 0.9375
+        actual = [median_interval([shape() for _ in range(count)]) for _ in range(2000)]
+        covered = sum(one.low <= truth <= one.high for one in actual) / len(actual)
+        assert covered >= actual[0].confidence - 0.02
+        assert actual[0].confidence >= 0.9375
 
 
 def test_slow_steps_and_drift_need_enough_steps():
@@ -260,7 +268,7 @@ def test_slow_steps_and_drift_need_enough_steps():
     assert (series.slow_steps, series.drift) == (3.0, 1.5)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> BenchRow:

@@ -34,7 +34,7 @@ def some_data(num_samples: int = 160):
 
 
 ONE_THREAD = {"threads": 1}
-"""On busy cores a step with two takes a hundred times as long, and a small budget is gone before anything is tried."""
+"""On busy cores, a step with two threads takes a hundred times as long and uses up a small budget."""
 
 
 class Loss:
@@ -57,14 +57,14 @@ def a_home_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
 
 
-def a_session(model, *, told=None, **changes):
+def a_session(model, *, logged=None, **changes):
     return whet.Session(
         model,
         OptimizerChoice(lr=1e-3),
         some_data(),
         on_event=None
-        if told is None
-        else lambda kind, fields: told.append(fields["message"]) if kind == "plan" else None,
+        if logged is None
+        else lambda kind, fields: logged.append(fields["message"]) if kind == "plan" else None,
         **{"overrides": ONE_THREAD} if "plan" not in changes and "overrides" not in changes else {},
         **{**TRAINING, "epochs": 100_000, **changes},
     )
@@ -96,17 +96,17 @@ def test_overrides_are_never_tried():
 
 
 def test_measured_plan_trains_like_the_same_overrides(tmp_path):
-    """Fifty losses, bit for bit; with settings that differ from the rules."""
-    found = {"micro_batch": 8, "optimizer_kernels": "foreach", "threads": 1}
+    """Fifty losses are equal bit for bit, with settings that differ from the rules."""
+    actual = {"micro_batch": 8, "optimizer_kernels": "foreach", "threads": 1}
     model = a_model(dropout=0.1)
     by_rules = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
     plan = whet.make_plan(
         by_rules.machine,
         by_rules.workload,
-        conditions=by_rules.conditions,
-        measured={name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in found.items()},
+        system_state=by_rules.system_state,
+        measured={name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in actual.items()},
     )
-    by_hand = {"overrides": found}
+    by_hand = {"overrides": actual}
     for run, how in {"measured": {"plan": plan}, "by hand": by_hand}.items():
         model = a_model(dropout=0.1)
         whet.train(
@@ -119,8 +119,8 @@ def test_measured_plan_trains_like_the_same_overrides(tmp_path):
 
 
 def test_measured_plan_trains_like_the_rules_up_to_rounding(tmp_path):
-    found = {"micro_batch": 8, "optimizer_kernels": "loop", "threads": 1}
-    for run, overrides in {"rules": {}, "measured": found}.items():
+    actual = {"micro_batch": 8, "optimizer_kernels": "loop", "threads": 1}
+    for run, overrides in {"rules": {}, "measured": actual}.items():
         model = a_model()
         whet.train(
             model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), on_event=None,
@@ -133,36 +133,36 @@ def test_measured_plan_trains_like_the_rules_up_to_rounding(tmp_path):
 
 def test_long_run_is_measured_once_and_cached(monkeypatch):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
-    # However busy the machine that tests this is.
+    # Independent of the load of the test machine.
     monkeypatch.setattr(TuningResult, "is_reusable", True)
-    told: list[str] = []
-    session = a_session(a_model(), told=told)
+    logged: list[str] = []
+    session = a_session(a_model(), logged=logged)
     session.tune(Loss(session.model))
-    assert told[0].startswith("measuring which plan is fastest, 6.0 s at most; this run would take about ")
-    assert any("trials in" in line for line in told)
+    assert logged[0].startswith("measuring which plan is fastest, 6.0 s at most; this run would take about ")
+    assert any("trials in" in line for line in logged)
     plan = session.config.plan
     assert plan.trials
 
-    told.clear()
-    again = a_session(a_model(), told=told)
+    logged.clear()
+    again = a_session(a_model(), logged=logged)
     loss = Loss(again.model)
     again.tune(loss)
     assert loss.calls == 0
-    assert told[0].startswith("measured before on this machine: ")
+    assert logged[0].startswith("measured before on this machine: ")
     assert again.config.plan.trials == plan.trials
 
-    told.clear()
-    other = a_session(a_model(), told=told, global_batch_size=16)
+    logged.clear()
+    other = a_session(a_model(), logged=logged, global_batch_size=16)
     other.tune(Loss(other.model))
-    assert told[0].startswith("measuring")
+    assert logged[0].startswith("measuring")
 
 
 def test_short_run_reports_that_it_is_not_measured():
-    told: list[str] = []
-    session = a_session(a_model(), told=told, epochs=40)
+    logged: list[str] = []
+    session = a_session(a_model(), logged=logged, epochs=40)
     session.tune(Loss(session.model))
     assert session.config.plan is None
-    assert told[0].startswith("not measured: a run of about ")
+    assert logged[0].startswith("not measured: a run of about ")
 
 
 def test_very_short_runs_and_streams_are_not_measured():
@@ -183,51 +183,52 @@ def test_very_short_runs_and_streams_are_not_measured():
 
 def test_run_starts_although_the_measuring_process_died(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
-    told: list[str] = []
+    logged: list[str] = []
     model = a_model()
     result = whet.train(
         model,
         some_data(),
         loss=Loss(model),
         optimizer=OptimizerChoice(),
-        on_event=lambda kind, fields: told.append(str(fields.get("message"))),
+        on_event=lambda kind, fields: logged.append(str(fields.get("message"))),
         open_bench=lambda: ProcessStepBench("no.such.module:bench", {}, environment={}),
         run=tmp_path / "run",
         **{**TRAINING, "epochs": 30},
     )
     assert result.state == "done"
-    assert any(line.startswith("not measured: the measuring process could not start") for line in told)
+    assert any(line.startswith("not measured: the measuring process could not start") for line in logged)
 
 
 def test_run_starts_although_measuring_failed():
-    told: list[str] = []
+    logged: list[str] = []
     model = a_model()
     loss = Loss(model)
 
     def fails_at_first(micro):
-        found = loss(micro)
-        if loss.calls == 4:
+        actual = loss(micro)
+        # Later than the first checks of the loss, which take a failure as an answer.
+        if loss.calls == 8:
             raise KeyError("only now")
-        return found
+        return actual
 
     result = whet.train(
         model,
         some_data(),
         loss=fails_at_first,
         optimizer=OptimizerChoice(),
-        on_event=lambda kind, fields: told.append(str(fields.get("message"))),
+        on_event=lambda kind, fields: logged.append(str(fields.get("message"))),
         **{**TRAINING, "epochs": 30},
     )
     assert result.state == "done"
-    assert "not measured: KeyError: 'only now'" in told
+    assert "not measured: KeyError: 'only now'" in logged
 
 
 def test_plan_for_another_workload_is_rejected(tmp_path):
     model = a_model()
     plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
-    with pytest.raises(UsageError, match="made for something else"), a_session(model, plan=plan, global_batch_size=8):
+    with pytest.raises(UsageError, match="made for another workload"), a_session(model, plan=plan, global_batch_size=8):
         pass
-    with pytest.raises(UsageError, match="has its overrides already"):
+    with pytest.raises(UsageError, match="already contains its overrides"):
         a_session(model, plan=plan, overrides={"threads": 1})
     for budget in (0, -1, "much"):
         with pytest.raises(UsageError, match="budget must be above 0"):

@@ -25,17 +25,17 @@ def simulated_bench(bf16: float, fp32: float = 0.1, **more) -> SimulatedStepBenc
 
 
 def test_simulated_drift_biases_blocks_and_not_pairs() -> None:
-    """Ten steps of one, then ten of the other, as people do it: the second looks slower. Pairs see two equals."""
+    """Timing ten steps of one and then ten of the other makes the second look slower under drift. Pairs do not."""
     bench = simulated_bench(0.1, noise=drifting, batch_spread=0.0)
     first, second = ([bench.make_step({"precision": how}, i) for i in range(30)] for how in ("bf16", "fp32"))
-    assert median(second) / median(first) > 1.05, "the drift must be large enough to fool somebody"
-    found = time_pair(simulated_bench(0.1, noise=drifting)).estimate
-    assert found is not None
-    assert found.low <= 1.0 <= found.high
-    assert abs(found.speedup - 1) < 0.02
+    assert median(second) / median(first) > 1.05, "the drift must be large enough to mislead"
+    actual = time_pair(simulated_bench(0.1, noise=drifting)).estimate
+    assert actual is not None
+    assert actual.low <= 1.0 <= actual.high
+    assert abs(actual.speedup - 1) < 0.02
 
 
-def test_hopeless_simulated_candidate_is_cut_off_after_its_first_step() -> None:
+def test_hopeless_simulated_candidate_is_stopped_after_its_first_step() -> None:
     bench = simulated_bench(6.0)
     result = time_pair(bench)
     assert result.outcome == "cut off"
@@ -51,7 +51,7 @@ def test_hopeless_simulated_candidate_is_not_stepped_without_time() -> None:
 
 
 def test_slow_simulated_baseline_leaves_time_for_enough_pairs() -> None:
-    """Busy cores: a step of 2 ms with one thread, of 200 ms with two. 16 steps of both would be 5 seconds a pair."""
+    """Busy cores: a step takes 2 ms with one thread and 200 ms with two. 16 steps of each would take 5 s per pair."""
     bench = simulated_bench(0.002, 0.2)
     result = time_pair(bench, until=5.0)
     assert result.outcome == "faster"
@@ -102,5 +102,5 @@ def test_simulated_comparison_is_reproducible_and_its_order_is_random() -> None:
 
 def test_simulated_machine_that_slows_down_is_unstable() -> None:
     result = time_pair(simulated_bench(0.3, 0.34, noise=lambda now, _draw: 1 + 0.1 * now, batch_spread=0.0))
-    assert result.outcome == "faster", "both are hit alike"
+    assert result.outcome == "faster", "both are affected equally"
     assert not result.is_stable

@@ -20,7 +20,7 @@ from whet.base.errors import UsageError, WhetError
 
 MB = 1024**2
 PATIENCE_SECONDS = 120
-"""For what happens at once: only a hang takes so long."""
+"""Timeout for calls that return immediately; only a hang takes this long."""
 
 
 def open_faulty_bench(*, max_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
@@ -34,7 +34,7 @@ def bench():
         yield bench
 
 
-def test_process_bench_returns_what_the_bench_in_the_child_does(bench):
+def test_process_bench_returns_the_results_of_its_child(bench):
     assert bench.plan.workload.recipe == "planted"
     assert bench.predicted_bytes({"micro_batch": 4}) is None
     assert bench.agreement({"precision": "tf32"}, seconds=PATIENCE_SECONDS).agrees
@@ -64,7 +64,7 @@ def test_failed_probe_is_reported_and_the_next_one_works(bench, misdeed, kind, w
         bench.prepare({"misdeed": misdeed}, seconds=1 if misdeed == "hangs" else PATIENCE_SECONDS)
     assert failed.value.kind == kind
     assert words in failed.value.reason
-    # What was ready before is made ready again if its process is gone.
+    # Prepared settings are prepared again if their process died.
     assert before.step(1) == 1.1
     before.close()
 
@@ -74,7 +74,7 @@ def test_death_between_steps_is_reported(bench):
     assert prepared.step(2) == 2.1
     with pytest.raises(ProbeFailedError, match="SIGABRT"):
         prepared.step(3)
-    assert prepared.peak_bytes() == 7, "what is known stays known"
+    assert prepared.peak_bytes() == 7, "earlier results are kept"
     prepared.close()
 
 
@@ -102,7 +102,7 @@ def test_hanging_probe_ends_with_its_killed_parent(when, arguments):
     parent = psutil.Popen([sys.executable, "-c", code], env=environment)
     try:
         child = the_child(parent)
-        # Long enough for it to be hanging; sooner would be the easier case.
+        # Long enough that it hangs; an earlier stop would be the easier case.
         time.sleep(0.5)
     finally:
         parent.kill()
@@ -140,10 +140,10 @@ def test_infinite_budget_is_valid():
 
 def the_child(parent: psutil.Process) -> psutil.Process:
     ends_at = time.monotonic() + PATIENCE_SECONDS
-    while not (found := parent.children()):
-        assert time.monotonic() < ends_at, "it started none"
+    while not (result := parent.children()):
+        assert time.monotonic() < ends_at, "no process was started"
         time.sleep(0.05)
-    return found[0]
+    return result[0]
 
 
 def test_error_of_opening_is_raised_in_the_parent():

@@ -59,12 +59,12 @@ def a_training():
 def simulated_bench(model, data, loss, optimizer=None, *, overrides=None, **changes):
     training = parse_training_config({**TRAINING, **changes})
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     overrides = overrides or {}
     if isinstance(optimizer, torch.optim.Optimizer):
-        overrides = {**overrides, "optimizer_kernels": "your optimizer"}
+        overrides = {**overrides, "optimizer_kernels": "yours"}
     plan = make_plan(
-        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, conditions=conditions
+        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, system_state=system_state
     )
     return LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan)
 
@@ -98,11 +98,11 @@ def make_steps(bench, candidates=CANDIDATES):
         prepared.close()
 
 
-def assert_equal(found, expected):
-    assert found[0].keys() == expected[0].keys()
+def assert_equal(result, expected):
+    assert result[0].keys() == expected[0].keys()
     for name, tensor in expected[0].items():
-        assert torch.equal(found[0][name], tensor), name
-    assert found[1] == expected[1]
+        assert torch.equal(result[0][name], tensor), name
+    assert result[1] == expected[1]
 
 
 def test_measuring_restores_model_generators_and_threads():
@@ -127,7 +127,7 @@ def test_users_optimizer_is_restored():
 
 
 class Slowly(torch.optim.Optimizer):
-    """Keeps what it knows in dicts, lists and attributes of its own, and its rate in a tensor."""
+    """Keeps its state in dicts, lists and attributes, and its learning rate in a tensor."""
 
     def __init__(self, parameters) -> None:
         super().__init__(list(parameters), {"lr": torch.tensor(1e-2)})
@@ -163,7 +163,7 @@ def test_nested_optimizer_state_is_restored_in_place():
     assert torch.equal(known["sum"], before)
     assert known["norms"] == norms
     assert optimizer.param_groups[0]["lr"] is rate
-    assert float(rate) == pytest.approx(1e-2), "whoever holds the tensor would see a rate of zero"
+    assert float(rate) == pytest.approx(1e-2), "holders of the tensor would see a rate of zero"
     assert optimizer.steps == steps
     assert {*vars(optimizer)} == names
 
@@ -172,7 +172,7 @@ def test_loss_that_needs_many_samples_can_be_measured():
     model, data, loss = a_training()
 
     def choosy(micro):
-        if len(micro) < 16:
+        if len(micro.sample_ids) < 16:
             raise ValueError("16 samples at least")
         return loss(micro)
 
@@ -219,7 +219,7 @@ def test_failed_probe_leaves_no_trace():
     before = everything(model)
 
     def fails(micro):
-        if len(micro) == 16 and torch.get_num_threads() == 1:
+        if len(micro.sample_ids) == 16 and torch.get_num_threads() == 1:
             raise RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)")
         return loss(micro)
 

@@ -31,11 +31,11 @@ def test_overrides_are_never_tried_on_a_simulated_machine() -> None:
     overrides = {"precision": "fp32", "threads": 2, "micro_batch": 16}
     plan = make_plan(load_machine("linux-2core"), TEXT, overrides=overrides)
     bench = SimulatedStepBench(plan, landscape(3))
-    found = search(plan, bench, budget_seconds=60)
-    assert found.trials
-    assert not {trial.setting for trial in found.trials} & set(overrides)
+    actual = search(plan, bench, budget_seconds=60)
+    assert actual.trials
+    assert not {trial.setting for trial in actual.trials} & set(overrides)
     assert not {name for tried in bench.prepared for name in tried} & set(overrides)
-    assert not set(found.measured) & set(overrides)
+    assert not set(actual.measured) & set(overrides)
     offered = [candidate for about in ORDER for candidate in candidates(plan, about)]
     assert offered
     assert not [candidate for candidate in offered if set(candidate.changes) & set(overrides)]
@@ -70,15 +70,17 @@ def test_micro_batches_respect_the_row_limit() -> None:
 def test_plan_of_a_simulated_search_survives_json() -> None:
     for seed in range(12):
         bench = SimulatedStepBench(PLAN, landscape(seed), noise=gaussian(0.01), seed=seed)
-        found = search(PLAN, bench, budget_seconds=60, seed=seed)
-        plan = make_plan(PLAN.machine, TEXT, measured=found.measured, trials=found.trials, conditions=PLAN.conditions)
-        assert bench.alive == 0, "what was beaten is closed, and the winner in the end"
-        expected = plan_with(PLAN, found.settings)
+        actual = search(PLAN, bench, budget_seconds=60, seed=seed)
+        plan = make_plan(
+            PLAN.machine, TEXT, measured=actual.measured, trials=actual.trials, system_state=PLAN.system_state
+        )
+        assert bench.alive == 0, "losers are closed, and the winner at the end"
+        expected = plan_with(PLAN, actual.settings)
         assert {n: s.value for n, s in plan.settings.items()} == {n: s.value for n, s in expected.settings.items()}
         assert read_plan(json.loads(json.dumps(plan.as_json(), allow_nan=False)), where="here") == plan
-        assert TuningResult.from_json(json.loads(json.dumps(found.as_json(), allow_nan=False)), where="here") == found
+        assert TuningResult.from_json(json.loads(json.dumps(actual.as_json(), allow_nan=False)), where="here") == actual
         assert plan.trials[-1].setting == "plan"
-        for measured in found.measured.values():
+        for measured in actual.measured.values():
             assert measured.reason
             assert "\n" not in measured.reason
             assert {"repeats", "median", "interval", "bytes"} <= set(measured.evidence)
@@ -87,11 +89,11 @@ def test_plan_of_a_simulated_search_survives_json() -> None:
 def test_settings_that_win_only_together_are_both_in_the_simulated_plan() -> None:
     times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
     bench = SimulatedStepBench(PLAN, lambda p: times.get((p.precision, p.micro_batch), 0.2))
-    found = search(PLAN, bench, budget_seconds=60)
-    assert found.settings == {"precision": "bf16", "micro_batch": 16}
-    assert found.measured["micro_batch"].value == 16
-    assert found.measured["micro_batch"].reason.startswith("together with precision: ")
-    plan = make_plan(PLAN.machine, TEXT, measured=found.measured)
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert actual.settings == {"precision": "bf16", "micro_batch": 16}
+    assert actual.measured["micro_batch"].value == 16
+    assert actual.measured["micro_batch"].reason.startswith("together with precision: ")
+    plan = make_plan(PLAN.machine, TEXT, measured=actual.measured)
     assert (plan.precision, plan.micro_batch, plan.accumulation) == ("bf16", 16, 2)
 
 

@@ -96,8 +96,8 @@ def test_changed_byte_in_the_cache_never_raises(place: int, value: int) -> None:
         data = bytearray(path.read_bytes())
         data[place % len(data)] = value
         path.write_bytes(data)
-        found = load(ABOUT, where=Path(folder))
-        assert found is None or isinstance(found, TuningResult)
+        actual = load(ABOUT, where=Path(folder))
+        assert actual is None or isinstance(actual, TuningResult)
 
 
 def test_renamed_cache_file_is_ignored(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_unwritable_cache_folder_is_no_error(tmp_path: Path) -> None:
 def test_missing_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WHET_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    # What a container with a user that nobody knows comes to.
+    # As in a container whose user has no passwd entry.
     monkeypatch.setenv("HOME", "~nobody-knows-this-user")
     assert cache.load(ABOUT) is None
     assert not cache.save(ABOUT, FOUND)
@@ -159,14 +159,14 @@ def test_cache_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.
 
 @given(cost=st.floats(0.01, 1e4), saved=st.floats(1e-6, 10), num_steps=st.integers(1, 10**6))
 def test_break_even_matches_the_finish_times(cost: float, saved: float, num_steps: int) -> None:
-    found = BreakEven(cost_seconds=cost, saved_seconds=saved, num_steps=num_steps)
+    actual = BreakEven(cost_seconds=cost, saved_seconds=saved, num_steps=num_steps)
     plain = finish_seconds(preparation=1.0, step=20.0, num_steps=num_steps)
     other = finish_seconds(preparation=1.0 + cost, step=20.0 - saved, num_steps=num_steps)
-    assert found.step is not None
+    assert actual.step is not None
     if abs(cost - saved * num_steps) > 1e-6 * plain:
-        assert found.pays == (other < plain)
-    assert saved * (found.step + 1) > cost * (1 - 1e-9)
-    assert saved * (found.step - 1) <= cost * (1 + 1e-9)
+        assert actual.pays == (other < plain)
+    assert saved * (actual.step + 1) > cost * (1 - 1e-9)
+    assert saved * (actual.step - 1) <= cost * (1 + 1e-9)
 
 
 def test_cost_without_savings_never_pays() -> None:
@@ -188,7 +188,7 @@ def test_finish_time_includes_planning() -> None:
     assert budget_seconds(1e6, most=300) == 300
 
 
-# --- what fits -------------------------------------------------------------------------------------------------------
+# --- memory limits ---------------------------------------------------------------------------------------------------
 
 
 def test_memory_model_fits_a_line_through_measured_points() -> None:
@@ -233,9 +233,9 @@ def test_reasons_list_the_losing_values_briefly() -> None:
             note="micro_batch=64: not tried, needs 9.1 of 5.3 GB",
         ),
     ]
-    found = measured_settings(plan, trials)
-    assert found["micro_batch"].value == plan.micro_batch
-    assert found["micro_batch"].reason == "8: 0.91x; 64: not tried, needs 9.1 of 5.3 GB"
+    actual = measured_settings(plan, trials)
+    assert actual["micro_batch"].value == plan.micro_batch
+    assert actual["micro_batch"].reason == "8: 0.91x; 64: not tried, needs 9.1 of 5.3 GB"
     assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].note
 
 
@@ -256,8 +256,8 @@ def test_reason_and_evidence_come_from_the_same_trial() -> None:
         )
         for size, speedup in [(32, 0.6), (16, 0.7), (8, 0.5)]
     ]
-    found = measured_settings(plan, trials)["precision"]
-    assert (found.reason, found.evidence["speedup"]) == ("slower at 16", 0.7)
+    actual = measured_settings(plan, trials)["precision"]
+    assert (actual.reason, actual.evidence["speedup"]) == ("slower at 16", 0.7)
 
 
 # --- the knee --------------------------------------------------------------------------------------------------------

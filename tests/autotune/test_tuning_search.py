@@ -41,11 +41,11 @@ BATCH_64 = Workload(
 )
 
 
-def of(found: TuningResult, setting: str) -> list[str]:
-    return [trial.verdict for trial in found.trials if trial.setting == setting]
+def of(actual: TuningResult, setting: str) -> list[str]:
+    return [trial.verdict for trial in actual.trials if trial.setting == setting]
 
 
-# --- what is best ----------------------------------------------------------------------------------------------------
+# --- the best settings -----------------------------------------------------------------------------------------------
 
 
 def test_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
@@ -53,20 +53,20 @@ def test_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
     plan = make_plan(MAC, tiny)
     assert plan.device == "mps"
     bench = SimulatedStepBench(plan, lambda p: 0.0004 if p.device == "cpu" else 0.003, noise=gaussian(0.05))
-    found = search(plan, bench, budget_seconds=20)
-    assert found.settings["device"] == "cpu"
-    assert found.gain is not None
-    assert found.gain.low > 6
-    assert "mps" in found.measured["device"].reason
-    assert found.measured["device"].evidence["repeats"] >= 3
+    actual = search(plan, bench, budget_seconds=20)
+    assert actual.settings["device"] == "cpu"
+    assert actual.gain is not None
+    assert actual.gain.low > 6
+    assert "mps" in actual.measured["device"].reason
+    assert actual.measured["device"].evidence["repeats"] >= 3
 
 
 def test_cpu_is_not_tried_for_a_large_model_on_a_simulated_mac() -> None:
     large = BATCH_64.model_copy(update={"mean_length": 100.0})
     plan = make_plan(MAC.model_copy(update={"cpu": CpuFacts(fast_cores=4, slow_cores=4, logical_cores=8)}), large)
     bench = SimulatedStepBench(plan, lambda p: 400.0 if p.device == "cpu" else 0.5, noise=gaussian(0.01))
-    found = search(plan, bench, budget_seconds=60)
-    (trial,) = (t for t in found.trials if t.setting == "device")
+    actual = search(plan, bench, budget_seconds=60)
+    (trial,) = (t for t in actual.trials if t.setting == "device")
     assert trial.verdict == "not tried"
     assert "its arithmetic alone would take" in trial.note
 
@@ -77,11 +77,11 @@ def regret(seed: int, noise) -> float:
         seconds(plan_with(PLAN, dict(zip(cells, cell, strict=True)))) for cell in itertools.product(*cells.values())
     )
     bench = SimulatedStepBench(PLAN, seconds, noise=noise, seed=seed)
-    found = search(PLAN, bench, budget_seconds=60, seed=seed)
+    actual = search(PLAN, bench, budget_seconds=60, seed=seed)
     assert bench.alive == 0
     assert bench.most_alive <= 2
-    assert found.spent_seconds <= 66
-    return seconds(plan_with(PLAN, found.settings)) / best - 1
+    assert actual.spent_seconds <= 66
+    return seconds(plan_with(PLAN, actual.settings)) / best - 1
 
 
 @pytest.mark.slow
@@ -110,25 +110,25 @@ def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, repo
     claims = 0
     for seed in range(200):
         bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
-        found = search(PLAN, bench, budget_seconds=30, seed=seed)
-        claims += bool(found.settings) or found.gain is not None
-        if not found.settings:
-            assert all(measured.value == PLAN.settings[name].value for name, measured in found.measured.items())
+        actual = search(PLAN, bench, budget_seconds=30, seed=seed)
+        claims += bool(actual.settings) or actual.gain is not None
+        if not actual.settings:
+            assert all(measured.value == PLAN.settings[name].value for name, measured in actual.measured.items())
     report_count(f"{noise}: {claims} false claims in 200 searches where nothing makes a difference")
     assert claims <= 1
 
 
-def test_likely_simulated_gain_is_kept_beside_a_certain_one() -> None:
-    """Dropping it would lose it; the last comparison is fought by both together."""
+def test_likely_simulated_gain_is_kept_together_with_a_certain_one() -> None:
+    """Dropping one of the two settings would lose the gain, so the final comparison includes both."""
     likely = 0
     for seed in range(20):
         bench = SimulatedStepBench(PLAN, _one_large_gain_and_one_small, noise=gaussian(0.07), seed=seed)
-        found = search(PLAN, bench, budget_seconds=60, seed=seed)
-        kept = [t for t in found.trials if t.verdict == "likely" and t.settings.items() <= found.settings.items()]
+        actual = search(PLAN, bench, budget_seconds=60, seed=seed)
+        kept = [t for t in actual.trials if t.verdict == "likely" and t.settings.items() <= actual.settings.items()]
         likely += bool(kept)
         for trial in kept:
             assert (trial.repeats, trial.interval[0] > 1.02) == (24, True)
-        assert found.gain is not None
+        assert actual.gain is not None
     assert likely >= 5
 
 
@@ -138,7 +138,7 @@ def _one_large_gain_and_one_small(plan: Plan) -> float:
 
 
 def test_simulated_gain_that_is_not_confirmed_is_reverted() -> None:
-    """Faster while it is tried, and no longer when it meets the rules once more."""
+    """Faster during its trial, but not in the final comparison with the rules."""
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=gaussian(0.01))
     make_step, prepares = bench.make_step, bench.prepared
 
@@ -150,12 +150,12 @@ def test_simulated_gain_that_is_not_confirmed_is_reverted() -> None:
         return taken * gain
 
     bench.make_step = fading
-    found = search(PLAN, bench, budget_seconds=60)
-    assert "faster" in of(found, "optimizer_kernels")
-    assert (found.settings, found.gain) == ({}, None)
-    assert found.trials[-1].setting == "plan"
-    assert found.measured["optimizer_kernels"].value == "fused"
-    assert "rules are kept" in found.measured["optimizer_kernels"].reason
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert "faster" in of(actual, "optimizer_kernels")
+    assert (actual.settings, actual.gain) == ({}, None)
+    assert actual.trials[-1].setting == "plan"
+    assert actual.measured["optimizer_kernels"].value == "fused"
+    assert "rules are kept" in actual.measured["optimizer_kernels"].reason
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ def test_search_avoids_a_simulated_swap_cliff() -> None:
 
     bench = SimulatedStepBench(plan, seconds, predicted=predicted, bytes=true, noise=gaussian(0.01))
     assert true(plan) <= limit < true(plan_with(plan, {"micro_batch": 64}))
-    assert predicted(plan_with(plan, {"micro_batch": 64})) <= limit, "predictions alone would lead over the cliff"
-    found = search(plan, bench, budget_seconds=60)
-    assert all(true(plan_with(plan, tried)) <= limit for tried in bench.prepared), "it was stepped over"
-    refused = [t for t in found.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
+    assert predicted(plan_with(plan, {"micro_batch": 64})) <= limit, "predictions alone would exceed the limit"
+    actual = search(plan, bench, budget_seconds=60)
+    assert all(true(plan_with(plan, tried)) <= limit for tried in bench.prepared), "the limit was exceeded"
+    refused = [t for t in actual.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
     assert refused
     assert "needs" in refused[0].note
     assert "of 5.3 GB" in refused[0].note
@@ -194,9 +194,9 @@ def test_simulated_candidate_over_the_memory_limit_is_not_chosen() -> None:
         return 40 * GB if plan.compile != "off" else GB
 
     bench = SimulatedStepBench(PLAN, lambda p: 0.05 if p.compile == "off" else 0.01, bytes=true)
-    found = search(PLAN, bench, budget_seconds=60)
-    assert (found.settings, of(found, "compile")) == ({}, ["failed", "not tried"])
-    assert "40 GB" in found.measured["compile"].reason
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert (actual.settings, of(actual, "compile")) == ({}, ["failed", "not tried"])
+    assert "40 GB" in actual.measured["compile"].reason
 
 
 # --- the budget ------------------------------------------------------------------------------------------------------
@@ -239,14 +239,14 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
         batch_spread=0.05,
         seed=seed,
     )
-    found = search(PLAN, bench, budget_seconds=budget, seed=seed)
+    actual = search(PLAN, bench, budget_seconds=budget, seed=seed)
     assert bench.now <= 1.1 * budget
-    assert found.spent_seconds == pytest.approx(bench.now)
+    assert actual.spent_seconds == pytest.approx(bench.now)
     assert bench.alive == 0
 
 
 def test_final_simulated_comparison_keeps_the_budget() -> None:
-    """A gain that takes long to tell from noise: the comparison could go on for twice the time that is left."""
+    """The gain is close to the noise, so without a limit the comparison would take twice the remaining time."""
     overrides = {
         name: PLAN.settings[name].value for name in ("threads", "precision", "micro_batch", "lengths", "compile")
     }
@@ -260,23 +260,23 @@ def test_final_simulated_comparison_keeps_the_budget() -> None:
             batch_spread=0.05,
             seed=seed,
         )
-        found = search(plan, bench, budget_seconds=22, seed=seed)
-        confirmed += found.trials[-1].setting == "plan"
+        actual = search(plan, bench, budget_seconds=22, seed=seed)
+        confirmed += actual.trials[-1].setting == "plan"
         assert bench.now <= 1.1 * 22
-    assert confirmed >= 5, "the last comparison must be reached for this to mean anything"
+    assert confirmed >= 5, "the test needs the last comparison to be reached"
 
 
-def test_simulated_search_without_time_lists_what_was_skipped() -> None:
+def test_simulated_search_without_time_lists_skipped_candidates() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
-    found = search(PLAN, bench, budget_seconds=8)
-    assert any("no time was left for" in line for line in found.summary)
+    actual = search(PLAN, bench, budget_seconds=8)
+    assert any("no time was left for" in line for line in actual.summary)
 
 
 def test_simulated_search_does_not_list_tried_settings_as_skipped() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
-    found = search(PLAN, bench, budget_seconds=24)
-    assert {"precision": "bf16"} in [trial.settings for trial in found.trials]
-    (line,) = [line for line in found.summary if line.startswith("no time was left for ")]
+    actual = search(PLAN, bench, budget_seconds=24)
+    assert {"precision": "bf16"} in [trial.settings for trial in actual.trials]
+    (line,) = [line for line in actual.summary if line.startswith("no time was left for ")]
     left_out = line.removeprefix("no time was left for ").split(", ")
     assert "precision=bf16 with micro_batch=16" in left_out
     assert "precision=bf16" not in left_out
@@ -284,9 +284,9 @@ def test_simulated_search_does_not_list_tried_settings_as_skipped() -> None:
 
 def test_slow_start_of_a_simulated_machine_is_given_as_the_reason() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
-    found = search(PLAN, bench, budget_seconds=20)
-    assert found.trials == ()
-    assert "starting took 18 s here" in found.summary[-1]
+    actual = search(PLAN, bench, budget_seconds=20)
+    assert actual.trials == ()
+    assert "starting took 18 s here" in actual.summary[-1]
 
 
 def test_simulated_search_without_trials_gives_a_rough_estimate() -> None:
@@ -307,9 +307,9 @@ def test_fast_throughput_is_readable(seconds: float, speed: str) -> None:
 
 def test_simulated_failure_of_the_rule_plan_ends_the_search() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
-    found = search(PLAN, bench, budget_seconds=8)
-    assert (found.settings, found.trials, found.measured) == ({}, (), {})
-    assert "could not be tried" in found.summary[0]
+    actual = search(PLAN, bench, budget_seconds=8)
+    assert (actual.settings, actual.trials, actual.measured) == ({}, (), {})
+    assert "could not be tried" in actual.summary[0]
 
 
 # --- bad probes ------------------------------------------------------------------------------------------------------
@@ -321,11 +321,11 @@ def test_failed_simulated_candidate_is_recorded_and_the_search_continues(kind: s
         return 0.02 if plan.optimizer_kernels == "loop" else 0.05
 
     bench = SimulatedStepBench(PLAN, seconds, failure=lambda plan: kind if plan.precision == "bf16" else None)
-    found = search(PLAN, bench, budget_seconds=60)
-    assert of(found, "precision") == ["cut off" if kind == "timeout" else "failed"]
-    reason = found.measured["precision"].reason
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert of(actual, "precision") == ["cut off" if kind == "timeout" else "failed"]
+    reason = actual.measured["precision"].reason
     assert ("not ready after" if kind == "timeout" else kind) in reason
-    assert found.settings == {"optimizer_kernels": "loop"}
+    assert actual.settings == {"optimizer_kernels": "loop"}
 
 
 def test_simulated_candidate_that_dies_while_stepping_is_recorded() -> None:
@@ -340,9 +340,9 @@ def test_simulated_candidate_that_dies_while_stepping_is_recorded() -> None:
         return make_step(settings, index)
 
     bench.make_step = dying
-    found = search(PLAN, bench, budget_seconds=60)
-    assert of(found, "precision") == ["failed"]
-    assert "signal 9" in found.measured["precision"].reason
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert of(actual, "precision") == ["failed"]
+    assert "signal 9" in actual.measured["precision"].reason
     assert bench.alive == 0
 
 
@@ -351,24 +351,24 @@ def test_simulated_precision_that_disagrees_is_not_used() -> None:
         return 0.01 if plan.precision == "bf16" else 0.05
 
     bench = SimulatedStepBench(PLAN, seconds, agrees=lambda plan: plan.precision == "fp32")
-    found = search(PLAN, bench, budget_seconds=60)
-    assert "precision" not in found.settings
-    assert set(of(found, "precision")) == {"disagrees"}
-    assert "computes something else" in found.measured["precision"].reason
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert "precision" not in actual.settings
+    assert set(of(actual, "precision")) == {"disagrees"}
+    assert "computes something else" in actual.measured["precision"].reason
     assert search(PLAN, SimulatedStepBench(PLAN, seconds), budget_seconds=60).settings["precision"] == "bf16"
 
 
-def test_slow_simulated_bf16_is_cut_off_with_its_factor() -> None:
+def test_slow_simulated_bf16_is_stopped_with_its_factor() -> None:
     bench = SimulatedStepBench(PLAN, lambda plan: 1.5 if plan.precision == "bf16" else 0.025)
-    found = search(PLAN, bench, budget_seconds=60)
-    assert of(found, "precision") == ["cut off"]
-    assert found.measured["precision"].value == "fp32"
-    assert "60x slower in its first step, stopped" in found.measured["precision"].reason
-    assert found.spent_seconds < 20
+    actual = search(PLAN, bench, budget_seconds=60)
+    assert of(actual, "precision") == ["cut off"]
+    assert actual.measured["precision"].value == "fp32"
+    assert "60x slower in its first step, stopped" in actual.measured["precision"].reason
+    assert actual.spent_seconds < 20
 
 
 def test_simulated_gain_survives_an_aborted_last_candidate() -> None:
-    """Stopping one ends the process that all others were ready in; making the best ready again takes time too."""
+    """Stopping one candidate ends the process that holds all others; preparing the best one again takes time."""
     bench = SimulatedStepBench(
         PLAN,
         lambda plan: 0.05 if plan.threads == 1 else 0.4,
@@ -376,11 +376,11 @@ def test_simulated_gain_survives_an_aborted_last_candidate() -> None:
         recovery_seconds=6.0,
         noise=gaussian(0.02),
     )
-    found = search(PLAN, bench, budget_seconds=40)
-    assert of(found, "compile") == ["no gain", "cut off"]
-    assert found.settings["threads"] == 1
-    assert found.gain is not None
-    assert found.spent_seconds <= 1.1 * 40
+    actual = search(PLAN, bench, budget_seconds=40)
+    assert of(actual, "compile") == ["no gain", "cut off"]
+    assert actual.settings["threads"] == 1
+    assert actual.gain is not None
+    assert actual.spent_seconds <= 1.1 * 40
 
 
 def test_simulated_winner_is_kept_if_the_final_comparison_fails() -> None:
@@ -393,13 +393,13 @@ def test_simulated_winner_is_kept_if_the_final_comparison_fails() -> None:
         return prepare(settings, seconds=seconds)
 
     bench.prepare = fails_at_last
-    found = search(PLAN, bench, budget_seconds=40)
-    assert found.settings["threads"] == 1
-    assert found.gain is not None
-    assert 7 < found.gain.low < 9
-    assert "by its trials alone" in found.summary[0]
-    assert found.measured["threads"].value == 1
-    assert found.step_seconds == pytest.approx(0.05, rel=0.5)
+    actual = search(PLAN, bench, budget_seconds=40)
+    assert actual.settings["threads"] == 1
+    assert actual.gain is not None
+    assert 7 < actual.gain.low < 9
+    assert "by its trials alone" in actual.summary[0]
+    assert actual.measured["threads"].value == 1
+    assert actual.step_seconds == pytest.approx(0.05, rel=0.5)
     assert bench.alive == 0
 
 

@@ -68,7 +68,7 @@ def test_probabilities_of_all_looks_sum_to_less_than_1_in_200() -> None:
 
 @given(st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=1, max_size=9), st.floats(0.001, 0.5))
 def test_upper_bound_has_its_stated_level(sizes: list[float], level: float) -> None:
-    """All tosses of the signs of any values: the bound lies below zero in a share of `level` at most."""
+    """For random signs of any values, the bound is below zero with probability `level` at most."""
     tosses = list(itertools.product((-1, 1), repeat=len(sizes)))
     below = sum(
         upper_bound([s * abs(v) for s, v in zip(signs, sizes, strict=True)], level=level) < 0 for signs in tosses
@@ -79,17 +79,17 @@ def test_upper_bound_has_its_stated_level(sizes: list[float], level: float) -> N
 def test_speedup_interval_has_its_stated_coverage() -> None:
     draw, inside = random.Random(1), 0
     for _ in range(1000):
-        found = estimate([draw.gauss(-0.1, 0.05) for _ in range(8)])
-        inside += found.low <= math.exp(0.1) <= found.high
-        assert found.low <= found.speedup <= found.high
-    assert found.confidence == pytest.approx(1 - 2 / 32)
+        result = estimate([draw.gauss(-0.1, 0.05) for _ in range(8)])
+        inside += result.low <= math.exp(0.1) <= result.high
+        assert result.low <= result.speedup <= result.high
+    assert result.confidence == pytest.approx(1 - 2 / 32)
     assert inside >= 920
 
 
 def test_interval_of_few_pairs_is_their_range() -> None:
-    found = estimate([math.log(0.5), math.log(0.25), math.log(1.0)])
-    assert (found.low, found.speedup, found.high) == pytest.approx((1.0, 2.0, 4.0))
-    assert found.confidence == 0.75
+    result = estimate([math.log(0.5), math.log(0.25), math.log(1.0)])
+    assert (result.low, result.speedup, result.high) == pytest.approx((1.0, 2.0, 4.0))
+    assert result.confidence == 0.75
 
 
 def test_no_claim_with_few_pairs_or_a_tiny_gain() -> None:

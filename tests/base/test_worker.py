@@ -1,4 +1,4 @@
-"""Worker processes: messages, timeouts, deaths, and isolation from files that lie around."""
+"""Worker processes: messages, timeouts, deaths, and isolation from files in the working folder."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from whet.base.worker import (
 )
 
 TIMEOUT_SECONDS = 120
-"""For what happens at once: only a hang takes so long."""
+"""Timeout for calls that return immediately; only a hang takes this long."""
 MB = 1024**2
 
 
@@ -113,7 +113,7 @@ def test_child_ends_with_its_parent(is_threaded: bool) -> None:
     assert not child.is_running()
 
 
-def test_exit_codes_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert describe_exit_code(3) == "exit code 3"
     assert describe_exit_code(-200) == "killed by signal 200"
 
@@ -144,7 +144,7 @@ def test_path_of_the_parent_comes_last(marker: Path) -> None:
     )
     own = [path for path in fresh.stdout.split() if path in described["path"]]
     assert described["path"].index(hostile) > max(map(described["path"].index, own))
-    assert described["python_path"] == hostile, "processes that the child starts see it again"
+    assert described["python_path"] == hostile, "processes started by the child see it again"
     assert described["stdin"] == ""
     assert not marker.exists()
 

@@ -1,4 +1,4 @@
-"""The live page where connections break or fall silent, answers are late or refused, and runs are replaced."""
+"""The live page with broken or silent connections, late or refused responses, and replaced runs."""
 
 import re
 import shutil
@@ -35,16 +35,16 @@ HIDE = """(isHidden) => {
 
 @dataclass
 class Served:
-    """A folder of runs and its server, which may be started anew."""
+    """A folder of runs and its server, which can be restarted."""
 
     folder: Path
     server: subprocess.Popen[str]
-    told: dict[str, str]
+    logged: dict[str, str]
     state: StorageState | None = None
-    """Of a browser that has come by the link."""
+    """The state of a browser that has opened the link."""
 
     def start(self, *, port: int) -> None:
-        self.server, self.told = start_server(self.folder, port=port)
+        self.server, self.logged = start_server(self.folder, port=port)
 
     def end(self) -> None:
         self.server.terminate()
@@ -53,7 +53,7 @@ class Served:
 
 @dataclass
 class Place:
-    """One run, and a browser that may look at it."""
+    """One run, and a browser that can open it."""
 
     served: Served
     context: BrowserContext
@@ -75,19 +75,19 @@ class Place:
             log.append("end", step=2, state="done")
 
     def page(self) -> Page:
-        """A new page, whose clock can be put forward."""
+        """Open a new page whose clock can be advanced."""
         page = self.context.new_page()
         page.clock.install()
         return page
 
     def open(self, page: Page, place: str = "") -> Page:
-        page.goto(self.served.told["url"] + place)
+        page.goto(self.served.logged["url"] + place)
         return page
 
     def enter(self) -> None:
-        """Once for each server, by the link."""
+        """Open the link, once for each server."""
         page = self.context.new_page()
-        page.goto(self.served.told["link"])
+        page.goto(self.served.logged["link"])
         page.wait_for_url(lambda url: "token" not in url)
         page.close()
         self.served.state = self.context.storage_state()
@@ -131,8 +131,8 @@ def test_a_server_that_is_held_still_is_not_called_live(place: Place) -> None:
     expect(status(page)).to_have_text("live")
 
 
-def test_an_answer_that_never_comes_is_asked_for_again(place: Place) -> None:
-    """A request through a tunnel that died in the computer's sleep stays open for ever."""
+def test_a_request_without_a_response_is_repeated(place: Place) -> None:
+    """A request through a tunnel that died during sleep stays open forever."""
     page = place.page()
     page.route("**/api/runs/*", lambda route: place.held.append(route), times=1)
     place.open(page, f"#/run/{run_id('one')}")
@@ -168,7 +168,7 @@ def test_a_list_that_was_shown_stays_when_a_later_answer_fails(place: Place) -> 
     expect(row).to_be_visible()
 
 
-def test_a_late_list_does_not_undo_what_was_heard_since(place: Place) -> None:
+def test_a_late_list_does_not_undo_newer_events(place: Place) -> None:
     page = place.page()
     page.add_init_script(f"({COUNTS_NEWS})()")
     answers = []
@@ -187,24 +187,24 @@ def test_a_late_list_does_not_undo_what_was_heard_since(place: Place) -> None:
     expect(page.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
 
 
-def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(place: Place) -> None:
+def test_after_a_restart_the_page_shows_a_fix_and_reconnects(place: Place) -> None:
     page = place.open(place.page())
     expect(status(page)).to_have_text("live")
     place.served.end()
     expect(status(page)).to_have_text("not connected; trying again", timeout=AT_ONCE)
-    place.served.start(port=int(place.served.told["url"].rpartition(":")[2].strip("/")))
-    told = "not connected: the server was restarted; open the link that it printed"
-    for _ in range(3):  # First the browser tries by itself.
+    place.served.start(port=int(place.served.logged["url"].rpartition(":")[2].strip("/")))
+    logged = "not connected: the server was restarted; open the link that it printed"
+    for _ in range(3):  # The browser retries by itself first.
         page.clock.fast_forward(LATER_MS)
         page.wait_for_timeout(1_200)
-    expect(status(page)).to_have_text(told, timeout=AT_ONCE)
+    expect(status(page)).to_have_text(logged, timeout=AT_ONCE)
     place.enter()
     page.clock.fast_forward(LATER_MS)
     expect(status(page)).to_have_text("live", timeout=AT_ONCE)
 
 
-def test_pages_that_nobody_sees_leave_connections_to_the_others_simulated(place: Place) -> None:
-    """A browser has six to one server: with as many pages open, a seventh came never."""
+def test_hidden_pages_release_their_connections_simulated(place: Place) -> None:
+    """A browser opens six connections per server, so with six open pages a seventh never loaded."""
     pages = [place.open(place.page()) for _ in range(6)]
     for page in pages:
         page.evaluate(HIDE, True)
@@ -217,11 +217,11 @@ def test_pages_that_nobody_sees_leave_connections_to_the_others_simulated(place:
     expect(pages[0].locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
 
 
-def test_time_goes_on_in_a_list_where_nothing_changes(place: Place) -> None:
+def test_ages_are_updated_in_an_unchanged_list(place: Place) -> None:
     page = place.open(place.page())
     changed = page.locator(".runs td").last
     expect(changed).to_contain_text(" s ago")
-    # Less than after which it asks the server anew, whose clock was not put forward.
+    # Less than the interval of its requests; the clock of the server was not advanced.
     page.clock.fast_forward(40_000)
     expect(changed).to_have_text(re.compile(r"[4-9]\d s|min"), timeout=2 * AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""The live page and the HTML report in a real browser: a real server, a real training, looked at as people do."""
+"""The live page and the HTML report in a real browser, with a real server and a real training."""
 
 import io
 import os
@@ -31,7 +31,7 @@ from whet.run.folder import EVENTS_FILE
 pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
-"""Pictures for the docs: whole trainings after a real measurement. Else a short one, and a plan that was recorded."""
+"""With this variable: full trainings after a real measurement, for screenshots in the docs. Else a short one."""
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "epochs=2", "max_steps=180", "eval_every=60")
 WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
 OTHER_RATE = "lr=0.0005"
@@ -55,7 +55,7 @@ REACH = """(canvas) => {
       if (wanted.every((value, part) => Math.abs(data[4 * (y * width + x) + part] - value) < 12)) return x / width;
   return 0;
 }"""
-"""How far to the right a curve is drawn, as a share of its canvas: a curve that stays behind its axis ends early."""
+"""Return the right end of a curve as a share of its canvas. A curve that lags behind its axis ends early."""
 
 
 HAS_MOVED = """(held) => {
@@ -72,7 +72,7 @@ class Stage:
     browser: Browser
     pictures: Path
     server: subprocess.Popen[str]
-    told: dict[str, str]
+    logged: dict[str, str]
     training: Training | None = None
     state: StorageState | None = None
     visits: list[Visit] = field(default_factory=list)
@@ -82,11 +82,11 @@ class Stage:
         return self.folder / "runs"
 
     def visit(self, place: str = "", *, size: tuple[int, int] = DESK, scheme: str = "light") -> Visit:
-        """Opens the page; the first time by the link that opens once, then with its cookie."""
-        home = self.told["url"]
+        """Open the page: the first time by the one-time link, then with its cookie."""
+        home = self.logged["url"]
         visit = Visit(self.browser, self.pictures, home=home, size=size, scheme=scheme, state=self.state)
         self.visits.append(visit)
-        visit.page.goto(self.told["link"] if self.state is None else home)
+        visit.page.goto(self.logged["link"] if self.state is None else home)
         if self.state is None:
             visit.page.wait_for_url(lambda url: "token" not in url)
             self.state = visit.state
@@ -95,7 +95,7 @@ class Stage:
         return visit
 
     def train(self) -> Training:
-        """The one training of these tests."""
+        """The only training of these tests."""
         self.training = self.training or Training(self.folder, *WORDS, run="text-001")
         return self.training
 
@@ -104,8 +104,8 @@ class Stage:
 def stage(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("stage")
     (folder / "runs").mkdir()
-    server, told = start_server(folder)
-    made = Stage(folder=folder, browser=browser, pictures=pictures, server=server, told=told)
+    server, logged = start_server(folder)
+    made = Stage(folder=folder, browser=browser, pictures=pictures, server=server, logged=logged)
     if IS_FOR_SHOW:
         start("plan", "text", *WORDS, "--measure", "--budget", "45", folder=folder).wait()
     yield made
@@ -117,7 +117,7 @@ def stage(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_wrong(stage: Stage) -> Iterator[None]:
-    """No visit leaves an error on the console, asks another server, or runs what a run says."""
+    """No visit leaves an error on the console, contacts another server, or executes text of a run."""
     stage.visits.clear()
     yield
     for visit in stage.visits:
@@ -148,7 +148,7 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     expect(page.locator(".hero .pill")).to_have_text("running")
     steps = page.locator(".tile", has_text="steps").locator("strong")
     held_at = int(steps.inner_text())
-    # The line of what happened ends where the work does, not with the last thing that was told.
+    # The timeline ends with the training, not with the last logged event.
     page.wait_for_function(ENDS_WITH_THE_WORK)
     assert page.locator(".plan-settings").evaluate(BROKEN_WORDS) == []
     training.go_on()
@@ -156,17 +156,17 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     assert plot.evaluate(REACH) > 0.9
     visit.picture("live")
     draw_terminal(stage)
-    # It ends, and the page says so without being asked.
+    # The run ends, and the page shows it without a reload.
     training.wait()
     expect(page.locator(".hero .pill")).to_have_text("done")
     expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "180")
     expect(page.locator(".tile", has_text="test accuracy")).to_be_visible()
-    # What counts stands beside the loss, though it was evaluated after other curves had begun.
+    # The goal metric is next to the loss, although its first value came after other curves.
     expect(page.locator(".chart h3").nth(1)).to_have_text("accuracy")
 
 
 def draw_terminal(stage: Stage) -> None:
-    """A picture of what `whet watch --terminal` shows of the same runs."""
+    """Take a screenshot of `whet watch --terminal` for the same runs."""
     console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
     board = BoardReader(stage.runs).read(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
     console.print(*render_board(board, TerminalArea(width=110, height=34), has_keys=True), sep="\n")
@@ -216,10 +216,10 @@ def test_a_run_that_takes_long_to_open_is_waited_for_simulated(
 ) -> None:
     (tmp_path / "runs").mkdir()
     make_torn(tmp_path / "runs")
-    server, told = start_server(tmp_path, program=SLOW_TO_OPEN)
+    server, logged = start_server(tmp_path, program=SLOW_TO_OPEN)
     try:
-        visit = Visit(browser, pictures, home=told["url"])
-        visit.page.goto(told["link"])
+        visit = Visit(browser, pictures, home=logged["url"])
+        visit.page.goto(logged["link"])
         visit.page.get_by_role("link", name="torn", exact=True).click()
         expect(visit.page.get_by_text("reading the log of this run: 0 %")).to_be_visible()
         expect(visit.page.locator("#bar .status")).to_have_text("reading the run")
@@ -247,7 +247,7 @@ def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
     expect(page.get_by_role("status").first).to_contain_text("the run was removed")
 
 
-def test_news_between_press_and_release_lose_no_click(stage: Stage, sibling: Path) -> None:
+def test_an_update_between_press_and_release_loses_no_click(stage: Stage, sibling: Path) -> None:
     visit = stage.visit()
     page = visit.page
     page.get_by_role("button", name="run", exact=True).click()
@@ -307,22 +307,22 @@ MANY_RUNS = """async () => {
 }"""
 
 
-def test_news_move_only_the_rows_that_have_another_place(stage: Stage) -> None:
-    found = stage.visit().page.evaluate(MANY_RUNS)
-    assert found["all"]["num"] == 200
-    assert found["up"]["first"] == ["run-150", "run-000", "run-001"]
-    assert found["up"]["moved"] == ["run-150"]
-    assert found["focus"] == "compare run-150"
-    # Sorted by the oldest change: the run with news goes from the top to the end.
-    assert found["down"]["first"] == ["run-008", "run-007", "run-006"]
-    assert (found["down"]["last"], found["down"]["moved"]) == ("run-009", ["run-009"])
-    assert (found["gone"]["num"], found["gone"]["moved"]) == (9, [])
-    assert found["compare"] == "#/compare/id1,id3"
-    # A run that went while the page was not connected is not compared.
-    assert found["compared"] == ["id1"]
+def test_an_update_moves_only_the_rows_whose_position_changed(stage: Stage) -> None:
+    result = stage.visit().page.evaluate(MANY_RUNS)
+    assert result["all"]["num"] == 200
+    assert result["up"]["first"] == ["run-150", "run-000", "run-001"]
+    assert result["up"]["moved"] == ["run-150"]
+    assert result["focus"] == "compare run-150"
+    # Sorted by the oldest change: the updated run moves from the top to the end.
+    assert result["down"]["first"] == ["run-008", "run-007", "run-006"]
+    assert (result["down"]["last"], result["down"]["moved"]) == ("run-009", ["run-009"])
+    assert (result["gone"]["num"], result["gone"]["moved"]) == (9, [])
+    assert result["compare"] == "#/compare/id1,id3"
+    # A run that was removed while the page was disconnected is not compared.
+    assert result["compared"] == ["id1"]
 
 
-def test_what_a_run_says_stays_text(stage: Stage) -> None:
+def test_text_from_a_run_is_escaped(stage: Stage) -> None:
     make_evil(stage.runs)
     visit = stage.visit()
     page = visit.page
@@ -340,8 +340,8 @@ def test_a_search_below_the_runs_is_mentioned_as_it_comes(stage: Stage) -> None:
     visit = stage.visit()
     expect(visit.page.locator(".group")).to_have_count(0)
     make_evil(stage.runs / "my search")
-    told = "runs/my search contains 1 more: whet watch 'runs/my search'"
-    expect(visit.page.locator(".group")).to_have_text(told)
+    logged = "runs/my search contains 1 more: whet watch 'runs/my search'"
+    expect(visit.page.locator(".group")).to_have_text(logged)
     visit.picture("runs-and-a-search")
     shutil.rmtree(stage.runs / "my search")
     expect(visit.page.locator(".group")).to_have_count(0)
@@ -377,8 +377,8 @@ def test_a_report_opens_from_a_file_without_a_network(stage: Stage, sibling: Pat
     if not (stage.runs / name).exists():
         make_evil(stage.runs)
     file = stage.folder / "report.html"
-    told = start("report", f"runs/{name}", "--html", str(file), folder=stage.folder)
-    assert told.wait(timeout=600) == 0
+    logged = start("report", f"runs/{name}", "--html", str(file), folder=stage.folder)
+    assert logged.wait(timeout=600) == 0
     assert file.stat().st_size < 400_000
     visit = Visit(stage.browser, stage.pictures, home=file.as_uri(), is_offline=True)
     stage.visits.append(visit)
@@ -391,14 +391,14 @@ def test_a_report_opens_from_a_file_without_a_network(stage: Stage, sibling: Pat
     visit.picture(f"report-print-{'evil' if name == EVIL_NAME else 'real'}", whole=True)
 
 
-def test_a_page_whose_server_has_gone_says_so(stage: Stage) -> None:
+def test_a_page_reports_a_lost_server(stage: Stage) -> None:
     visit = stage.visit()
     page = visit.page
     expect(page.get_by_role("status").first).to_contain_text("live")
     stage.server.terminate()
     stage.server.wait(timeout=600)
     expect(page.get_by_text("not connected")).to_be_visible()
-    # The browser itself tells on the console that nobody answers, each time it tries.
+    # The browser itself logs each failed connection to the console.
     page.goto("about:blank")
     visit.faults = [fault for fault in visit.faults if "ERR_" not in fault]
     shutil.rmtree(stage.runs)

@@ -1,4 +1,4 @@
-"""A game of Hex on the page, in a real browser: mouse, keyboard and touch, both colours, light and dark."""
+"""A game of Hex on the page, in a real browser: mouse, keyboard and touch, both colors, light and dark."""
 
 import json
 import subprocess
@@ -21,17 +21,17 @@ class Club:
 
     browser: Browser
     pictures: Path
-    told: dict[str, str]
+    logged: dict[str, str]
     state: StorageState | None = None
     visits: list[Visit] = field(default_factory=list)
 
     def visit(self, *, size: tuple[int, int] = DESK, scheme: str = "light", game: str = "") -> Visit:
-        """Opens the page; the first time by the link that opens once, then with its cookie."""
-        home = self.told["url"]
+        """Open the page: the first time by the one-time link, then with its cookie."""
+        home = self.logged["url"]
         visit = Visit(self.browser, self.pictures, home=home, size=size, scheme=scheme, state=self.state)
         self.visits.append(visit)
         if self.state is None:
-            visit.page.goto(self.told["link"])
+            visit.page.goto(self.logged["link"])
             visit.page.wait_for_url(lambda url: "token" not in url)
             self.state = visit.state
         else:
@@ -48,15 +48,15 @@ def club(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFact
         server = start(*words, folder=folder, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None
     with server.stdout:
-        told = json.loads(server.stdout.readline())
-    yield Club(browser, pictures, told)
+        logged = json.loads(server.stdout.readline())
+    yield Club(browser, pictures, logged)
     server.terminate()
     server.wait(timeout=600)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_wrong(club: Club) -> Iterator[None]:
-    """No visit leaves an error on the console or asks another server."""
+    """No visit leaves an error on the console or contacts another server."""
     club.visits.clear()
     yield
     for visit in club.visits:
@@ -166,11 +166,11 @@ def test_a_phone_shows_everything(club: Club, scheme: str) -> None:
     visit.picture(f"play-phone-{scheme}")
 
 
-def test_a_wrong_address_is_told_and_a_new_game_goes_on(club: Club) -> None:
+def test_a_wrong_address_is_reported_and_a_new_game_starts(club: Club) -> None:
     visit = club.visit()
     page = visit.page
     page.goto("about:blank")
-    page.goto(club.told["url"] + "#5-both,a1.a1")
+    page.goto(club.logged["url"] + "#5-both,a1.a1")
     expect(page.locator(".notice")).to_contain_text("the cell is occupied")
     visit.faults[:] = [fault for fault in visit.faults if "400" not in fault and "about:blank" not in fault]
     begin(page, size=5, colour="both")
@@ -178,8 +178,8 @@ def test_a_wrong_address_is_told_and_a_new_game_goes_on(club: Club) -> None:
     expect(page.locator(".notice")).to_be_hidden()
 
 
-def test_an_answer_that_fails_is_asked_for_again(club: Club) -> None:
-    """The page said that the player was thinking, for ever."""
+def test_a_failed_request_is_repeated(club: Club) -> None:
+    """Regression: the page showed forever that the player was thinking."""
     visit = club.visit()
     page, asked = visit.page, []
 
@@ -190,11 +190,11 @@ def test_an_answer_that_fails_is_asked_for_again(club: Club) -> None:
     page.route("**/api/about", lambda route: route.abort(), times=1)
     page.route("**/api/game*", fail_twice)
     page.goto("about:blank")
-    page.goto(club.told["url"])
+    page.goto(club.logged["url"])
     expect(page.get_by_text("Failed to fetch")).to_be_visible()
     expect(page.locator(".standing")).to_contain_text("blue to move")
     page.locator('[data-cell="a1"]').click()
     expect(page.get_by_text("Failed to fetch")).to_be_visible()
     expect(page.locator(".standing")).to_contain_text("blue to move")
     assert stones(page, "blue") + stones(page, "red") == 2
-    visit.faults.clear()  # What the browser said of requests that failed.
+    visit.faults.clear()  # Errors that the browser logged for failed requests.

@@ -1,4 +1,4 @@
-"""The report of a search in a real browser: everything it says can be seen without scrolling to the side."""
+"""The report of a search in a real browser: nothing needs horizontal scrolling."""
 
 from pathlib import Path
 
@@ -37,14 +37,14 @@ def result() -> SearchResult:
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_no_line_is_cut(browser: Browser, pictures: Path, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_no_line_is_truncated(browser: Browser, pictures: Path, tmp_path: Path, size: tuple[int, int]) -> None:
     file = tmp_path / "report.html"
     file.write_text(search_page(result()))
     visit = Visit(browser, pictures, home=file.as_uri(), is_offline=True, size=size)
     visit.page.goto(file.as_uri())
     visit.picture(f"search-{size[0]}", whole=True)
-    told = visit.page.locator("pre").inner_text()
-    assert told.endswith("not clearly ahead of trial 4")
+    logged = visit.page.locator("pre").inner_text()
+    assert logged.endswith("not clearly ahead of trial 4")
     assert visit.page.eval_on_selector_all("main *", CUT) == []
     assert visit.too_wide == []
     assert visit.faults == []

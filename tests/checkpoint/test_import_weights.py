@@ -1,4 +1,4 @@
-"""whet import: weights from elsewhere arrive as they were, or the file is refused and nothing is left behind."""
+"""`whet import`: weights arrive unchanged, or the file is refused and nothing is left behind."""
 
 import importlib.metadata
 import json
@@ -35,8 +35,8 @@ class Tied(nn.Module):
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unpacking in this process: the same code without its limits, and without seconds of starting torch."""
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpack in this process: the same code without its limits and without starting torch."""
 
     def run(file, words: list[str], *, seconds: int) -> tuple[int, bytes]:
         reading, writing = os.pipe()
@@ -64,7 +64,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "nested"])
 def test_weights_arrive_as_they_were(warm_whet: Run, tmp_path: Path, kind: str) -> None:
-    """As a user does it: two processes, of which the second has limits."""
+    """Import as a user does: two processes, the second with limits."""
     model = make_model()
     file = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pt")
     if kind == "safetensors":
@@ -76,17 +76,17 @@ def test_weights_arrive_as_they_were(warm_whet: Run, tmp_path: Path, kind: str) 
         torch.save(model.state_dict(), file, _use_new_zipfile_serialization=kind == "zip")
     done = warm_whet("import", str(file), "--out", "deep/w", "--json")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["taken"].keys() == model.state_dict().keys()
-    assert said["wrapper"] == ("module." if kind == "nested" else "")
-    assert set(said["left_out"]) == ({"epoch", "optimizer"} if kind == "nested" else set())
+    reported = json.loads(done.stdout)
+    assert reported["taken"].keys() == model.state_dict().keys()
+    assert reported["wrapper"] == ("module." if kind == "nested" else "")
+    assert set(reported["left_out"]) == ({"epoch", "optimizer"} if kind == "nested" else set())
     other = make_model(1)
     assert load_weights(tmp_path / "deep" / "w", other) == 0
     assert_same(model, other)
 
 
 def test_the_limits_hold(warm_whet: Run, tmp_path: Path) -> None:
-    """A tensor of 2^40 numbers in a file of 4: the process says so, or dies, and nothing is left."""
+    """A file of 4 numbers declares a tensor of 2^40: an error, or the child dies, and nothing is left behind."""
     file = tmp_path / "w.pt"
     torch.save({"w": torch.zeros(1).expand(2**40)}, file)
     done = warm_whet("import", str(file), "--out", "w")
@@ -95,8 +95,8 @@ def test_the_limits_hold(warm_whet: Run, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name != "w.pt"] == []
 
 
-@pytest.mark.usefixtures("here")
-class TestHere:
+@pytest.mark.usefixtures("in_process")
+class TestInProcess:
     def test_a_key_is_chosen(self, tmp_path: Path) -> None:
         file, model, average = tmp_path / "w.pth", make_model(), make_model(2)
         torch.save({"model": model.state_dict(), "ema": {"shadow": average.state_dict()}, "other": 1}, file)
@@ -127,7 +127,7 @@ class TestHere:
         with whet.Session(new, choice, (x, y), global_batch_size=8, device="cpu", init_from=tmp_path / "out"):
             assert_same(model.float(), new)
 
-    def test_other_names_are_told_with_the_nearest(self, tmp_path: Path) -> None:
+    def test_unknown_names_are_reported_with_the_closest_match(self, tmp_path: Path) -> None:
         file = tmp_path / "w.pt"
         torch.save({f"net.{name}": t for name, t in make_model().state_dict().items()}, file)
         import_weights(file, tmp_path / "out")
@@ -148,19 +148,19 @@ class TestHere:
             load_weights(tmp_path / "out", make_model())
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "reported"),
         [
             ([torch.zeros(1)], "not a dict"),
-            ({"weights_of_mine": {"w": torch.zeros(1)}}, "no known key"),
+            ({"weights_of_mine": {"w": torch.zeros(1)}}, "cannot find the weights"),
             ({"model": {"epoch": 1}}, "no tensors"),
             ({"model": nn.Linear(2, 2)}, "torch.nn.modules.linear.Linear"),
             ({"x" * 600: torch.zeros(1)}, "nested too deeply"),
         ],
     )
-    def test_what_is_no_map_of_tensors_is_refused(self, tmp_path: Path, content: object, said: str) -> None:
+    def test_files_without_named_tensors_are_refused(self, tmp_path: Path, content: object, reported: str) -> None:
         file = tmp_path / "w.pt"
         torch.save(content, file)
-        with pytest.raises(WhetError, match=said):
+        with pytest.raises(WhetError, match=reported):
             import_weights(file, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
 
@@ -186,19 +186,19 @@ def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
         archive.writestr("a/data.pkl", bytes(10**6))
     with (tmp_path / "huge.pt").open("wb") as file:
         file.truncate(2**42)
-    for name, out, said in (
+    for name, out, reported in (
         ("missing.pt", "out", "No such file"),
         ("w.txt", "out", "cannot be imported"),
         ("w.pt", "there", "already exists"),
         ("packed.pt", "out", "compressed"),
         ("huge.pt", "out", "larger than the free memory"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=reported):
             import_weights(tmp_path / name, tmp_path / out)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_is_no_run(tmp_path: Path) -> None:
+def test_loading_weights_from_a_file_suggests_whet_import(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1)}, tmp_path / "w.pt")
     with pytest.raises(UsageError, match="whet import"):
         load_weights(tmp_path / "w.pt", make_model())

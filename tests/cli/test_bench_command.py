@@ -1,4 +1,4 @@
-"""`whet bench` for real: short runs on a tiny recipe, its files, several machines in one table, and bad input."""
+"""`whet bench` with real short runs of a tiny recipe: files, merged tables, and bad input."""
 
 import json
 import time
@@ -73,13 +73,13 @@ def plant(folder: Path, fault: str) -> Path:
 def test_short_benchmark_writes_a_result_a_page_and_a_picture(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--against", "naive", "--sweep", "micro_batch", "--budget", "60", "--out", "tiny.md")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tiny / "tiny.json").read_text())
-    against, sweep = found["sweeps"]
+    result = json.loads((tiny / "tiny.json").read_text())
+    against, sweep = result["sweeps"]
     assert [row["value"] for row in against["rows"]] == ["plain loop", "plan"]
     assert [row["value"] for row in sweep["rows"]] == [1, 2, 4, 8, 16]
     assert all(row["outcome"] == "measured" for row in sweep["rows"]), sweep
-    assert found["spent_seconds"] <= 66
-    # One at a time is slower than all at once by far, however noisy the machine is.
+    assert result["spent_seconds"] <= 66
+    # A micro-batch of one is far slower than the whole batch, even on a noisy machine.
     assert sweep["rows"][0]["speedup"]["high"] < 1
     page = (tiny / "tiny.md").read_text()
     assert "whet bench tiny.py global_batch_size=16" in page
@@ -89,8 +89,8 @@ def test_short_benchmark_writes_a_result_a_page_and_a_picture(whet: Run, tiny: P
 
 
 @pytest.mark.slow
-def test_value_whose_process_is_killed_is_a_row(whet: Run, tmp_path: Path) -> None:
-    plant(tmp_path, "import os; len(micro) == 4 and os.kill(os.getpid(), 9)")
+def test_a_value_with_a_killed_process_is_a_row(whet: Run, tmp_path: Path) -> None:
+    plant(tmp_path, "import os; len(micro.sample_ids) == 4 and os.kill(os.getpid(), 9)")
     done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "90", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["value"]: row for row in json.loads(done.stdout)["sweeps"][0]["rows"]}
@@ -136,7 +136,7 @@ def test_results_of_two_machines_are_merged(whet: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reported"),
     [
         (("text", "--against", "peers"), "--against naive"),
         (("text", "--sweep", "micro_bach"), "--sweep micro_batch"),
@@ -153,7 +153,7 @@ def test_results_of_two_machines_are_merged(whet: Run, tiny: Path) -> None:
         (("foreign.json", "--out", "a.svg"), "FILE.md"),
     ],
 )
-def test_bad_input_gives_three_line_errors(whet: Run, tiny: Path, words: tuple[str, ...], said: str) -> None:
+def test_bad_input_gives_three_line_errors(whet: Run, tiny: Path, words: tuple[str, ...], reported: str) -> None:
     (tiny / "foreign.json").write_text('{"kind": "other"}')
     done = whet("bench", *words)
     lines = done.stderr.rstrip("\n").split("\n")
@@ -162,7 +162,7 @@ def test_bad_input_gives_three_line_errors(whet: Run, tiny: Path, words: tuple[s
     assert errors[0].startswith("error: ")
     assert errors[1].startswith("  got: ")
     assert errors[2].startswith("  try: ")
-    assert said in done.stderr
+    assert reported in done.stderr
     assert not (tiny / "bench").exists()
 
 
@@ -187,7 +187,7 @@ def test_budget_too_small_to_start_is_an_error(whet: Run, tiny: Path) -> None:
 
 
 def test_parent_of_a_benchmark_never_imports_torch(whet: Run, tmp_path: Path) -> None:
-    """`whet bench text` is refused for its sweep only after its process has made a plan; until then no torch here."""
+    """`whet bench text` refuses its sweep only after its process has made a plan; until then torch is not imported."""
     import subprocess
     import sys
 

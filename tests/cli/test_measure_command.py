@@ -49,7 +49,7 @@ def recipe():
     return Tiny()
 """
 DECIDED = ("precision=fp32", "micro_batch=32", "compile=off")
-"""What is decided is not tried, so that few trials are left."""
+"""Settings that are fixed are not tried, so few trials remain."""
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_killed_probe_is_reported_and_the_others_continue(warm_whet: Run, tmp_pa
     assert len(trials) > 1
 
 
-def test_what_cannot_be_measured_is_refused(warm_whet: Run, tmp_path: Path) -> None:
+def test_invalid_measurements_are_refused(warm_whet: Run, tmp_path: Path) -> None:
     refusals = {
         ("plan", "text", "--measure", "--machine", "m2-air-8gb"): "only this machine can be measured",
         ("plan", "text", "--measure", "--budget", "0"): "",
@@ -85,10 +85,10 @@ def test_what_cannot_be_measured_is_refused(warm_whet: Run, tmp_path: Path) -> N
         ("plan", "text", "global_batch_size=auto", "--machine", "h200"): "has to be measured",
         ("prove", "text", "global_batch_size=auto"): "has to be measured",
     }
-    for words, said in refusals.items():
+    for words, reported in refusals.items():
         done = warm_whet(*words)
         assert done.returncode == 2, words
-        assert said in done.stderr
+        assert reported in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -105,8 +105,8 @@ def test_short_training_reports_that_it_is_not_measured(warm_whet: Run, tmp_path
 
 def test_auto_batch_size_is_measured_once_by_the_command(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    sitting = ("epochs=2", "epochs_per_session=1", "--run", "run", "--max-restarts=0")
-    words = ("train", "tiny.py", "global_batch_size=auto", *sitting)
+    session = ("epochs=2", "epochs_per_session=1", "--run", "run", "--max-restarts=0")
+    words = ("train", "tiny.py", "global_batch_size=auto", *session)
     refused = warm_whet(*words, "--no-measure")
     assert refused.returncode == 2
     assert "global_batch_size=auto has to be measured\n  got: --no-measure" in refused.stderr

@@ -37,9 +37,14 @@ def start(
     folder: Path, how: tuple[str, ...], table: Path, *words: str, keys: Sequence[str] = SMALL
 ) -> subprocess.Popen[str]:
     env = {**os.environ, "WHET_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-    said = ["train", "text", f"data={table}", *keys, *WORDS, "--device", "cpu", "--no-measure", *words]
+    command = ["train", "text", f"data={table}", *keys, *WORDS, "--device", "cpu", "--no-measure", *words]
     return subprocess.Popen(
-        [sys.executable, *how, *said], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *how, *command],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -56,7 +61,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], *, number: int) ->
 
 
 def test_launcher_under_nohup_survives_its_terminal() -> None:
-    """torch's launcher would listen to SIGHUP all the same, and end the training when you log out."""
+    """torch's launcher would handle SIGHUP and end the training at logout."""
     program = (
         "import os, signal\nfrom whet.distributed import launcher\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "code = launcher.launch(['--version'], num_processes=1).code\n"
@@ -92,7 +97,7 @@ def test_signal_to_the_launcher_saves_and_torchrun_resumes(tmp_path: Path, table
 
 @pytest.mark.slow
 def test_sharded_model_is_exported_to_one_file(tmp_path: Path, report_count: Callable[[str], None]) -> None:
-    """The logits of an export of two processes that share each weight are those of one process's."""
+    """An export of two sharded processes has the logits of an export of one process."""
     transformers = pytest.importorskip("transformers")
     model = write_tiny_bert(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", num_rows=90)

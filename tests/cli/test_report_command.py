@@ -73,11 +73,11 @@ def test_html_file_is_complete(runs: Path, capsys: pytest.CaptureFixture[str]) -
     assert "wrote a.html" in capsys.readouterr().err
     assert is_report(Path("a.html"))
     before = Path("a.html").read_bytes()
-    assert whet(["report", str(runs / "a"), "--html"]) == 0, "a report may take the place of a report"
+    assert whet(["report", str(runs / "a"), "--html"]) == 0, "a report may replace a report"
     assert Path("a.html").read_bytes() == before
     assert whet(["report", str(runs / "a"), str(runs / "b"), "--html", "both.html"]) == 0
     assert whet(["report", str(runs / "a"), "--html", "--out", "named.txt"]) == 0
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["a.html", "both.html", "named.txt"], "no left-overs"
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["a.html", "both.html", "named.txt"], "no leftovers"
     assert sorted(path.name for path in (runs / "a").iterdir()) == sorted(path.name for path in (runs / "b").iterdir())
 
 
@@ -100,9 +100,9 @@ def test_bad_input_is_an_error_and_writes_nothing(
     simulated_run(runs / "damaged", steps=60)
     (runs / "damaged" / "plan.json").write_text("{")
     assert whet(["report", *(word.format(runs=runs) for word in words)]) == code
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert [line.split(":")[0].strip() for line in said.err.splitlines()] == ["error", "got", "try"]
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert [line.split(":")[0].strip() for line in reported.err.splitlines()] == ["error", "got", "try"]
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -33,7 +33,7 @@ from whet.recipes.recipe import Recipe
 class Line(Recipe):
     """Two numbers to one; the noise of the data is the same whatever the seed."""
 
-    name, Config, goal = "line", CommonConfig, "closeness"
+    name, Config, goal, mode = "line", CommonConfig, "closeness", "max"
 
     def describe(self, config, data=None):
         return Workload(recipe="line", num_parameters=3, global_batch_size=config.global_batch_size)
@@ -101,9 +101,9 @@ def test_interrupted_seeds_resume_exactly(tmp_path: Path) -> None:
     assert code == 0, errors
     assert "seeds     5, 6, 7 are done" in out
     assert "next      whet report all" in errors
-    told = json.loads((tmp_path / "all" / "seeds.json").read_text())
-    assert told["done"] == [5, 6, 7]
-    metrics = {metric["name"]: metric for metric in told["metrics"]}
+    logged = json.loads((tmp_path / "all" / "seeds.json").read_text())
+    assert logged["done"] == [5, 6, 7]
+    metrics = {metric["name"]: metric for metric in logged["metrics"]}
     weights = [summarize(tmp_path / "all" / f"seed-{seed}").metrics["test_weight"] for seed in (5, 6, 7)]
     assert len({*weights}) == 3
     assert metrics["test_weight"]["values"] == weights
@@ -113,9 +113,9 @@ def test_interrupted_seeds_resume_exactly(tmp_path: Path) -> None:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    return {**found[1].tensors, "step": torch.tensor(found[0])}
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    return {**result[1].tensors, "step": torch.tensor(result[0])}
 
 
 def test_two_epochs_per_session_give_the_same_bits(
@@ -132,14 +132,14 @@ def test_two_epochs_per_session_give_the_same_bits(
         assert main.run(["train", "line.py", "epochs=4", *words, *options]) == 0
         return capfd.readouterr()
 
-    for sitting in range(3):
+    for session in range(3):
         out, errors = train("seeds=2", "seed=5", "epochs_per_session=2", "--run", "sat")
-        # The first run ends in the second sitting, in which the next one begins.
-        done = ["0 of 2", "1 of 2", ""][sitting]
+        # The first run ends in the second session, in which the next one starts.
+        done = ["0 of 2", "1 of 2", ""][session]
         assert (f"{done} seeds are done; to resume all:\n  whet train line.py epochs=4 seeds=2" in errors) == bool(done)
         assert "seeds     5, 6 are done" in out or done
-        if sitting == 0:
-            assert "(epochs_per_session) in sat/seed-5" in errors
+        if session == 0:
+            assert "epochs_per_session=2; saved at step" in errors
             assert summarize(tmp_path / "sat" / "seed-5").step == 40
     assert [len(summarize(tmp_path / "sat" / f"seed-{seed}").sessions) for seed in (5, 6)] == [2, 2]
     train("seed=6", "--run", "whole")
@@ -151,8 +151,8 @@ def test_two_epochs_per_session_give_the_same_bits(
 
     assert main.run(["report", "sat"]) == 0
     assert "seeds     5, 6 are done" in capfd.readouterr().out
-    told = json.loads((tmp_path / "sat" / "seeds.json").read_text())
-    (metric,) = [metric for metric in told["metrics"] if metric["name"] == "test_weight"]
+    logged = json.loads((tmp_path / "sat" / "seeds.json").read_text())
+    (metric,) = [metric for metric in logged["metrics"] if metric["name"] == "test_weight"]
     weights = [summarize(tmp_path / "sat" / f"seed-{seed}").metrics["test_weight"] for seed in (5, 6)]
     assert metric["values"] == weights
     assert metric["mean"] == pytest.approx(sum(weights) / 2)

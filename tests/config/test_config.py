@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
-from whet.config.keywords import TrainingKeywords
 from whet.config.options import CommonConfig, SessionOptions, TrainingOptions
 from whet.config.resolve import read_options, resolve_config
 from whet.config.sources import flatten, nest, parse_args, parse_value
@@ -44,15 +43,15 @@ from whet.recipes.text.config import TextConfig
     ],
 )
 def test_values(text: str, value: object) -> None:
-    found = parse_value(text, "key=" + text)
-    assert found == value
-    assert type(found) is type(value)
+    result = parse_value(text, "key=" + text)
+    assert result == value
+    assert type(result) is type(value)
 
 
 def test_hydra_forms_are_understood() -> None:
-    said = parse_args(["+run=x", "++seed=3", "arch.layers=2", "~arch.layers", "lr=1", "lr=2"])
-    assert said.values == {"run": "x", "seed": 3, "lr": 2}
-    assert said.dropped == ("arch.layers",)
+    reported = parse_args(["+run=x", "++seed=3", "arch.layers=2", "~arch.layers", "lr=1", "lr=2"])
+    assert reported.values == {"run": "x", "seed": 3, "lr": 2}
+    assert reported.dropped == ("arch.layers",)
 
 
 @pytest.mark.parametrize("word", ["lr", "=3", "1x=3", "a..b=3", "k=[a", "k=['a]", "k=[[a]", "a b=3", "~"])
@@ -114,7 +113,7 @@ def test_yaml_pitfalls(tmp_path: Path) -> None:
 
 
 def test_every_allowed_value_of_a_setting_is_accepted_as_option() -> None:
-    # "unused" is what a rule says where a setting means nothing.
+    # A rule returns "unused" where a setting does not apply.
     words = [
         f"{rule.setting}={value}"
         for rule in ALL_RULES
@@ -231,7 +230,6 @@ def test_keywords_are_strict_and_unknown_ones_get_a_suggestion() -> None:
     for keywords, what in [
         ({"global_batch_size": 8, "epochs": "3"}, "epochs must be a whole number"),
         ({"global_batch_size": 8, "epohcs": 3}, "did you mean 'epochs'"),
-        ({"epochs": 3}, "global_batch_size is missing"),
         ({"global_batch_size": 8, "schedule": "cosin"}, "schedule must be"),
         ({"global_batch_size": 8, "warmup_steps": "auto"}, "warmup_steps must be a whole number"),
     ]:
@@ -239,8 +237,7 @@ def test_keywords_are_strict_and_unknown_ones_get_a_suggestion() -> None:
             read_options(SessionOptions, keywords)
 
 
-def test_session_recipes_and_generated_keywords_share_their_options() -> None:
+def test_session_and_recipes_share_their_options() -> None:
     shared = set(TrainingOptions.model_fields)
     assert shared <= set(CommonConfig.model_fields)
-    assert set(SessionOptions.model_fields) - shared == {"shuffle"}
-    assert set(TrainingKeywords.__annotations__) == set(SessionOptions.model_fields)
+    assert set(SessionOptions.model_fields) - shared == {"shuffle", "schedule_interval", "collate_fn", "split_batch"}

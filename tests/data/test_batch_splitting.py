@@ -1,4 +1,4 @@
-"""Promise 1: under any cut the same samples contribute to the same step with the same weights."""
+"""Promise 1: for any split, the same samples contribute to the same step with the same weights."""
 
 import copy
 from collections.abc import Iterator
@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from small_models import TokenModel, convnet, images, ragged_tokens
-from whet.data.adapters import AbstractSource, open_source
+from whet.data.adapters import open_source
 from whet.data.batch import MicroBatch, Position
+from whet.data.source import AbstractSource
 from whet.data.split import LengthMode
 from whet.device.cpu import CpuDevice
 from whet.step.step import Stepper
 
 pytestmark = pytest.mark.torch
 
-FORMS: tuple[LengthMode, ...] = ("fixed", "sorted", "few shapes", "packed")
+FORMS: tuple[LengthMode, ...] = ("fixed", "sorted", "bucketed", "packed")
 GRADIENT_BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 WEIGHT_BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -26,7 +27,7 @@ WEIGHT_BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 def gradients(
     model: nn.Module, source: AbstractSource, loss, *, micro_batch: int, how: LengthMode
 ) -> dict[str, Tensor]:
-    """The gradient of one step, with the weights left as they were."""
+    """Return the gradient of one step. The weights do not change."""
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), CpuDevice())
     batch = next(iter(source.batches(Position())))
     micro_batches = source.micro_batches(batch, micro_batch=micro_batch, length_mode=how)
@@ -35,7 +36,7 @@ def gradients(
 
 
 def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The distance of all values together, in relative L2."""
+    """Return the relative L2 distance of all values."""
     difference = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
     return (difference / sum(float(value.square().sum()) for value in theirs.values())) ** 0.5
 
@@ -49,7 +50,7 @@ def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 1000),
 )
-def test_token_weighted_gradients_do_not_depend_on_the_cut(
+def test_token_weighted_gradients_do_not_depend_on_the_split(
     num_samples: int, micro_batch: int, how: LengthMode, longest: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -68,7 +69,7 @@ def test_token_weighted_gradients_do_not_depend_on_the_cut(
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 1000),
 )
-def test_mean_gradients_do_not_depend_on_the_cut(
+def test_mean_gradients_do_not_depend_on_the_split(
     num_samples: int, micro_batch: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -98,7 +99,7 @@ def steps(model: nn.Module, source: AbstractSource, loss, *, count: int, micro_b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize(("micro_batch", "how"), [(1, "fixed"), (3, "sorted"), (5, "few shapes"), (4, "packed")])
+@pytest.mark.parametrize(("micro_batch", "how"), [(1, "fixed"), (3, "sorted"), (5, "bucketed"), (4, "packed")])
 def test_fifty_adamw_steps_agree(dtype: torch.dtype, micro_batch: int, how: LengthMode) -> None:
     torch.manual_seed(0)
     first = TokenModel().to(dtype)
@@ -140,7 +141,7 @@ def test_the_test_can_fail(fault: str) -> None:
 
 
 class HandWritten:
-    """The loop everybody writes, for the same settings."""
+    """The usual accumulation loop, with the same settings."""
 
     def __init__(self, model: nn.Module, loss, *, lr: float, clip: float) -> None:
         self.model, self.loss, self.clip = model, loss, clip

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_the_order_is_frozen() -> None:
-    """A change of these numbers would break the resume of every run that is on a disk."""
+    """A change of these numbers would break the resume of every existing run."""
     assert epoch_order(8, seed=0, epoch=0).tolist() == [4, 7, 6, 0, 3, 2, 1, 5]
     assert epoch_order(8, seed=1, epoch=2).tolist() == [6, 2, 4, 5, 3, 7, 1, 0]
     assert mix_seed(1, 2, 3) == 2869315087210772132
@@ -64,9 +64,9 @@ class Noisy:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_are_the_same_whoever_reads_them(workers: int) -> None:
-    from whet.data.adapters import LoaderConfig
+    from whet.data.adapters import LoadingConfig
 
-    source = open_source(Noisy(), CpuDevice(), global_batch_size=4, seed=7, loading=LoaderConfig(workers=workers))
+    source = open_source(Noisy(), CpuDevice(), global_batch_size=4, seed=7, loading=LoadingConfig(workers=workers))
     state = torch.get_rng_state()
     seen = []
     for epoch in range(2):
@@ -75,7 +75,7 @@ def test_samples_are_the_same_whoever_reads_them(workers: int) -> None:
                 assert micro.id.tolist() == micro.ids.tolist()
                 seen += micro.noise.tolist()
     source.close()
-    assert torch.equal(torch.get_rng_state(), state), "reading leaves the training's own draws alone"
+    assert torch.equal(torch.get_rng_state(), state), "reading does not change the draws of the training"
     expected = _expected_noise()
     assert seen == expected
     assert len(set(seen)) == 20

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: in force while a run trains, refused where there is none, tried where it matters."""
+"""Attention kernels: used while a run trains, refused where missing, tried where they matter."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_the_wanted_kernel_computes_while_a_run_trains_and_torch_chooses_again_a
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_kernel_cannot_do_goes_to_the_next_one():
+def test_an_unsupported_kernel_falls_back_to_the_next_one():
     q = torch.randn(2, 2, 8, 16, requires_grad=True)
     with CpuDevice().use_kernels(attention="flash"):
         functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
@@ -126,13 +126,13 @@ def test_a_rig_learns_that_attention_is_called_and_steps_with_each_kernel(monkey
             return loss(micro)
 
     training = parse_training_config(TRAINING)
-    machine, conditions = current_machine()
-    plan = make_plan(machine, describe_workload(model, data, training, recipe="attends"), conditions=conditions)
-    # A CPU has nothing worth comparing; here it shall.
+    machine, system_state = current_machine()
+    plan = make_plan(machine, describe_workload(model, data, training, recipe="attends"), system_state=system_state)
+    # A CPU has no alternatives to compare, so pretend that it has.
     monkeypatch.setitem(choices.ATTENTION, "cpu", ("math",))
     with LocalStepBench(model, OptimizerChoice(), data, training, loss=watched, plan=plan) as rig:
         assert "sdpa" in rig.plan.workload.layers
-        assert "sdpa" not in rig.about["workload"]["layers"], "what is learnt on the way is no part of the key"
+        assert "sdpa" not in rig.about["workload"]["layers"], "facts learned later are not part of the key"
         plain, math = rig.prepare({}, seconds=10), rig.prepare({"attention": "math"}, seconds=10)
         for prepared, is_fused in ((plain, True), (math, False), (plain, True)):
             operators.seen.clear()
@@ -159,7 +159,7 @@ def test_kernels_are_offered_in_half_precision_where_attention_is_called():
     assert offered("linux-2core") == ("torch", [])
     assert offered("m2-air-8gb") == ("torch", [])
     many = {"lengths_vary": True, "max_length": 512, "mean_length": 100.0}
-    few = {**half, "lengths": MeasuredSetting(value="few shapes", reason="tried", evidence={})}
+    few = {**half, "lengths": MeasuredSetting(value="bucketed", reason="tried", evidence={})}
     sorted_ones = {**half, "lengths": MeasuredSetting(value="sorted", reason="tried", evidence={})}
     assert offered(measured=sorted_ones, **many) == ("flash", ["efficient"])
     assert offered(measured={"lengths": sorted_ones["lengths"]}, **many) == ("torch", [])

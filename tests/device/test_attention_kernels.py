@@ -1,4 +1,4 @@
-"""whet's own kernels compute what torch's formulas do: on a real CUDA GPU, and interpreted where triton is there."""
+"""whet's attention kernels equal torch's formulas: on a real CUDA GPU, and in triton's interpreter."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from triton_interpreter import complaints, needs_triton
-from whet.device.kernels import group_norm as own_norm
-from whet.device.kernels import rowwise as own_gate
+from whet.device.kernels import group_norm as whet_norm
+from whet.device.kernels import rowwise as whet_gate
 from whet.device.kernels.attention import Spans, rotary_attention, span_attention, span_attention_op
 from whet.device.kernels.group_norm import group_norm_act, group_norm_activation
 from whet.device.kernels.rowwise import swiglu_op
-from whet.device.kernels.switches import use_own_kernels
+from whet.device.kernels.switches import use_whet_kernels
 from whet.recipes.chat.architecture import ChatArch as ChatArch
 from whet.recipes.chat.model import build_model
 from whet.recipes.hex.architecture import HexArch
@@ -28,8 +28,8 @@ NORMS = [((2, 128, 13, 13), 8), ((2, 128, 13, 13), 32), ((3, 32, 5, 5), 8), ((1,
 
 def by_torch(mixture: Tensor, turns: RotaryAngles, num_heads: int) -> Tensor:
     queries, keys, values = mixture.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
-    found = functional.scaled_dot_product_attention(apply_rotary(queries, turns), apply_rotary(keys, turns), values)
-    return found.transpose(1, 2).flatten(2)
+    result = functional.scaled_dot_product_attention(apply_rotary(queries, turns), apply_rotary(keys, turns), values)
+    return result.transpose(1, 2).flatten(2)
 
 
 def by_formula(mixture: Tensor) -> Tensor:
@@ -38,17 +38,17 @@ def by_formula(mixture: Tensor) -> Tensor:
 
 
 def errors(ours, theirs, mixture: Tensor) -> tuple[float, float]:
-    """How far results and gradients are from float64's, in its largest numbers."""
+    """Return the largest errors of results and gradients relative to float64."""
     wide = mixture.detach().double().requires_grad_()
     near = mixture.detach().clone().requires_grad_()
-    expected, found = theirs(wide), ours(near)
-    slopes = torch.randn_like(found)
+    expected, result = theirs(wide), ours(near)
+    slopes = torch.randn_like(result)
     expected.backward(slopes.double())
-    found.backward(slopes)
+    result.backward(slopes)
     assert wide.grad is not None
     assert near.grad is not None
     return (
-        float((found - expected).detach().abs().max() / expected.detach().abs().max()),
+        float((result - expected).detach().abs().max() / expected.detach().abs().max()),
         float((near.grad - wide.grad).abs().max() / wide.grad.abs().max()),
     )
 
@@ -58,12 +58,12 @@ def check(device: str, dtype: torch.dtype, *, rows: int, bound: float, shapes=SH
     for places, heads, size in shapes:
         turns = tuple(table.to(device) for table in rotary_angles(torch.arange(places), size))
         mixture = torch.randn(rows, places, 3 * heads * size, device=device).to(dtype)
-        found = errors(
+        result = errors(
             lambda x, h=heads, t=turns: rotary_attention(x, *t, h),
             lambda x, h=heads, t=turns: by_torch(x, t, h),
             mixture,
         )
-        assert max(found) <= bound, (places, heads, size, found)
+        assert max(result) <= bound, (places, heads, size, result)
     assert max(errors(swiglu_op, by_formula, torch.randn(rows, 5, 2 * 700, device=device).to(dtype))) <= bound
 
 
@@ -85,12 +85,12 @@ def spans_by_torch(mixture: Tensor, firsts: Tensor, num_heads: int, *, is_causal
     may_look = firsts[:, None] == firsts
     if is_causal:
         may_look &= places[:, None] >= places
-    found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=may_look)
-    return found.transpose(0, 1).flatten(1)
+    result = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=may_look)
+    return result.transpose(0, 1).flatten(1)
 
 
 def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
-    """Results and gradients beside float64's, causal or not, turned or not; and the same bits every time."""
+    """Results and gradients against float64, causal or not, rotated or not; repeated calls give the same bits."""
     torch.manual_seed(0)
     for lengths, heads, size in SPANS:
         spans, firsts = spans_of(lengths, device)
@@ -98,7 +98,7 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
         for is_causal in (False, True):
             for turns in ((), tables):
                 mixture = torch.randn(len(firsts), 3 * heads * size, device=device).to(dtype)
-                found = errors(
+                result = errors(
                     lambda x, s=spans, h=heads, c=is_causal, t=turns: span_attention(
                         x, s, num_heads=h, is_causal=c, rotary=t
                     ),
@@ -107,7 +107,7 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
                     ),
                     mixture,
                 )
-                assert max(found) <= bound, (lengths, heads, size, is_causal, bool(turns), found)
+                assert max(result) <= bound, (lengths, heads, size, is_causal, bool(turns), result)
         (one, its_slopes), (two, others) = (there_and_back(mixture, spans, heads, tables) for _ in range(2))
         assert torch.equal(one, two)
         assert torch.equal(its_slopes, others)
@@ -120,14 +120,14 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
 
 def there_and_back(mixture: Tensor, spans: Spans, num_heads: int, turns: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     mixture = mixture.detach().clone().requires_grad_()
-    found = span_attention(mixture, spans, num_heads=num_heads, is_causal=True, rotary=turns)
-    found.backward(found.detach())
+    result = span_attention(mixture, spans, num_heads=num_heads, is_causal=True, rotary=turns)
+    result.backward(result.detach())
     assert mixture.grad is not None
-    return found.detach(), mixture.grad
+    return result.detach(), mixture.grad
 
 
 def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) -> None:
-    """Results and gradients, silu and relu, beside float64's; eps is large enough to show."""
+    """Results and gradients with silu and relu, against float64; eps is large enough to matter."""
     torch.manual_seed(0)
     for shape, groups in shapes:
         for is_silu in (True, False):
@@ -135,20 +135,20 @@ def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) 
             weight, bias = torch.randn(2, shape[1], device=device) + 1
             near = [t.clone().requires_grad_() for t in (x, weight, bias)]
             wide = [t.double().requires_grad_() for t in (x, weight, bias)]
-            found, _ = group_norm_act(*near, groups, 0.1, is_silu)
-            expected = own_norm.reference(*wide, groups, 0.1, is_silu)
-            slopes = torch.randn_like(found)
-            found.backward(slopes)
+            result, _ = group_norm_act(*near, groups, 0.1, is_silu)
+            expected = whet_norm.reference(*wide, groups, 0.1, is_silu)
+            slopes = torch.randn_like(result)
+            result.backward(slopes)
             expected.backward(slopes.double())
-            assert found.dtype == dtype
-            assert found.stride() == near[0].grad.stride() == x.stride()
-            pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
+            assert result.dtype == dtype
+            assert result.stride() == near[0].grad.stride() == x.stride()
+            pairs = [(result, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
             off = [float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs]
             assert max(off) <= bound, (shape, groups, is_silu, off)
 
 
 def check_as_operator(device: str, dtype: torch.dtype) -> None:
-    """What torch's compiler is told of them (shapes, strides, gradients) is what they do."""
+    """The fake implementations (shapes, strides, gradients) agree with the kernels."""
     x = torch.randn(2, 16, 5, 5, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
     weight, bias = torch.randn(2, 16, device=device)
     tensors = [t.requires_grad_() for t in (x, weight, bias)]
@@ -163,7 +163,7 @@ def test_group_norms_with_activations_are_torchs(dtype: torch.dtype) -> None:
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("block", ["plain", "bottleneck"])
 def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,23 +172,23 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
     boards = torch.randint(0, 3, (16, 9, 9), device="cuda")
     calls: list[bool] = []
 
-    def told(*args):
+    def logged(*args):
         calls.append(True)
         return group_norm_act(*args)
 
     if not is_compiled:
-        monkeypatch.setattr(own_norm, "group_norm_act", told)
+        monkeypatch.setattr(whet_norm, "group_norm_act", logged)
 
     def run() -> list[Tensor]:
         net.zero_grad()
         call = torch.compile(net) if is_compiled else net
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = call(boards)
-        sum(part.float().clamp(min=-100).square().sum() for part in found).backward()
-        return [*(part.float() for part in found), *(p.grad for p in net.parameters())]
+            result = call(boards)
+        sum(part.float().clamp(min=-100).square().sum() for part in result).backward()
+        return [*(part.float() for part in result), *(p.grad for p in net.parameters())]
 
     plain = run()
-    with use_own_kernels("norms"):
+    with use_whet_kernels("norms"):
         own = run()
     assert len(calls) == (0 if is_compiled else 1 + 2 * (3 if block == "bottleneck" else 2)), "and no other run"
     for one, other in zip(plain, own, strict=True):
@@ -196,15 +196,15 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
 
 
 def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_norm, "is_supported", lambda _: True)
-    monkeypatch.setattr(own_norm, "group_norm_act", lambda *given: ("own", given))
+    """Simulated: every tensor counts as half precision on CUDA, and the kernel only records its call."""
+    monkeypatch.setattr(whet_norm, "is_supported", lambda _: True)
+    monkeypatch.setattr(whet_norm, "group_norm_act", lambda *given: ("whet", given))
     x = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
     fits, silu = torch.nn.GroupNorm(4, 16), torch.nn.SiLU()
-    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "not wanted"
-    with use_own_kernels("norms"):
-        assert group_norm_activation(fits, silu, x) == "own"
-        assert group_norm_activation(fits, torch.nn.ReLU(), x) == "own"
+    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "not selected"
+    with use_whet_kernels("norms"):
+        assert group_norm_activation(fits, silu, x) == "whet"
+        assert group_norm_activation(fits, torch.nn.ReLU(), x) == "whet"
         others = {
             "contiguous": (fits, silu, x.contiguous()),
             "gelu": (fits, torch.nn.GELU(), x),
@@ -222,18 +222,18 @@ def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch)
         watched.register_forward_hook(lambda *_: seen.append(True))
         group_norm_activation(watched, silu, x)
         assert seen, "a hook is called"
-    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "no longer wanted"
+    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "no longer selected"
 
 
 def test_a_gate_of_our_own_is_used_while_whet_computes_alone_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_gate, "is_supported", lambda _: True)
-    monkeypatch.setattr(own_gate, "swiglu_op", lambda _: "own")
+    """Simulated: every tensor counts as half precision on CUDA, and the kernel only records its call."""
+    monkeypatch.setattr(whet_gate, "is_supported", lambda _: True)
+    monkeypatch.setattr(whet_gate, "swiglu_op", lambda _: "whet")
     x = torch.randn(3, 8)
-    assert torch.equal(own_gate.swiglu(x), by_formula(x))
-    with use_own_kernels("gates"):
-        assert own_gate.swiglu(x) == "own"
-    assert torch.equal(own_gate.swiglu(x), by_formula(x))
+    assert torch.equal(whet_gate.swiglu(x), by_formula(x))
+    with use_whet_kernels("gates"):
+        assert whet_gate.swiglu(x) == "whet"
+    assert torch.equal(whet_gate.swiglu(x), by_formula(x))
 
 
 @on_gpu
@@ -243,7 +243,7 @@ def test_results_and_gradients_are_torchs(dtype: torch.dtype) -> None:
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
     torch.manual_seed(0)
@@ -255,12 +255,12 @@ def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
     def run() -> list[Tensor]:
         block.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = call(x, look)
-        found.float().square().sum().backward()
-        return [found.float(), *(p.grad for p in block.parameters())]
+            result = call(x, look)
+        result.float().square().sum().backward()
+        return [result.float(), *(p.grad for p in block.parameters())]
 
     plain = run()
-    with use_own_kernels("attention"):
+    with use_whet_kernels("attention"):
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 2e-2 * torch.linalg.norm(one)
@@ -273,7 +273,7 @@ def test_spans_are_attended_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["trm", "gpt"])
 def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool) -> None:
@@ -289,12 +289,12 @@ def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool)
     def run() -> list[Tensor]:
         model.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = torch.stack(call(tokens, is_start, targets)).mean()
-        found.backward()
-        return [found.detach(), *(p.grad for p in model.parameters())]
+            result = torch.stack(call(tokens, is_start, targets)).mean()
+        result.backward()
+        return [result.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with use_own_kernels("attention"):
+    with use_whet_kernels("attention"):
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 5e-2 * torch.linalg.norm(one)

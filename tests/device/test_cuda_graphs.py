@@ -1,4 +1,4 @@
-"""On a real CUDA GPU: steps that are captured and replayed train as steps that run do, or say why they cannot."""
+"""On a real CUDA GPU: captured steps train like eager steps, or report why they cannot be captured."""
 
 import functools
 from pathlib import Path
@@ -24,7 +24,7 @@ HERE = Path(__file__).name
 
 
 class Reader(nn.Module):
-    """Tokens to classes: embedding, attention over what is real, dropout, and a norm with running statistics."""
+    """A token classifier: embedding, masked attention, dropout, and a norm with running statistics."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, overrides=
             "overrides": {
                 "graph": graph,
                 "micro_batch": 16,
-                "lengths": "few shapes",
+                "lengths": "bucketed",
                 "precision": "fp32",
                 "verify": "off",
                 "checkpoint_steps": 7,
@@ -102,8 +102,8 @@ def num_replayed(path: Path) -> int:
 
 
 def refusal(path: Path) -> str:
-    said = [event.fields.get("message", "") for event in events(path, "plan")]
-    return next((line for line in said if line.startswith("steps are not captured")), "")
+    reported = [event.fields.get("message", "") for event in events(path, "plan")]
+    return next((line for line in reported if line.startswith("steps are not captured")), "")
 
 
 @pytest.mark.parametrize("micro_batch", [16, 6])
@@ -112,7 +112,7 @@ def test_50_losses_are_those_of_steps_that_run(loss, micro_batch: int, tmp_path:
     overrides = {"micro_batch": micro_batch}
     models = [train(tmp_path / graph, graph=graph, loss=loss, overrides=overrides) for graph in ("off", "on")]
     assert refusal(tmp_path / "on") == ""
-    # With micro-batches of several lengths, combinations are more than they are worth.
+    # With micro-batches of several lengths there are too many combinations to capture.
     assert num_replayed(tmp_path / "on") >= (25 if micro_batch == 16 else 1)
     assert len(losses(tmp_path / "on")) == 50
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-5)
@@ -129,7 +129,7 @@ def test_half_precision_and_a_scaler_agree_too(precision: str, tmp_path: Path) -
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=2e-2)
 
 
-def test_dropout_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
     for graph in ("off", "on"):
         train(tmp_path / graph, graph=graph, dropout=0.3)
     assert num_replayed(tmp_path / "on") >= 25
@@ -164,7 +164,7 @@ def draws_on_the_host(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def waits_unnoticed(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """A wait that torch's own debug mode may not know of: the capture itself fails."""
+    """A synchronization that torch's debug mode may miss: the capture itself fails."""
     loss = mean(model, micro)
     torch.cuda.current_stream().synchronize()
     return loss
@@ -179,14 +179,14 @@ def waits_unnoticed(model: nn.Module, micro: MicroBatch) -> Tensor:
         (waits_unnoticed, ""),
     ],
 )
-def test_what_cannot_be_captured_is_said_and_trains_as_it_would(loss, reason: str, tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_captured_is_reported_and_trains_eagerly(loss, reason: str, tmp_path: Path) -> None:
     for graph in ("off", "on"):
         train(tmp_path / graph, graph=graph, loss=loss, dropout=0.3)
     assert refusal(tmp_path / "on")
     assert reason in refusal(tmp_path / "on")
     assert num_replayed(tmp_path / "on") == 0
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-4)
-    # The device is none the worse for it.
+    # The device still works.
     device = open_device("cuda").device
     device.memory.empty_cache()
     assert torch.rand(8, device=device.torch_device).isfinite().all()
@@ -194,11 +194,11 @@ def test_what_cannot_be_captured_is_said_and_trains_as_it_would(loss, reason: st
     assert num_replayed(tmp_path / "after") >= 25
 
 
-def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Path) -> None:
+def test_a_python_number_baked_into_a_graph_is_detected_and_rolled_back(tmp_path: Path) -> None:
     class Deep:
         factor = 1.0
 
-    found = []
+    result = []
     for graph in ("off", "on"):
         torch.manual_seed(0)
         model, deep = Reader(), Deep()
@@ -218,7 +218,7 @@ def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Pa
             overrides={
                 "graph": graph,
                 "micro_batch": 16,
-                "lengths": "few shapes",
+                "lengths": "bucketed",
                 "verify": "off",
                 "precision": "fp32",
                 "checkpoint_steps": 5,
@@ -227,9 +227,9 @@ def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Pa
             for batch in session:
                 deep.factor = 2.0 if session.state.step >= 8 else 1.0
                 session.step(loss, batch)
-        found.append({event.step: event.fields["loss"] for event in events(tmp_path / graph, "step")})
+        result.append({event.step: event.fields["loss"] for event in events(tmp_path / graph, "step")})
     assert "a graph does not see" in refusal(tmp_path / "on")
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert result[1] == pytest.approx(result[0], rel=1e-5)
 
 
 def test_a_share_in_a_tensor_averages_with_the_same_bits() -> None:

@@ -1,4 +1,4 @@
-"""What every device promises."""
+"""The contract of every device."""
 
 import copy
 import gc
@@ -40,10 +40,10 @@ def test_sync_waits(device: AbstractDevice) -> None:
     asked = time.perf_counter() - start
     device.sync()
     done = time.perf_counter() - start
-    assert done > 2 * asked, "the work took longer than asking for it"
+    assert done > 2 * asked, "the work took longer than the call"
 
 
-def test_marks_measure_the_device_and_not_the_asking(device: AbstractDevice) -> None:
+def test_marks_measure_the_device_and_not_the_query(device: AbstractDevice) -> None:
     if device.kind == "fake":
         pytest.skip("has a clock of its own")
     a = torch.randn(1_024, 1_024, device=device.torch_device)
@@ -79,7 +79,7 @@ def test_out_of_memory_is_recognised(device: AbstractDevice) -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_the_generator_goes_back(device: AbstractDevice) -> None:
+def test_the_generator_is_restored(device: AbstractDevice) -> None:
     if device.generator is None or device.kind == "fake":
         pytest.skip("the CPU's generator is the only one")
     state = device.generator.get_state()
@@ -88,13 +88,13 @@ def test_the_generator_goes_back(device: AbstractDevice) -> None:
     assert torch.equal(torch.rand(5, device=device.torch_device), first)
 
 
-@pytest.mark.parametrize("how", ["fixed", "sorted", "few shapes", "packed"])
-def test_gradients_agree_with_the_cpu_under_any_cut(device: AbstractDevice, how: str) -> None:
+@pytest.mark.parametrize("how", ["fixed", "sorted", "bucketed", "packed"])
+def test_gradients_agree_with_the_cpu_for_any_split(device: AbstractDevice, how: str) -> None:
     torch.manual_seed(0)
     on_cpu = TokenModel()
     here = copy.deepcopy(on_cpu).to(device.torch_device)
     tokens = ragged_tokens(12, longest=9, seed=0)
-    found = []
+    actual = []
     for model, place, micro_batch, form in ((on_cpu, CpuDevice(), 12, "fixed"), (here, device, 5, how)):
         place.use_precision("fp32")
         source = open_source({"tokens": tokens}, place, global_batch_size=12, seed=0)
@@ -103,9 +103,9 @@ def test_gradients_agree_with_the_cpu_under_any_cut(device: AbstractDevice, how:
         stepper(
             model.loss, source.micro_batches(batch, micro_batch=micro_batch, length_mode=form), num_samples=12, step=1
         )
-        found.append({name: p.grad.cpu() for name, p in model.named_parameters()})
-    for name in found[0]:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
+        actual.append({name: p.grad.cpu() for name, p in model.named_parameters()})
+    for name in actual[0]:
+        torch.testing.assert_close(actual[1][name], actual[0][name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

@@ -10,7 +10,7 @@ from whet.device.open import open_device
 pytestmark = pytest.mark.torch
 
 
-def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
+def test_out_of_memory_is_recognized_and_similar_errors_are_not() -> None:
     device = open_device("fake").device
     assert isinstance(device, FakeDevice)
     with pytest.raises(RuntimeError) as caught:

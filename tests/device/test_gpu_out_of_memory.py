@@ -1,4 +1,4 @@
-"""On a real GPU whose memory really runs out: fewer samples at once, the same training."""
+"""On a real GPU that runs out of memory: a smaller micro-batch, the same training."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LIMIT = 2 * 2**30
 
 @pytest.fixture
 def small_gpu() -> Any:
-    """A CUDA card that gives this process two gigabytes."""
+    """A CUDA card on which this process may use two gigabytes."""
     if cuda.cuda_unavailable_reason() is not None or virtual_mac.installed():
         pytest.skip(f"no cuda: {cuda.cuda_unavailable_reason()}")
     torch.cuda.empty_cache()
@@ -31,28 +31,28 @@ def train(run: Path, *, device: str, megabytes: int) -> tuple[nn.Module, whet.Se
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4))
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(1024, 64, generator=draw), torch.randint(0, 4, (1024,), generator=draw)
-    told: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
 
     def loss(micro: Any) -> torch.Tensor:
-        # What a large model's activations would take.
-        torch.empty(len(micro) * megabytes * 2**20, dtype=torch.uint8, device=micro.x.device)
+        # The size of a large model's activations.
+        torch.empty(len(micro.sample_ids) * megabytes * 2**20, dtype=torch.uint8, device=micro.x.device)
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     with whet.Session(
         model, whet.OptimizerChoice(lr=1e-3), (x, y), run=run, device=device, global_batch_size=256, epochs=2,
         overrides={"micro_batch": 256, "precision": "fp32"},
-        on_event=lambda kind, fields: told.append(fields) if kind == "oom" else None,
+        on_event=lambda kind, fields: logged.append(fields) if kind == "oom" else None,
     ) as session:  # fmt: skip
         for batch in session:
             session.step(loss, batch)
-    return model.cpu(), session, told
+    return model.cpu(), session, logged
 
 
-def test_a_full_card_makes_the_micro_batch_smaller_and_the_run_goes_on(small_gpu: str, tmp_path: Path) -> None:
-    ours, session, told = train(tmp_path / "gpu", device=small_gpu, megabytes=20)
+def test_out_of_memory_halves_the_micro_batch_and_the_run_continues(small_gpu: str, tmp_path: Path) -> None:
+    ours, session, logged = train(tmp_path / "gpu", device=small_gpu, megabytes=20)
     theirs, _, _ = train(tmp_path / "cpu", device="cpu", megabytes=0)
     assert session.state.step == 8
     assert session.plan.micro_batch in (16, 32, 64)
-    assert "CUDA out of memory" in told[0]["reason"]
+    assert "CUDA out of memory" in logged[0]["reason"]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()

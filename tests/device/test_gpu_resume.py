@@ -1,4 +1,4 @@
-"""On a real GPU: a killed training ends bit for bit as one that was not, and a run moves to the CPU and back."""
+"""On a real GPU: a killed training resumes bit for bit, and a run moves to the CPU and back."""
 
 import json
 import subprocess
@@ -50,9 +50,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    return found[1].tensors
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    return result[1].tensors
 
 
 def losses(run: Path) -> list[float | None]:

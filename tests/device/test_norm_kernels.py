@@ -1,4 +1,4 @@
-"""Norms over sums by whet's own kernels are torch's: on a real CUDA GPU, and interpreted where triton is there."""
+"""whet's kernels for norms over sums equal torch's: on a real CUDA GPU, and in triton's interpreter."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from triton_interpreter import complaints, needs_triton
 from whet.data.batch import Packed
 from whet.device.kernels import rowwise
 from whet.device.kernels.rowwise import residual_layer_norm, residual_norm_op, rms_norm_sum
-from whet.device.kernels.switches import use_own_kernels
+from whet.device.kernels.switches import use_whet_kernels
 from whet.recipes.chat.architecture import ChatArch as ChatArch
 from whet.recipes.chat.model import build_model
 from whet.recipes.layers import rms_norm
@@ -26,13 +26,13 @@ def by_formula(x: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def with_gaps(x: Tensor) -> Tensor:
-    """The same numbers, not side by side."""
+    """Return the same numbers in a non-contiguous tensor."""
     return x.repeat_interleave(2, -1)[..., ::2]
 
 
 def check_sum_norms(device: str, dtype: torch.dtype, *, bound: float, more=()) -> None:
-    """Results and gradients beside float64's for the draws that were made, whoever asks for slopes; the same bits, also
-    for numbers that do not lie side by side."""
+    """Results and gradients against float64 for the same draws, for any inputs that require gradients. The bits are
+    reproducible, also for non-contiguous tensors."""
     torch.manual_seed(0)
     for shape, share in (*SUMS, *more):
         x, before = torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device) + 1
@@ -43,13 +43,13 @@ def check_sum_norms(device: str, dtype: torch.dtype, *, bound: float, more=()) -
         for asked in ((0,), (1,), (0, 1)):
             near = [t.clone().requires_grad_() for t in (x, plus, before, weight, bias)]
             wide = [t.double().requires_grad_() for t in (x, plus, before, weight, bias)]
-            found = residual_norm_op(*near, seed, share, 0.1)[:2]
-            assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)
+            result = residual_norm_op(*near, seed, share, 0.1)[:2]
+            assert (result[0].dtype, result[1].dtype) == (torch.float32, dtype)
             expected = functional.layer_norm((wide[0] + wide[1]) * stays.double() + wide[2], shape[-1:], *wide[3:], 0.1)
-            slopes = [torch.randn_like(found[way]) for way in asked]
-            torch.autograd.backward([found[way] for way in asked], slopes)
+            slopes = [torch.randn_like(result[way]) for way in asked]
+            torch.autograd.backward([result[way] for way in asked], slopes)
             expected.backward(sum(slope.double() for slope in slopes))
-            pairs = [(part, expected) for part in found]
+            pairs = [(part, expected) for part in result]
             pairs += [(one.grad, other.grad) for one, other in zip(near, wide, strict=True)]
             off = [float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs]
             assert max(off) <= bound, (shape, share, asked, off)
@@ -63,7 +63,7 @@ def check_sum_norms(device: str, dtype: torch.dtype, *, bound: float, more=()) -
 
 
 def check_rms_sums(device: str, dtype: torch.dtype, *, bound: float) -> None:
-    """Results and gradients beside float64's, with something added and without."""
+    """Results and gradients against float64, with and without a residual."""
     torch.manual_seed(0)
     for shape in ((5, 48), (3, 7, 100), (1, 16)):
         for has_added in (True, False):
@@ -71,21 +71,21 @@ def check_rms_sums(device: str, dtype: torch.dtype, *, bound: float) -> None:
             near = [t.clone().requires_grad_() for t in given]
             wide = [t.double().requires_grad_() for t in given]
             gappy = [with_gaps(t) for t in near]
-            found = rms_norm_sum(gappy[0], gappy[1] if has_added else None, 0.1)[0]
+            result = rms_norm_sum(gappy[0], gappy[1] if has_added else None, 0.1)[0]
             sums = sum(wide)
             expected = by_formula(sums, 0.1)
-            slopes = torch.randn_like(found)
-            found.backward(with_gaps(slopes))
+            slopes = torch.randn_like(result)
+            result.backward(with_gaps(slopes))
             expected.backward(slopes.double())
-            assert found.dtype == dtype
-            pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
+            assert result.dtype == dtype
+            pairs = [(result, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
             off = [float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs]
             assert max(off) <= bound, (shape, has_added, off)
             torch.library.opcheck(rms_norm_sum, (near[0], near[1] if has_added else None, 0.1))
 
 
 def check_draws(device: str, tokens: int, width: int) -> None:
-    """Dropout drops its share everywhere alike: in rows, columns, neighbours and from one seed to the next."""
+    """Dropout has the same rate in rows, columns, adjacent elements and across seeds."""
     share = 0.1
     ones, zeros = torch.ones(tokens, width, device=device), torch.zeros(tokens, width, device=device)
 
@@ -123,7 +123,7 @@ def test_dropout_drops_its_share_everywhere_alike() -> None:
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_bert_computes_the_same_with_them(is_compiled: bool) -> None:
     transformers = pytest.importorskip("transformers")
@@ -146,22 +146,22 @@ def test_a_bert_computes_the_same_with_them(is_compiled: bool) -> None:
     def run() -> list[Tensor]:
         model.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = functional.cross_entropy(call(texts).float(), torch.tensor([0, 2, 1], device="cuda"))
-        found.backward()
+            result = functional.cross_entropy(call(texts).float(), torch.tensor([0, 2, 1], device="cuda"))
+        result.backward()
         # A key's bias adds the same to all scores of a query: its gradient is rounding alone.
-        return [found.detach(), *(p.grad for name, p in model.named_parameters() if "key.bias" not in name)]
+        return [result.detach(), *(p.grad for name, p in model.named_parameters() if "key.bias" not in name)]
 
     plain = run()
-    with use_own_kernels("norms"):
+    with use_whet_kernels("norms"):
         own = run()
         model.network["bert"].encoder["layer"][0].output.dropout.p = 0.5
         thinned = [run()[0] for _ in range(2)]
     assert 0 < far(plain, own) <= 5e-2
-    assert not torch.equal(*thinned), "and new ones are drawn"
+    assert not torch.equal(*thinned), "and new masks are drawn"
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("kind", ["trm", "gpt"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) -> None:
@@ -175,35 +175,35 @@ def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) 
     def run() -> list[Tensor]:
         model.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = torch.stack(call(tokens, is_start, tokens.roll(-1, 1))).mean()
-        found.backward()
-        return [found.detach(), *(p.grad for p in model.parameters())]
+            result = torch.stack(call(tokens, is_start, tokens.roll(-1, 1))).mean()
+        result.backward()
+        return [result.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with use_own_kernels("norms"):
+    with use_whet_kernels("norms"):
         own = run()
     assert far(plain, own) <= 5e-2
-    # The way back begins from rounded results; a compiled model computes as it did.
-    assert is_compiled or far(plain, own) > 0, "nothing was computed by them"
+    # The backward pass starts from rounded results; a compiled model is unchanged.
+    assert is_compiled or far(plain, own) > 0, "the kernels were not used"
 
 
 def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
+    """Simulated: every tensor counts as half precision on CUDA, and the kernel only records its call."""
     monkeypatch.setattr(rowwise, "is_supported", lambda _: True)
-    monkeypatch.setattr(rowwise, "residual_norm_op", lambda *given: ("own", *given[:3]))
+    monkeypatch.setattr(rowwise, "residual_norm_op", lambda *given: ("whet", *given[:3]))
     dense, dropout, norm = nn.Linear(24, 16), nn.Dropout(0.0), nn.LayerNorm(16)
     x, before = torch.randn(3, 24), torch.randn(3, 16)
 
     def is_own(dense=dense, dropout=dropout, norm=norm, x=x, before=before) -> bool:
-        found, also = residual_layer_norm(dense, dropout, norm, x, before)
-        if isinstance(found, str):
+        result, also = residual_layer_norm(dense, dropout, norm, x, before)
+        if isinstance(result, str):
             return True
-        assert found is also
-        assert torch.equal(found, norm(dropout(dense(x)) + before))
+        assert result is also
+        assert torch.equal(result, norm(dropout(dense(x)) + before))
         return False
 
-    assert not is_own(), "not wanted"
-    with use_own_kernels("norms"):
+    assert not is_own(), "not selected"
+    with use_whet_kernels("norms"):
         assert is_own()
         watched = nn.LayerNorm(16)
         watched.register_forward_hook(lambda *_: None)
@@ -218,21 +218,21 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
             "watched": {"norm": watched},
         }
         assert {name for name, given in others.items() if is_own(**given)} == set()
-    assert not is_own(), "no longer wanted"
+    assert not is_own(), "no longer selected"
 
 
 def test_a_norm_without_weights_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
+    """Simulated: every tensor counts as half precision on CUDA, and the kernel only records its call."""
     monkeypatch.setattr(rowwise, "is_supported", lambda _: True)
-    monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", lambda *_: ("own",))
+    monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", lambda *_: ("whet",))
     x = torch.randn(3, 16)
-    assert torch.allclose(rms_norm(x), by_formula(x)), "not wanted"
-    with use_own_kernels("norms"):
-        assert rms_norm(x) == rms_norm(x, x) == "own"
+    assert torch.allclose(rms_norm(x), by_formula(x)), "not selected"
+    with use_whet_kernels("norms"):
+        assert rms_norm(x) == rms_norm(x, x) == "whet"
         for given in ((x[:, :15],), (x[:0],), (x, x.double()), (x, x[:1])):
             assert torch.allclose(rms_norm(*given), by_formula(sum(given)))
         compiled = torch.compile(rms_norm, backend="eager")
-        assert torch.allclose(compiled(x), by_formula(x)), "the compiler makes one kernel of it itself"
+        assert torch.allclose(compiled(x), by_formula(x)), "the compiler fuses it itself"
 
 
 @pytest.mark.parametrize(("kind", "number"), [("trm", 2 * 3 * 2 * 2), ("gpt", 2 * 2 + 1)])
@@ -250,7 +250,7 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
     monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", by_torch)
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=8, L_layers=2, match="parameters")
     tokens, is_start = torch.randint(0, 20, (2, 8)), torch.eye(2, 8, dtype=torch.bool)
-    with torch.autocast("cpu", dtype=torch.bfloat16), use_own_kernels("norms"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), use_whet_kernels("norms"):
         build_model(arch, vocab_size=20, dropout=0.1)(tokens, is_start)
     assert len(given) == number
     assert all((added is not None) == (kind == "trm") for _, added in given)

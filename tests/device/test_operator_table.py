@@ -1,4 +1,4 @@
-"""The table of operators agrees with torch: with its own parser, and with what its tests on Macs find missing."""
+"""The table of operators agrees with torch's parser and with the expected failures of torch's tests on MPS."""
 
 import ast
 import inspect
@@ -49,7 +49,7 @@ def test_the_table_agrees_with_torchs_own_parser(backend: str, report_count: Cal
                 or function.has_composite_explicit_autograd_non_functional_kernel
             )
             expected = "kernel" if has_kernel else "parts" if has_parts else "missing"
-            # torch gives these a form that calls out=; without a kernel for that, it is missing all the same.
+            # torch implements these through out=; without a kernel for that, they are missing too.
             is_written = is_structured and function.func.kind() in (SchemaKind.functional, SchemaKind.inplace)
             if is_written and not has_kernel and status.kind == "missing":
                 expected = "missing"
@@ -62,7 +62,7 @@ def test_the_table_agrees_with_torchs_own_parser(backend: str, report_count: Cal
 
 def _unimplemented() -> set[str]:
     """Operators that torch's tests on Macs expect to be missing for float32."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(common_mps))):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         if "UNIMPLEMENTED_XFAILLIST" not in [getattr(target, "id", "") for target in targets]:
@@ -71,9 +71,9 @@ def _unimplemented() -> set[str]:
         assert isinstance(node.value, ast.Dict)
         for key, value in zip(node.value.keys, node.value.values, strict=True):
             if _is_text(key) and ("None" in ast.unparse(value) or "float32" in ast.unparse(value)):
-                found.add(ast.literal_eval(key))
-    assert len(found) > 50
-    return found
+                result.add(ast.literal_eval(key))
+    assert len(result) > 50
+    return result
 
 
 def _expected_to_fail() -> set[str]:
@@ -93,8 +93,8 @@ def _is_text(key: Any) -> bool:
 
 
 def _predicted(names: Iterable[str] | None, *, most_samples: int) -> tuple[set[str], dict[str, set[str]]]:
-    """Which of torch's sample operators were tried, and what the check says about each."""
-    tried, told = set(), {}
+    """Compare torch's sample operators with the result of the check for each."""
+    tried, logged = set(), {}
     for op in op_db:
         key = op.name + op.variant_test_name
         if (names is not None and key not in names) or not op.supports_dtype(torch.float32, "cpu"):
@@ -112,21 +112,21 @@ def _predicted(names: Iterable[str] | None, *, most_samples: int) -> tuple[set[s
                 try:
                     op(sample.input, *sample.args, **sample.kwargs)
                 except Exception:
-                    # Some samples are for other devices; what was seen before counts.
+                    # Some samples are for other devices; earlier results count.
                     continue
         tried.add(key)
         if kinds := {finding.id for finding in recorder.log.findings()}:
-            told[key] = kinds
-    return tried, told
+            logged[key] = kinds
+    return tried, logged
 
 
 def _agreement(names: Iterable[str] | None, report_count: Callable[[str], None], *, most_samples: int) -> set[str]:
     unimplemented, failing = _unimplemented(), _expected_to_fail()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tried, told = _predicted(names, most_samples=most_samples)
-    missing = {name for name, kinds in told.items() if "missing-operator" in kinds}
-    explained = {name for name in unimplemented & tried if name in told}
+        tried, logged = _predicted(names, most_samples=most_samples)
+    missing = {name for name, kinds in logged.items() if "missing-operator" in kinds}
+    explained = {name for name in unimplemented & tried if name in logged}
     report_count(
         f"{len(tried)} operators: {len(missing)} missing by the table, {len(missing & unimplemented)} of them in "
         f"torch's list of unimplemented ones, {len((missing - unimplemented) & failing)} expected to fail elsewhere; "
@@ -136,11 +136,11 @@ def _agreement(names: Iterable[str] | None, report_count: Callable[[str], None],
     return (unimplemented & tried) - explained
 
 
-def test_what_is_missing_is_missing_in_torchs_tests_on_macs(report_count: Callable[[str], None]) -> None:
+def test_missing_operators_are_skipped_in_torchs_tests_for_mps(report_count: Callable[[str], None]) -> None:
     assert _agreement(FEW, report_count, most_samples=8) == set()
 
 
 @pytest.mark.slow
-def test_all_that_is_missing_is_missing_in_torchs_tests_on_macs(report_count: Callable[[str], None]) -> None:
-    # Fails there for float32 for a reason that no table can show.
+def test_all_missing_operators_are_skipped_in_torchs_tests_for_mps(report_count: Callable[[str], None]) -> None:
+    # Fails for float32 for a reason that is not in the table.
     assert _agreement(None, report_count, most_samples=60) <= {"masked.median"}

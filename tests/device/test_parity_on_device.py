@@ -1,4 +1,4 @@
-"""`whet compare` on each device that is there: sound models pass, and a wrong kernel is found."""
+"""`whet compare` on each available device: correct models pass, and a wrong kernel is detected."""
 
 import json
 import subprocess
@@ -57,22 +57,24 @@ SUBJECTS = {
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
-def test_sound_models_pass(device: AbstractDevice, name: str, report_count: ReportCount) -> None:
-    found = compare_devices(SUBJECTS[name](), devices=[device.kind], steps=20)
-    assert found.agrees, found
-    (bf16,) = found.precisions
+def test_correct_models_pass(device: AbstractDevice, name: str, report_count: ReportCount) -> None:
+    result = compare_devices(SUBJECTS[name](), devices=[device.kind], steps=20)
+    assert result.agrees, result
+    (bf16,) = result.precisions
     assert bf16.agrees, bf16
-    errors = ", ".join(f"{row.what} {row.error:.1e} of {row.bound:.1e}" for row in found.rows)
+    errors = ", ".join(f"{row.what} {row.error:.1e} of {row.bound:.1e}" for row in result.rows)
     report_count(f"{name} on {device.kind}: {errors}; bf16 {bf16.gradient_error:.1e} of {bf16.bound:.1e}")
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
-def test_no_operator_of_a_sound_model_is_blamed(device: AbstractDevice, name: str, report_count: ReportCount) -> None:
-    found = locate(ReplicaFactory(SUBJECTS[name]()), device)
-    assert found.culprit is None, found
-    assert found.num_checked > 20
+def test_no_operator_of_a_correct_model_is_reported(
+    device: AbstractDevice, name: str, report_count: ReportCount
+) -> None:
+    result = locate(ReplicaFactory(SUBJECTS[name]()), device)
+    assert result.culprit is None, result
+    assert result.num_checked > 20
     report_count(
-        f"{name} on {device.kind}: {found.num_checked} calls judged, not judged: {', '.join(found.unknown) or 'none'}"
+        f"{name} on {device.kind}: {result.num_checked} calls judged, not judged: {', '.join(result.unknown) or 'none'}"
     )
 
 
@@ -86,11 +88,11 @@ def test_an_artificially_wrong_kernel_is_found(
     command = [sys.executable, str(WRONG_KERNELS), operator, str(program), device.kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert not found["agrees"]
-    culprit = found["located"]["culprit"]
+    result = json.loads(done.stdout)
+    assert not result["agrees"]
+    culprit = result["located"]["culprit"]
     assert (culprit["operator"], culprit["phase"]) == (f"aten::{operator}", phase)
-    assert list(found["located"]["wrong"]) == [f"aten::{operator}"]
-    assert found["exit_code"] == 1, "the program shows it under the same fault"
+    assert list(result["located"]["wrong"]) == [f"aten::{operator}"]
+    assert result["exit_code"] == 1, "the reproducer fails with the same fault"
     again = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -1,4 +1,4 @@
-"""What every device promises before the first step: it is verified, and nobody can tell from the training."""
+"""The checks before the first step on every device: they verify the model and do not change the training."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(device: AbstractDevice, model: nn.Module, **options) -> list[str]:
-    """A few steps; what was said about the plan."""
-    told: list[str] = []
+    """Train a few steps and return the messages about the plan."""
+    logged: list[str] = []
     whet.train(
         model,
         sentences(64),
@@ -30,10 +30,10 @@ def train(device: AbstractDevice, model: nn.Module, **options) -> list[str]:
         max_steps=3,
         device=device.kind,
         outputs=model.outputs,
-        on_event=lambda kind, fields: told.append(str(fields["message"])) if kind == "plan" else None,
+        on_event=lambda kind, fields: logged.append(str(fields["message"])) if kind == "plan" else None,
         **{"overrides": {"threads": 1}, **options},
     )
-    return [line for line in told if "verified" in line]
+    return [line for line in logged if "verified" in line]
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32", "tf32", "bf16", "fp16"])

@@ -1,4 +1,4 @@
-"""Standard error while it is watched: nothing lost, nothing reordered, put back afterwards, last words included."""
+"""A watched stderr: nothing is lost or reordered, the descriptor is restored, and the last output is included."""
 
 import os
 import pty
@@ -37,7 +37,7 @@ def test_everything_passes_unchanged_and_in_order_also_from_children() -> None:
     assert done.returncode == 0
 
 
-def test_large_writes_pass_whole() -> None:
+def test_large_writes_pass_unchanged() -> None:
     done = run("with StderrWatch('x y z'):\n    sys.stderr.write('abc\\n' * 500_000)\n")
     assert done.stderr == b"abc\n" * 500_000
 
@@ -45,7 +45,7 @@ def test_large_writes_pass_whole() -> None:
 @pytest.mark.parametrize(
     "pieces", [["a planted failure here\n"], ["a plan", "ted fail", "ure\n"], [*"planted failure"]]
 )
-def test_the_text_is_noticed_however_it_is_cut(pieces: list[str]) -> None:
+def test_the_text_is_noticed_in_chunks_of_any_size(pieces: list[str]) -> None:
     done = run(
         "with StderrWatch('planted failure') as watch:\n"
         "    os.write(2, b'a planted fail, but not more\\n')\n"
@@ -60,7 +60,7 @@ def test_the_text_is_noticed_however_it_is_cut(pieces: list[str]) -> None:
     assert done.stderr == b"a planted fail, but not more\n" + "".join(pieces).encode()
 
 
-def test_what_a_child_says_is_noticed_too() -> None:
+def test_output_of_a_child_is_noticed() -> None:
     done = run(
         "with StderrWatch('planted failure') as watch:\n"
         "    subprocess.run(['sh', '-c', 'echo planted failure >&2'])\n"
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_the_relay_alone() -> None:
     ("end", "code"),
     [("os.abort()", -6), ("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("sys.exit(4)", 4)],
 )
-def test_last_words_arrive_however_the_process_ends(end: str, code: int) -> None:
+def test_the_last_output_arrives_however_the_process_ends(end: str, code: int) -> None:
     done = run(f"with StderrWatch('x'):\n    os.write(2, b'last words\\n' * 1000)\n    {end}\n")
     assert done.returncode == code
     assert done.stderr == b"last words\n" * 1000
@@ -130,8 +130,8 @@ def test_a_relay_that_is_killed_gives_standard_error_back() -> None:
     assert done.stderr == b"still heard\n"
 
 
-def test_a_forked_process_may_outlive_it() -> None:
-    """Like a worker that ends later than the run; its words still arrive."""
+def test_forked_process_may_outlive_the_stderr_watch() -> None:
+    """A worker that exits later than the run; its output still arrives."""
     done = run(
         "has_left, leaves = os.pipe()\n"
         "with StderrWatch('x') as watch:\n"
@@ -161,7 +161,7 @@ def test_a_progress_line_that_was_made_before_still_redraws_on_a_terminal(tmp_pa
     master, terminal = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stderr=terminal, cwd=tmp_path)
     os.close(terminal)
-    said = b""
+    reported = b""
     while True:
         try:
             part = os.read(master, 4096)
@@ -169,8 +169,8 @@ def test_a_progress_line_that_was_made_before_still_redraws_on_a_terminal(tmp_pa
             break
         if not part:
             break
-        said += part
+        reported += part
     assert process.wait() == 0
     os.close(master)
-    assert said.startswith(b"\r\x1b[2Kname  1  epoch 1  loss 0.5  ^C saves and stops")
-    assert b"native\r\n" in said
+    assert reported.startswith(b"\r\x1b[2Kname  1  epoch 1  loss 0.5  ^C saves and stops")
+    assert b"native\r\n" in reported

@@ -1,4 +1,4 @@
-"""torch is told a number of threads only where another one holds: telling it the same again is not free."""
+"""The number of threads is set in torch only if it changes, because setting it is not free."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What torch is told from here on; it is told all the same."""
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the numbers of threads that are set in torch, and set them."""
     numbers: list[int] = []
     tell = torch.set_num_threads
 
@@ -37,22 +37,22 @@ def a_training():
     return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def test_only_another_number_is_told(told: list[int]) -> None:
+def test_only_a_changed_number_is_reported(logged: list[int]) -> None:
     set_num_threads(1)
-    assert told == []
+    assert logged == []
     set_num_threads(2)
     assert torch.get_num_threads() == 2
     with preserve_num_threads():
         set_num_threads(2)
-    assert told == [2]
+    assert logged == [2]
     with preserve_num_threads():
         set_num_threads(1)
     assert torch.get_num_threads() == 2
-    assert told == [2, 1, 2]
+    assert logged == [2, 1, 2]
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, []), (2, [2])])
-def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expected: list[int]) -> None:
+def test_a_training_reports_it_at_most_once(logged: list[int], threads: int, expected: list[int]) -> None:
     model, data, loss = a_training()
     whet.train(
         model,
@@ -64,20 +64,20 @@ def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expect
         overrides={"threads": threads, "micro_batch": 8},
         on_event=None,
     )
-    assert told == expected
+    assert logged == expected
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, []), (2, [2])])
-def test_measuring_tells_it_once_or_never(told: list[int], threads: int, expected: list[int]) -> None:
+def test_measuring_reports_it_at_most_once(logged: list[int], threads: int, expected: list[int]) -> None:
     model, data, loss = a_training()
     training = parse_training_config({"global_batch_size": 8})
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     workload = describe_workload(model, data, training, recipe="net")
-    plan = make_plan(machine, workload, overrides={"device": "cpu", "threads": threads}, conditions=conditions)
+    plan = make_plan(machine, workload, overrides={"device": "cpu", "threads": threads}, system_state=system_state)
     with LocalStepBench(model, OptimizerChoice(lr=0.1), data, training, loss=loss, plan=plan) as rig:
         for micro_batch in (8, 4):
             prepared = rig.prepare({"micro_batch": micro_batch}, seconds=30)
             assert min(prepared.step(number) for number in range(3)) > 0
             prepared.close()
-        assert told == expected
+        assert logged == expected
     assert torch.get_num_threads() == 1

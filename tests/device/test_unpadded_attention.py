@@ -1,4 +1,4 @@
-"""On a real CUDA GPU: attention without padding computes what the rectangle does, and whole steps are captured."""
+"""On a real CUDA GPU: unpadded attention equals padded attention, and whole steps are captured."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.nn import functional
 import whet
 from whet.data.batch import Packed, Ragged
 from whet.device.kernels import attention as kernels
-from whet.device.kernels.switches import use_own_kernels
+from whet.device.kernels.switches import use_whet_kernels
 from whet.plan.plan import read_plan
 from whet.recipes.text import attention as text_attention
 from whet.recipes.text.bert import Bert
@@ -69,36 +69,36 @@ def answer(model: nn.Module, tokens: Packed, dtype: torch.dtype) -> tuple[Tensor
 
 @pytest.mark.parametrize("make", [bert, small])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_the_kernel_equals_padded_attention(make: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
     model = make().cuda()
     calls = []
     kernel = kernels.varlen_attention
     with monkeypatch.context() as patched:
         patched.setattr(text_attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
-        found = [answer(model, batch(total), dtype) for total in (None, 192, 256)]
+        result = [answer(model, batch(total), dtype) for total in (None, 192, 256)]
     assert calls
     with monkeypatch.context() as patched:
         patched.setattr(text_attention, "has_varlen_kernel", lambda *_, **__: False)
         logits, gradients = answer(model, batch(), dtype)
         exact = model(batch()).detach()
     noise = (logits - exact).abs().max()
-    for ours, ours_gradients in found:
+    for ours, ours_gradients in result:
         assert (ours - exact).abs().max() <= 2 * noise + 1e-3
         for mine, theirs in zip(ours_gradients, gradients, strict=True):
             assert torch.isfinite(mine).all()
             assert (mine - theirs).norm() <= 0.05 * theirs.norm() + 1e-4
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns about torch's own code
 @pytest.mark.parametrize("is_own", [False, True])
 def test_compiled_it_is_the_same(is_own: bool) -> None:
-    """torch's compiler once read a view from its storage's begin on, so that all positions were wrong."""
+    """Regression of torch's compiler: it read a view from the start of its storage, so all positions were wrong."""
     model = bert(num_attention_heads=2).cuda()
-    with use_own_kernels("attention") if is_own else contextlib.nullcontext():
+    with use_whet_kernels("attention") if is_own else contextlib.nullcontext():
         logits, gradients = answer(model, batch(192), torch.bfloat16)
         compiled = torch.compile(model, dynamic=True)
-        found, found_gradients = answer(compiled, batch(192), torch.bfloat16)
-    assert (found - logits).abs().max() <= 2e-2 * logits.abs().max()
+        result, found_gradients = answer(compiled, batch(192), torch.bfloat16)
+    assert (result - logits).abs().max() <= 2e-2 * logits.abs().max()
     largest = max(gradient.norm() for gradient in gradients)
     for one, other in zip(found_gradients, gradients, strict=True):
         assert (one - other).norm() <= 5e-2 * other.norm() + 1e-3 * largest
@@ -149,7 +149,7 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
             schedule="linear",
             overrides={
                 "graph": graph,
-                "lengths": "packed few",
+                "lengths": "packed_bucketed",
                 "precision": "bf16",
                 "micro_batch": micro_batch,
                 "verify": "off",

@@ -1,4 +1,4 @@
-"""Which of how many processes is this, and what several cannot do: said before torch is loaded."""
+"""Ranks from the environment, and errors for unsupported combinations before torch is imported."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_read_from_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_rank_info() == RankInfo()
     for name, value in {**TORCHRUN, **ADDRESS}.items():
         monkeypatch.setenv(name, value)
@@ -30,8 +30,8 @@ def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Each of its processes would train a run of its own."""
+def test_incomplete_torchrun_variables_are_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Each of the processes would train its own run."""
     for name, value in {**TORCHRUN, **ADDRESS}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
@@ -39,7 +39,7 @@ def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) 
         read_rank_info()
 
 
-def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     assert read_rank_info().is_single_process
@@ -72,9 +72,9 @@ def test_several_processes_on_mps_are_refused(number: int, device: str, is_mac: 
         return
     with pytest.raises(UsageError) as refused:
         check_not_mps(number, device=device, is_mac=is_mac)
-    said = str(refused.value)
+    reported = str(refused.value)
     for word in ("no collective", "one process", "--device cpu", "gloo", "would lift this"):
-        assert word in said
+        assert word in reported
 
 
 @pytest.mark.parametrize("way", ["nproc", "torchrun"])
@@ -84,25 +84,25 @@ def test_mps_is_refused_without_torch(whet: Run, way: str) -> None:
     ended = whet("train", "text", "--device", "mps", *words, PYTHONPROFILEIMPORTTIME="1", **environment)
     assert ended.returncode == 2
     assert "several processes cannot train together on MPS" in ended.stderr
-    assert " torch\n" not in ended.stderr, "torch was loaded"
+    assert " torch\n" not in ended.stderr, "torch was imported"
 
 
-def test_what_the_first_process_does_not_find_wrong_another_one_says(
+def test_an_error_on_another_rank_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two machines one lacks a file: who waits in vain to be ended with the first process has to speak."""
+    """One of two machines lacks a file: a rank that the first one does not stop must report its error."""
     waited: list[float] = []
     monkeypatch.setattr(output.time, "sleep", waited.append)
     monkeypatch.setattr(output, "rank", 1)
     output.error(LostRankError("gone"))
     assert (waited, capsys.readouterr().err) == ([], "")
     output.error(UsageError("the data is not there", got="data=/shared/talks", try_="a file"))
-    said = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert waited == [output._RANK_ZERO_GRACE_SECONDS]
-    assert said.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
+    assert reported.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
 
 
-def test_torch_is_told_to_be_quiet_before_your_recipe_loads_it(whet: Run, tmp_path: Path) -> None:
+def test_torch_is_silenced_before_the_recipe_imports_it(whet: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text("import os, sys\nsys.exit(os.environ.get('TORCH_CPP_LOG_LEVEL'))")
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
@@ -121,18 +121,18 @@ def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
 
 
 def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: Run) -> None:
-    """Before one is started: a thousand would take the machine along."""
+    """Checked before any process starts: a thousand would exhaust the machine."""
     ended = whet("train", "text", "--nproc", "1000", "--device", "cpu")
     assert (ended.returncode, "1000 processes, global_batch_size=32" in ended.stderr) == (2, True)
     with pytest.raises(UsageError, match="more processes than samples") as refused:
         ranks._check_process_count(3, 1, global_batch_size=2)
     assert "at most 2 processes" in str(refused.value)
     ranks._check_process_count(2, 2, global_batch_size=2)
-    with pytest.raises(UsageError, match="do not fit into this machine's memory"):
+    with pytest.raises(UsageError, match="not enough memory"):
         ranks._check_process_count(10**6, 10**6, global_batch_size=10**7)
 
 
-def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:
+def test_a_restart_needs_a_run_folder(whet: Run) -> None:
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
     ended = whet("train", "text", "--device", "cpu", **first)
     assert (ended.returncode, "--run-dir DIR" in ended.stderr) == (2, True)
@@ -158,14 +158,14 @@ def test_a_plan_divides_the_batch_and_not_the_training() -> None:
     assert (plan_of(1).sharding, plan_of(1).bucket_mb) == ("unused", None)
 
 
-def test_what_does_not_fit_is_sharded() -> None:
+def test_a_model_that_does_not_fit_is_sharded() -> None:
     plan = plan_of(8, parameters=2 * 10**10)
     assert plan.sharding == "full"
     assert "sharded" in plan.settings["sharding"].reason
     assert plan_of(8, parameters=2 * 10**10, sharding="off").sharding == "off"
 
 
-def test_who_is_late_follows_from_how_long_it_took_before() -> None:
+def test_a_late_rank_is_detected_from_earlier_durations() -> None:
     now = [0.0]
     detector = StallDetector(is_single_process=False, clock=lambda: now[0])
 
@@ -173,7 +173,7 @@ def test_who_is_late_follows_from_how_long_it_took_before() -> None:
         now[0] += seconds
         return detector.status().startswith("late ")
 
-    assert not is_late_after(10_000), "whatever is done outside of a step"
+    assert not is_late_after(10_000), "outside of steps"
     with detector.working("step 1"):
         assert not is_late_after(299)
         assert is_late_after(2)
@@ -193,4 +193,4 @@ def test_who_is_late_follows_from_how_long_it_took_before() -> None:
         detector.is_compiled = True
         assert not is_late_after(299)
     with detector.working("step 42"):
-        assert not is_late_after(20 * 299), "a slow step before: such a one may come again"
+        assert not is_late_after(20 * 299), "after a slow step, another one is expected"

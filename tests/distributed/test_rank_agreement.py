@@ -1,4 +1,4 @@
-"""Processes that would not train the same are refused before the first step; the other process is simulated."""
+"""Ranks with different configurations are refused before the first step; the other rank is simulated."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from whet.base.errors import UsageError
-from whet.data.adapters import AbstractSource, open_source
+from whet.data.adapters import open_source
+from whet.data.source import AbstractSource
 from whet.device.cpu import CpuDevice
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
@@ -18,8 +19,8 @@ from whet.training.training_config import TrainingConfig
 pytestmark = pytest.mark.torch
 
 
-class Told(RankGroup):
-    """Gathers what an earlier process has told."""
+class Logged(RankGroup):
+    """Gathers the facts that an earlier rank has sent."""
 
     def __init__(self) -> None:
         super().__init__(RankInfo(rank=1, size=2))
@@ -53,8 +54,8 @@ SAME: dict[str, Any] = {
         ("optimizer: adamw on rank 0, SGD on rank 1", {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}),
     ],
 )
-def test_what_a_simulated_process_would_train_differently_is_named(named: str, other: dict[str, Any]) -> None:
-    group = Told()
+def test_differences_between_simulated_ranks_are_named(named: str, other: dict[str, Any]) -> None:
+    group = Logged()
 
     def ask(model: nn.Module, optimizer: Any, data: torch.Tensor, training: TrainingConfig) -> None:
         check_ranks_agree(group, model, optimizer, source_of(data), training)

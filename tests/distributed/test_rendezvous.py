@@ -1,4 +1,4 @@
-"""Where processes meet before a training: a port that is taken, a first process that nobody finds. Real sockets."""
+"""The rendezvous of ranks: a port in use, an unreachable rank 0. Real sockets."""
 
 import socket
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A port that somebody has, and at which nobody answers."""
+    """A port in use that does not answer."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

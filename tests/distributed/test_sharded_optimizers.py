@@ -1,4 +1,4 @@
-"""Every optimizer that a model in parts may have makes steps; a group of one process is enough to see it."""
+"""Every supported optimizer makes steps on a sharded model; a group of one process is enough."""
 
 from collections.abc import Iterator
 
@@ -24,9 +24,9 @@ def _group() -> Iterator[None]:
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("kernels", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZER_NAMES if name != "adafactor"])
-def test_a_model_in_parts_is_trained_as_a_whole_one(name: str, kernels: str) -> None:
-    """adafactor is refused: it looks at whole weights."""
-    choice, found = OptimizerChoice(name=name, lr=0.1, weight_decay=0.1), []
+def test_a_sharded_model_trains_like_an_unsharded_one(name: str, kernels: str) -> None:
+    """adafactor is refused: it does not support sharded weights."""
+    choice, result = OptimizerChoice(name=name, lr=0.1, weight_decay=0.1), []
     for is_in_parts in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -37,6 +37,6 @@ def test_a_model_in_parts_is_trained_as_a_whole_one(name: str, kernels: str) -> 
             model(torch.ones(5, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([p.full_tensor() if is_in_parts else p for p in model.parameters()])
-    for whole, shared in zip(*found, strict=True):
+        result.append([p.full_tensor() if is_in_parts else p for p in model.parameters()])
+    for whole, shared in zip(*result, strict=True):
         torch.testing.assert_close(shared, whole)

@@ -1,9 +1,10 @@
-"""What the docs say is true: the map shows the rooms, commands run, examples run."""
+"""The docs are correct: the package list is complete, commands run, examples run."""
 
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import whet as package
@@ -16,7 +17,7 @@ from whet.recipes.recipe import load_recipe
 pytestmark = pytest.mark.torch
 
 PACKAGES = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_architecture_page_lists_every_package_in_layer_order() -> None:
@@ -41,10 +42,10 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run, tm
     started: set[str] = set()
     for command in commands:
         words = shlex.split(command)[1:]
-        # Each really starts once, as a user would start it.
+        # Each is started once, as a user would.
         run = warm_whet if words[0] in started else whet
         started.add(words[0])
-        # Shorter, so that the test is: the commands are the README's, the data is real.
+        # Shortened to save time; the commands are those of the README, and the data is real.
         shorter = ["max_steps=6", "threads=1"] if words[:2] == ["train", "text"] else []
         shorter = ["--quick", "--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
         shorter = ["threads=1", "--kills=2", "--steps=12", "--budget=1"] if words[0] == "prove" else shorter
@@ -57,7 +58,10 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run, tm
     assert {name for name in left - {"/whet-home/"} if not {name, name.removeprefix("/")} & ignored} == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/callbacks.md", "docs/measure.md", "docs/hex.md"])
+_RUNNABLE = ["README.md", *(f"docs/{name}.md" for name in ("callbacks", "data", "goals", "measure", "hex"))]
+
+
+@pytest.mark.parametrize("page", _RUNNABLE)
 def test_python_of_a_page_runs(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
@@ -67,7 +71,32 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, warm_python: WarmPytho
     assert page != "README.md" or (tmp_path / "runs" / "own-loop" / "run.json").exists()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_the_page_about_own_loops_runs_as_one_program(tmp_path: Path, warm_python: WarmPython) -> None:
+    page = (ROOT / "docs" / "own-loops.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    done = warm_python.run("-c", "\n".join(blocks), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Progress(step=16" in done.stdout
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"own", "gan", "manual"}
+
+
+@pytest.mark.slow
+def test_commands_of_the_python_page_run_in_their_order(whet: Run, warm_python: WarmPython, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(block)
+    np.save(tmp_path / "inputs.npy", np.zeros((5, 8), dtype=np.float32))
+    commands = [shlex.split(command) for command in re.findall(r"^\$ (.*)$", page, re.MULTILINE)]
+    assert len(commands) == 9
+    for program, *words in commands:
+        shorter = {"prove": ["--kills=2", "--steps=12", "--budget=1"], "bench": ["--budget=10"]}.get(words[0], [])
+        done = warm_python.run(*words, cwd=tmp_path) if program == "python" else whet(*words, *shorter)
+        # A bench on a busy machine may find that its times are not steady.
+        assert done.returncode == 0, f"{words}\n{done.stderr}"
+    assert np.load(tmp_path / "predictions.npy").shape == (5, 3)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
@@ -107,7 +136,7 @@ def test_commands_of_the_troubleshooting_page_run_in_their_order(whet: Run, tmp_
         shorter = ["--budget=30"] if "--measure" in words or words[0] == "bench" else shorter
         shorter = ["--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
         done = whet(*words, *shorter)
-        # Findings of a data report, faults of a device and times that are not steady are told by the exit code.
+        # Findings of a data report, faults of a device and unstable times set the exit code.
         may_find = words[0] in ("data", "doctor", "bench")
         assert done.returncode in ((0, 1) if may_find else (0,)), f"{words}\n{done.stderr}"
         assert "Traceback" not in done.stderr

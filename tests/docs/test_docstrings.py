@@ -1,4 +1,4 @@
-"""Examples in docstrings hold."""
+"""Examples in docstrings are correct."""
 
 import doctest
 import importlib
@@ -10,7 +10,7 @@ import whet
 
 pytestmark = pytest.mark.torch
 
-MODULES = [found.name for found in pkgutil.walk_packages(whet.__path__, "whet.") if found.name != "whet.__main__"]
+MODULES = [result.name for result in pkgutil.walk_packages(whet.__path__, "whet.") if result.name != "whet.__main__"]
 
 
 @pytest.mark.parametrize("name", MODULES)

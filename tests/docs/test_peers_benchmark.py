@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: loops that train the same say so, one that does not is found, and the table can be read."""
+"""benchmarks/peers.py: equal and different loops are recognized, and the table can be parsed."""
 
 import io
 import json
@@ -55,22 +55,22 @@ def agreed(losses: dict[str, list[float]]) -> Agreement:
 
 
 def test_whet_has_the_losses_of_the_bare_loop(peers: dict[str, list[float]]) -> None:
-    found = agreed({**peers, "whet": losses_of(whet_loop, replace(SPEC, loop="whet"))})
-    assert len(found.losses["whet"]) == 12
-    assert all(found.agrees(loop) for loop in found.losses)
-    assert not any("NOT EQUAL" in line for line in agreement(found))
+    result = agreed({**peers, "whet": losses_of(whet_loop, replace(SPEC, loop="whet"))})
+    assert len(result.losses["whet"]) == 12
+    assert all(result.agrees(loop) for loop in result.losses)
+    assert not any("NOT EQUAL" in line for line in agreement(result))
 
 
 @pytest.mark.parametrize("fault", [{"lr": 5.5e-3}, {"clip": 0.1}, {"batch": 15}])
 def test_a_loop_that_trains_differently_is_reported(peers: dict[str, list[float]], fault: dict[str, float]) -> None:
-    found = agreed({**peers, "whet": losses_of(whet_loop, replace(SPEC, loop="whet"), **fault)})
-    assert not found.agrees("whet")
-    assert sum("NOT EQUAL" in line for line in agreement(found)) == 1
+    result = agreed({**peers, "whet": losses_of(whet_loop, replace(SPEC, loop="whet"), **fault)})
+    assert not result.agrees("whet")
+    assert sum("NOT EQUAL" in line for line in agreement(result)) == 1
 
 
 @pytest.mark.parametrize(("whet", "agrees"), [(0.985, True), (1.019, True), (1.03, False)])
 def test_the_bound_in_half_precision_is_the_distance_of_peers_from_float32(whet: float, agrees: bool) -> None:
-    found = Agreement(
+    result = Agreement(
         names={},
         precision="bf16",
         steps=2,
@@ -78,16 +78,16 @@ def test_the_bound_in_half_precision_is_the_distance_of_peers_from_float32(whet:
         problems={},
         exact=[1.0, 1.0],
     )
-    assert found.noise == pytest.approx(0.01)
-    assert found.agrees("whet") == agrees
-    assert replace(found, exact=None).bound == BOUND["bf16"], "nobody to say"
+    assert result.noise == pytest.approx(0.01)
+    assert result.agrees("whet") == agrees
+    assert replace(result, exact=None).bound == BOUND["bf16"], "nothing to report"
 
 
 @pytest.mark.parametrize("loops", [("expert", "whet"), ("whet",)])
 def test_the_reference_is_named_even_if_it_fails_in_half_precision(
     loops: tuple[str, ...],
 ) -> None:
-    found = Agreement(
+    result = Agreement(
         names={loop: f"{loop} loop" for loop in ("bare", "expert", "whet")},
         precision="bf16",
         steps=2,
@@ -95,8 +95,8 @@ def test_the_reference_is_named_even_if_it_fails_in_half_precision(
         problems={"bare loop": "no memory"},
         exact=[1.0, 1.0],
     )
-    assert "difference from the bare loop in fp32 (" in next(agreement(found))
-    assert f"difference from the {loops[0]} loop (" in next(agreement(replace(found, exact=None)))
+    assert "difference from the bare loop in fp32 (" in next(agreement(result))
+    assert f"difference from the {loops[0]} loop (" in next(agreement(replace(result, exact=None)))
 
 
 def test_the_table_compares_with_the_best_peer_within_each_round() -> None:
@@ -140,8 +140,8 @@ def test_a_crashed_benchmark_replaces_no_page(
     (tmp_path / "overhead.py").write_text(f"import sys\nprint('half a result')\n{ending}\n")
     pages: list[str] = []
     monkeypatch.setattr(together, "HERE", tmp_path)
-    # Its steps run on the CPU whatever device the others are asked for.
-    monkeypatch.setattr(together, "head", lambda title, device, told: [title, told])
+    # Its steps run on the CPU, whatever the device of the others.
+    monkeypatch.setattr(together, "head", lambda title, device, logged: [title, logged])
     monkeypatch.setattr(together, "write", lambda name, device, text: pages.append(device))
     together.run("overhead", device="cuda", is_small=False)
     assert pages == written

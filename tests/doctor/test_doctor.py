@@ -21,7 +21,7 @@ from whet.doctor.checks.compare import draw, operator
 from whet.doctor.render import render_report
 from whet.doctor.report import GROUPS, DoctorReport, choose_device, redact, report_bytes, run_doctor
 from whet.doctor.runner import CheckRunner
-from whet.machine.facts import Accelerator, Conditions, Machine, TorchFacts
+from whet.machine.facts import Accelerator, Machine, SystemState, TorchFacts
 from whet.verify.tolerance import relative_error
 
 pytestmark = pytest.mark.torch
@@ -36,14 +36,14 @@ def planted(table: str) -> CheckGroup:
 
 @pytest.fixture(scope="module")
 def examined() -> DoctorReport:
-    told: list[str] = []
-    found = run_doctor(
+    logged: list[str] = []
+    result = run_doctor(
         "cpu",
         groups=[planted("CASES"), GROUPS[0]],
-        show=lambda group, check: told.append(group if check is None else check.name),
+        show=lambda group, check: logged.append(group if check is None else check.name),
     )
-    assert told[:3] == ["planted", "fine", "raises"]
-    return found
+    assert logged[:3] == ["planted", "fine", "raises"]
+    return result
 
 
 def by_name(checks) -> dict[str, CheckResult]:
@@ -54,8 +54,8 @@ def by_name(checks) -> dict[str, CheckResult]:
 
 
 def test_check_that_raises_dies_hangs_or_complains_is_a_result(examined: DoctorReport) -> None:
-    found = by_name(examined.checks)
-    assert {name: (c.verdict, c.figures.get("outcome")) for name, c in found.items() if c.group == "planted"} == {
+    result = by_name(examined.checks)
+    assert {name: (c.verdict, c.figures.get("outcome")) for name, c in result.items() if c.group == "planted"} == {
         "fine": ("good", None),
         "raises": ("failed", "raised"),
         "complains": ("failed", "silent fault"),
@@ -63,12 +63,12 @@ def test_check_that_raises_dies_hangs_or_complains_is_a_result(examined: DoctorR
         "hangs": ("failed", "hung"),
         "fine again": ("good", None),
     }
-    assert "SIGABRT" in found["aborts"].what
-    assert "failed assertion" in found["aborts"].what
-    assert "command buffer" in found["complains"].what
-    assert found["fine"].issue == 1
-    assert found["fine"].figures == {"error": "nan", "speed": 0.3333}
-    assert "second line" not in found["raises"].what
+    assert "SIGABRT" in result["aborts"].what
+    assert "failed assertion" in result["aborts"].what
+    assert "command buffer" in result["complains"].what
+    assert result["fine"].issue == 1
+    assert result["fine"].figures == {"error": "nan", "speed": 0.3333}
+    assert "second line" not in result["raises"].what
     assert {c.name for c in examined.problems} == {"raises", "complains", "aborts", "hangs"}
 
 
@@ -104,7 +104,7 @@ def test_no_process_is_started_without_a_budget() -> None:
 
 
 class Twice:
-    """An operator that is right when it is called first, on the CPU, and wrong the second time, on the device."""
+    """An operator that is correct in its first call, on the CPU, and wrong in the second, on the device."""
 
     def __init__(self, wrong) -> None:
         self.wrong, self.calls = wrong, 0
@@ -154,8 +154,8 @@ def _no_float64(_):
          "float64", "an error"],
 )  # fmt: skip
 def test_planted_wrong_operator_is_detected(wrong, verdict: str, outcome: str | None) -> None:
-    found = operator("planted", Twice(wrong), draw(3, 4)).run(HERE)
-    assert (found.verdict, found.figures.get("outcome")) == (verdict, outcome), found
+    result = operator("planted", Twice(wrong), draw(3, 4)).run(HERE)
+    assert (result.verdict, result.figures.get("outcome")) == (verdict, outcome), result
 
 
 def test_relative_error_covers_shapes_nan_and_integers() -> None:
@@ -166,7 +166,7 @@ def test_relative_error_covers_shapes_nan_and_integers() -> None:
     assert relative_error(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf])) == 0
     assert relative_error(torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf])) == float("inf")
     assert relative_error(torch.tensor([1, 3]), torch.tensor([1, 2])) == float("inf")
-    assert relative_error([], []) == float("inf"), "nothing compared is nothing shown"
+    assert relative_error([], []) == float("inf"), "without a comparison nothing is reported"
 
 
 def test_names_are_unique_and_hazards_have_issue_numbers() -> None:
@@ -184,11 +184,11 @@ def test_names_are_unique_and_hazards_have_issue_numbers() -> None:
 
 def test_report_contains_no_user_host_or_path(examined: DoctorReport) -> None:
     text = report_bytes(examined).decode()
-    assert "secret.so" in text, "the planted error is in there, without its path"
+    assert "secret.so" in text, "the planted error is included, without its path"
     for name in (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/"):
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE), name
-    assert examined.conditions.busy == ()
-    assert examined.conditions_after.busy == ()
+    assert examined.system_state.busy == ()
+    assert examined.system_state_after.busy == ()
 
 
 def test_report_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> None:
@@ -243,27 +243,27 @@ def test_missing_device_is_an_error() -> None:
 )
 def test_exit_code_shows_whether_there_are_problems(monkeypatch, capsys, tmp_path: Path, verdict, code: int) -> None:
     check = CheckResult(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
-    found = DoctorReport(
+    result = DoctorReport(
         whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
-        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=1,
+        machine=Machine(name="m"), system_state=SystemState(), system_state_after=SystemState(), num_busy_processes=1,
         load_per_core=3.0, versions={}, checks=(check,),
     )  # fmt: skip
-    monkeypatch.setattr("whet.doctor.report.run_doctor", lambda *_, **__: found)
+    monkeypatch.setattr("whet.doctor.report.run_doctor", lambda *_, **__: result)
     assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
     out = capsys.readouterr().out
     assert "SIMULATED" in out
     assert "1 heavy process, load 3.0 per core: speeds are lower" in out
     assert ("what was seen" in out) == (verdict not in ("good", "not applicable"))
-    assert DoctorReport.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
+    assert DoctorReport.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == result
 
 
 def test_load_without_heavy_processes_is_described() -> None:
-    found = DoctorReport(
+    result = DoctorReport(
         whet="0", device="cpu", is_virtual=False, is_quick=False, started="", finished="", budget_seconds=1,
-        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
+        machine=Machine(name="m"), system_state=SystemState(), system_state_after=SystemState(), num_busy_processes=0,
         load_per_core=4.2, versions={}, checks=(),
     )  # fmt: skip
-    (line,) = [line for line in render_report(found) if line.startswith("busy")]
+    (line,) = [line for line in render_report(result) if line.startswith("busy")]
     assert "0 heavy" not in line
     assert "load 4.2 per core in the last minute, though no single process is heavy now: speeds are" in line
 
@@ -273,7 +273,7 @@ def test_load_without_heavy_processes_is_described() -> None:
 
 @pytest.mark.slow
 def test_all_checks_pass_on_the_cpu() -> None:
-    found = run_doctor("cpu", budget_seconds=600)
-    assert not found.problems, found.problems
-    assert not [check for check in found.checks if check.verdict == "skipped"]
-    assert len(found.checks) > 150
+    result = run_doctor("cpu", budget_seconds=600)
+    assert not result.problems, result.problems
+    assert not [check for check in result.checks if check.verdict == "skipped"]
+    assert len(result.checks) > 150

@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere says what has changed; other data or another batch must be allowed by name."""
+"""A run that resumes elsewhere reports the changes; other data or another batch size must be allowed by name."""
 
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ def run(fault_runs: FaultRuns) -> Path:
 
 
 def newest(run: Path) -> store.LoadedCheckpoint:
-    found = store.load_newest(run / "checkpoints")
-    assert found is not None
-    return found
+    result = store.load_newest(run / "checkpoints")
+    assert result is not None
+    return result
 
 
 def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
     started = fault_runs.finish(run)
-    assert started.said("resume") == ["3 bit-exact"]
+    assert started.reported("resume") == ["3 bit-exact"]
     (resumed,) = read_events(run, kinds=("resume",))
     assert resumed.get("exactness") == "bit-exact"
     about = newest(run).snapshot.info
@@ -52,18 +52,18 @@ def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_has_changed_is_named_simulated(fault_runs: FaultRuns, run: Path, name: str) -> None:
-    """As if the checkpoint had been made elsewhere."""
+def test_changes_are_named_simulated(fault_runs: FaultRuns, run: Path, name: str) -> None:
+    """As if the checkpoint had been made on another machine."""
     folder = run / "checkpoints" / "step-000000003"
     now = newest(run).snapshot.info.environment[name]
     lie = checkpoint_damage.in_manifest("info", "environment", name, value=CHANGES[name])
     checkpoint_damage.write_files(folder, lie(checkpoint_damage.read_files(folder)))
     started = fault_runs.finish(run)
-    said = f"{name} {CHANGES[name]} -> {now}"
-    assert started.said("resume") == [f"3 not bit-exact: {said}"]
-    assert newest(run).snapshot.info.reasons == (f"since step 3: {said}",)
+    reported = f"{name} {CHANGES[name]} -> {now}"
+    assert started.reported("resume") == [f"3 not bit-exact: {reported}"]
+    assert newest(run).snapshot.info.reasons == (f"since step 3: {reported}",)
     report = summarize(run)
-    assert (report.inexact_since, report.inexact_reason) == (3, said)
+    assert (report.inexact_since, report.inexact_reason) == (3, reported)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_other_data_and_another_batch_must_be_allowed(
     wrong = {"data": "batch", "batch": "data"}[allow]
     assert fault_runs.end(run, **change, allow=[wrong])[0].code == 1
     started = fault_runs.finish(run, **change, allow=[allow])
-    assert "not bit-exact" in started.said("resume")[0]
+    assert "not bit-exact" in started.reported("resume")[0]
     assert summarize(run).inexact_since == 3
     assert newest(run).snapshot.info.reasons != ()
-    # The mark stays when the run goes on later.
+    # The mark stays when the run is resumed again.
     assert fault_runs.finish(run, **change, epochs=2).resumed_from > 0
     assert newest(run).snapshot.info.reasons != ()
 
 
-def test_only_what_is_known_can_be_allowed(fault_runs: FaultRuns, run: Path) -> None:
+def test_only_known_changes_can_be_allowed(fault_runs: FaultRuns, run: Path) -> None:
     ended, _ = fault_runs.end(run, allow=["everything"])
     assert ended.code == 1
     assert "data or batch" in ended.errors

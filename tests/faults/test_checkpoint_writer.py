@@ -1,4 +1,4 @@
-"""One write at a time, off the hot path; an interval that keeps saving under 1 % of the time; nothing good removed."""
+"""One write at a time, off the hot path; saving takes under 1 % of the time; complete checkpoints are kept."""
 
 import shutil
 import threading
@@ -43,7 +43,7 @@ def save_all(folder: Path, *steps: int) -> None:
 # --- the writer ------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_runs_beside_and_is_collected_once() -> None:
+def test_a_write_runs_in_the_background_and_is_collected_once() -> None:
     writer, gate = CheckpointWriter(), threading.Event()
 
     def job(write: PendingWrite) -> None:
@@ -83,21 +83,21 @@ def test_the_buffer_is_reused_and_holds_a_copy() -> None:
 
 
 def test_a_device_that_shares_memory_writes_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert StagingBuffer(CpuDevice()).has_room(1000)
-    assert not StagingBuffer(CpuDevice()).has_room(2**60)
+    assert StagingBuffer(CpuDevice()).has_capacity(1000)
+    assert not StagingBuffer(CpuDevice()).has_capacity(2**60)
     monkeypatch.setattr(CpuMemory, "is_shared_with_host", True)
-    assert not StagingBuffer(CpuDevice()).has_room(1000)
+    assert not StagingBuffer(CpuDevice()).has_capacity(1000)
 
 
 def test_an_interrupted_process_joins_the_writer(fault_runs: FaultRuns) -> None:
-    """A signal while a write is under way: the write ends before the process does."""
+    """A signal during a write: the write completes before the process exits."""
     (code, errors), started = fault_runs.end(fault_runs.folder / "run", width=512, stop_at={"3": "SIGINT"})
     assert code == 130, errors
-    assert started.said("save") == started.said("saved")
+    assert started.reported("save") == started.reported("saved")
     saved = [event.step for event in read_events(fault_runs.folder / "run", kinds=("checkpoint",))]
     assert saved == [0, 2, 3]
     events = list(read_events(fault_runs.folder / "run"))
-    assert events[-1].kind == "end", "all is told before the end"
+    assert events[-1].kind == "end", "everything is logged before the end"
 
 
 # --- when ------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_saving_never_takes_more_than_its_share(cost: float, least: float) -> No
     assert cost <= MAX_SAVE_SHARE * best_interval(cost, least=least) * (1 + 1e-9)
 
 
-def test_the_interval_grows_with_what_saving_costs_unless_it_is_yours() -> None:
+def test_the_interval_grows_with_the_cost_of_saving_unless_it_is_set() -> None:
     now = [0.0]
     ours, yours = (
         SaveInterval(plan(), clock=lambda: now[0]),
@@ -128,7 +128,7 @@ def test_the_interval_grows_with_what_saving_costs_unless_it_is_yours() -> None:
     assert ours.interval == 300, "and shrinks again"
 
 
-def test_a_place_you_asked_for_is_due_and_a_failure_is_tried_again() -> None:
+def test_a_requested_save_is_due_and_a_failed_one_is_retried() -> None:
     now = [0.0]
     pace = SaveInterval(plan(checkpoint_steps=4), clock=lambda: now[0])
     assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "requested"]
@@ -137,7 +137,7 @@ def test_a_place_you_asked_for_is_due_and_a_failure_is_tried_again() -> None:
     assert pace.is_due(7, epochs_done=None) == "time"
 
 
-def test_slower_steps_beside_a_write_are_counted() -> None:
+def test_slower_steps_during_a_write_are_counted() -> None:
     now = [0.0]
     times = StepTimes(lambda: now[0])
     aside = 0.0
@@ -171,7 +171,7 @@ def test_the_other_way_is_tried_only_where_steps_suffer(cost: float, is_backgrou
 
 
 def test_a_save_that_is_due_while_one_is_written_is_skipped(fault_runs: FaultRuns) -> None:
-    """By the clock: always due, and the write of a large state outlasts a step."""
+    """A save is always due, and writing a large state takes longer than a step."""
     overrides = {"checkpoint_minutes": 1e-6}
     fault_runs.finish(fault_runs.folder / "run", width=768, samples=320, evaluates=False, overrides=overrides)
     saved = [event.step for event in read_events(fault_runs.folder / "run", kinds=("checkpoint",))]
@@ -180,7 +180,7 @@ def test_a_save_that_is_due_while_one_is_written_is_skipped(fault_runs: FaultRun
     assert saved == sorted(set(saved))
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- retention -------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_the_best_and_milestones_are_kept(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_last_the_best_and_milestones_are_kept(tmp_path: Path) -> None:
     assert store.list_steps(folder) == [500, 600, 620, 640]
 
 
-def test_nothing_goes_unless_a_newer_one_is_whole(tmp_path: Path) -> None:
+def test_nothing_is_deleted_without_a_complete_newer_checkpoint(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
     (tmp_path / store.checkpoint_name(4) / store.TENSORS).write_bytes(b"torn")
     assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == []
@@ -211,18 +211,18 @@ def test_damaged_ones_do_not_count_among_the_last(tmp_path: Path) -> None:
     assert store.list_steps(tmp_path) == [2, 4]
 
 
-def test_nor_do_those_that_were_refused_though_their_sizes_are_right(tmp_path: Path) -> None:
+def test_rejected_checkpoints_with_correct_sizes_do_not_count(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
     assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, rejected={3}) == [1, 3]
     assert store.list_steps(tmp_path) == [2, 4]
 
 
-def test_a_nearly_full_disk_lets_milestones_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nearly_full_disk_drops_milestones_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 100, 200, 300, 310, 320)
     monkeypatch.setattr(writer.durable, "free_bytes", lambda path: 1000)
     writer.free_disk_space(tmp_path, num_bytes=400, keep=2, best=100)
     assert len(store.list_steps(tmp_path)) == 5
     writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100, rejected={320})
-    assert store.list_steps(tmp_path) == [100, 300, 310, 320], "what was rejected is none of the last two"
+    assert store.list_steps(tmp_path) == [100, 300, 310, 320], "rejected checkpoints do not count as the last two"
     writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100)
     assert store.list_steps(tmp_path) == [100, 310, 320]

@@ -1,4 +1,4 @@
-"""kill -9 before and after every single call that changes the disk: while starting, saving, tidying, resuming."""
+"""kill -9 before and after every call that changes the disk: at the start, while saving, deleting and resuming."""
 
 import itertools
 import shutil
@@ -24,14 +24,14 @@ def test_killed_at_every_call_of_a_whole_run(
     fault_runs: FaultRuns, report_count: Callable[[str], None], size: str
 ) -> None:
     whole = fault_runs.finish(fault_runs.folder / "whole")
-    expected, last = digest(fault_runs.folder / "whole"), num_calls(whole.said("end"))
+    expected, last = digest(fault_runs.folder / "whole"), num_calls(whole.reported("end"))
     hit = in_thread = left = 0
     for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
         run = fault_runs.folder / f"{fault}-{at}"
         (code, errors), started = fault_runs.end(run, fault=fault, at=at)
         assert code in (0, -signal.SIGKILL), errors
         hit += code != 0
-        in_thread += any("whet-checkpoint" in line for line in started.said("fault"))
+        in_thread += any("whet-checkpoint" in line for line in started.reported("fault"))
         left += leftovers(run)
         assert_kept(run, started)
         fault_runs.finish(run)
@@ -53,13 +53,13 @@ def test_killed_at_every_call_of_a_resume(
     stopped = fault_runs.folder / "stopped"
     (code, errors), _ = fault_runs.end(stopped, stop_at={"3": "SIGKILL"})
     assert code == -signal.SIGKILL, errors
-    # What a cut leaves behind is there too, so that its removal is among the calls.
+    # Include the leftovers of a power cut, so that their removal is among the calls.
     shutil.copytree(
         stopped / "checkpoints" / "step-000000000", stopped / "checkpoints" / ".tmp-step-000000002-1-0123abcd"
     )
     copy = fault_runs.folder / "copy"
     shutil.copytree(stopped, copy)
-    last = num_calls(fault_runs.finish(copy).said("end"))
+    last = num_calls(fault_runs.finish(copy).reported("end"))
     shutil.rmtree(copy)
     hit = 0
     for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
@@ -78,12 +78,12 @@ def test_killed_at_every_call_of_a_resume(
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
 def test_short_writes_change_nothing(fault_runs: FaultRuns, report_count: Callable[[str], None], size: str) -> None:
-    last = num_calls(fault_runs.finish(fault_runs.folder / "whole").said("end"))
+    last = num_calls(fault_runs.finish(fault_runs.folder / "whole").reported("end"))
     expected = digest(fault_runs.folder / "whole")
     for at in range(3, last + 1, EVERY[size]):
         run: Path = fault_runs.folder / f"short-{at}"
         started = fault_runs.finish(run, fault="short", at=at)
-        assert started.said("warning") == []
+        assert started.reported("warning") == []
         assert digest(run) == expected
         shutil.rmtree(run)
     report_count(counts(calls_with_a_short_write=len(range(3, last + 1, EVERY[size]))))

@@ -1,4 +1,4 @@
-"""Power cuts without a disk: every state that a cut could leave of a few saves gives the old or the new checkpoint."""
+"""Power cuts without a disk: every state that a cut could leave has the old or the new checkpoint."""
 
 import random
 import shutil
@@ -21,7 +21,7 @@ DRAWS = {"bounded": 6, "all": 60}
 
 
 def record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Four saves with the removal of old ones, one of a damaged folder's step, and one that fails half-way."""
+    """Four saves that delete old checkpoints, one of a damaged folder's step, and one that fails halfway."""
     disk = crash_states.Recorder(folder)
     monkeypatch.setattr(durable, "disk", disk)
     places = folder / "checkpoints"
@@ -39,7 +39,7 @@ def record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def check_states(trace: list[tuple], folder: Path, *, draws: int) -> int:
-    """Plays the trace up to each call and looks at what cuts there may leave; how many states were looked at."""
+    """Replay the trace up to each call and check the possible states after a cut. Return their number."""
     draw = random.Random(SEED)
     model, acknowledged, count = crash_states.Model(), 0, 0
     for call in trace:
@@ -55,10 +55,10 @@ def check_states(trace: list[tuple], folder: Path, *, draws: int) -> int:
             torn = [s for s in steps if s != 3 and not _is_whole(place / "checkpoints" / store.checkpoint_name(s))]
             assert torn == [], f"torn but published, after {call[:2]}"
             if acknowledged:
-                found = store.load_newest(place / "checkpoints")
-                assert found is not None
-                assert found.step >= acknowledged, f"step {acknowledged} is lost, after {call[:2]}"
-                assert found.snapshot.tensors["model/a"].eq(found.step).all()
+                result = store.load_newest(place / "checkpoints")
+                assert result is not None
+                assert result.step >= acknowledged, f"step {acknowledged} is lost, after {call[:2]}"
+                assert result.snapshot.tensors["model/a"].eq(result.step).all()
             shutil.rmtree(place)
     return count
 
@@ -72,7 +72,7 @@ def _is_whole(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_every_state_after_a_cut_gives_a_whole_checkpoint(
+def test_every_state_after_a_power_cut_has_a_complete_checkpoint(
     memory_folder: Path, monkeypatch: pytest.MonkeyPatch, report_count: Callable[[str], None], size: str
 ) -> None:
     (memory_folder / "real").mkdir()

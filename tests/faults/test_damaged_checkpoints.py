@@ -1,4 +1,4 @@
-"""Damaged and lying checkpoints: none is used, the older good one is, and what is lost is said."""
+"""Damaged and forged checkpoints: none is used, the older good one is, and lost steps are reported."""
 
 import json
 import os
@@ -41,13 +41,13 @@ def run(fault_runs: FaultRuns, template: Path) -> Path:
 
 
 def newest(run: Path) -> store.LoadedCheckpoint:
-    found = store.load_newest(run / "checkpoints", run_id=open_run(run).header.id)
-    assert found is not None
-    return found
+    result = store.load_newest(run / "checkpoints", run_id=open_run(run).header.id)
+    assert result is not None
+    return result
 
 
 def check_damage(run: Path, *, number: int) -> int:
-    """How many mutated checkpoints were used; each is tried with a good older one beside it."""
+    """Return how many mutated checkpoints were used. Each is tried next to a good older one."""
     older, last = store.list_steps(run / "checkpoints")[-2:]
     folder = run / "checkpoints" / store.checkpoint_name(last)
     good, other = (
@@ -61,8 +61,8 @@ def check_damage(run: Path, *, number: int) -> int:
         if mutated == good:
             continue
         checkpoint_damage.write_files(folder, mutated)
-        found = newest(run)
-        accepted += found.step != older or len(found.rejected) != 1
+        result = newest(run)
+        accepted += result.step != older or len(result.rejected) != 1
     checkpoint_damage.write_files(folder, good)
     return accepted
 
@@ -72,17 +72,17 @@ def test_no_damaged_checkpoint_is_used(run: Path, report_count: Callable[[str], 
     accepted = check_damage(run, number=MUTATIONS[size])
     report_count(counts(mutations=MUTATIONS[size], accepted=accepted, seed=SEED))
     assert accepted == 0
-    assert newest(run).rejected == [], "put back, it is used again"
+    assert newest(run).rejected == [], "restored, it is used again"
 
 
 @pytest.mark.parametrize("name", checkpoint_damage.LIES)
-def test_a_lie_with_the_right_hashes_is_refused(run: Path, name: str) -> None:
+def test_a_forgery_with_correct_hashes_is_refused(run: Path, name: str) -> None:
     folder = run / "checkpoints" / "step-000000004"
     checkpoint_damage.write_files(folder, checkpoint_damage.LIES[name](checkpoint_damage.read_files(folder)))
-    found = newest(run)
-    assert found.step == 3
-    assert len(found.rejected) == 1
-    assert "step 4" in found.rejected[0]
+    result = newest(run)
+    assert result.step == 3
+    assert len(result.rejected) == 1
+    assert "step 4" in result.rejected[0]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_weights_that_are_no_numbers_and_a_strange_state_are_refused(fault_runs:
         assert "whet.base.errors" in ended.errors
 
 
-def test_what_was_lost_is_told_and_made_again(fault_runs: FaultRuns, run: Path) -> None:
+def test_lost_steps_are_reported_and_repeated(fault_runs: FaultRuns, run: Path) -> None:
     shutil.copytree(run, fault_runs.folder / "whole")
     checkpoint_damage.write_files(run / "checkpoints" / "step-000000004", {MANIFEST: b"{}"})
     assert fault_runs.finish(run).resumed_from == 3
@@ -156,10 +156,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(run: Pat
     real = os.fstat
 
     def shrink(descriptor: int) -> os.stat_result:
-        found = real(descriptor)
-        if found.st_ino == path.stat().st_ino:
+        result = real(descriptor)
+        if result.st_ino == path.stat().st_ino:
             os.truncate(path, 100)
-        return found
+        return result
 
     monkeypatch.setattr(os, "fstat", shrink)
     assert newest(run).step == 3

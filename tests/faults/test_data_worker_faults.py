@@ -1,4 +1,4 @@
-"""Data workers that are killed, crash, exit or hang: the training is bit for bit what it is without them."""
+"""Data workers that are killed, crash, exit or hang: the training ends with the same bits."""
 
 import json
 import os
@@ -20,8 +20,9 @@ from fault_runs import ALL, BOUNDED, FaultRuns, counts, digest
 from fork_server import ForkServer
 from paths import SUPPORT
 from whet.data import workers
-from whet.data.adapters import LoaderConfig, MapStyleSource
+from whet.data.adapters import LoadingConfig, open_source
 from whet.data.batch import Position
+from whet.device.cpu import CpuDevice
 from whet.run.events import read_events
 
 pytestmark = pytest.mark.torch
@@ -37,7 +38,7 @@ def life(fork_server: ForkServer, memory_folder: Path) -> FaultRuns:
 
 @pytest.fixture
 def undisturbed(life: FaultRuns) -> str:
-    """What a run without workers, and so without anything to lose, ends with."""
+    """The result of a run without workers."""
     life.finish(life.folder / "calm", overrides={**WORKERS, "workers": 0})
     return digest(life.folder / "calm")
 
@@ -61,30 +62,30 @@ def test_a_worker_that_harms_itself(
     # Samples of the first, a middle and the last batch, of either worker.
     samples = (3, 17, 29, 41) if amount == "all" else (17,)
     lost = 0
-    for how, said in ways.items():
+    for how, reported in ways.items():
         for sample in samples:
             run = life.folder / f"{how}-{sample}"
             mark = life.folder / f"mark-{how}-{sample}"
-            # None of the eight samples that are looked at before the training.
+            # None of the eight samples that are inspected before the training.
             harm = {"sample": sample, "how": how, "times": 2 if sample == 41 else 1, "mark": str(mark)}
-            # Only who says nothing is waited for: on a busy machine a sample may take a second by itself.
-            patience = {"worker_timeout": 1.0} if "no sample" in said else {}
+            # Only silent workers time out: on a busy machine a sample may take a second.
+            patience = {"worker_timeout": 1.0} if "no sample" in reported else {}
             life.finish(run, harm=harm, **patience)
             assert digest(run) == undisturbed, how
-            told = warnings_of(run)
-            assert len(told) == harm["times"], (how, told)
-            assert said in told[0]
-            lost += len(told)
+            logged = warnings_of(run)
+            assert len(logged) == harm["times"], (how, logged)
+            assert reported in logged[0]
+            lost += len(logged)
     report_count(counts(workers_lost=lost, runs_that_differ=0))
 
 
 def test_a_worker_killed_from_outside(life: FaultRuns, undisturbed: str) -> None:
-    """While it reads ahead; and in the middle of a step when it has nothing to do any more, which nobody notices."""
+    """Killed while it reads ahead, or idle during a step, where the loss has no effect."""
     for harm, pause_at, which, num_lost in (("slow", 1, 0, 1), ("slow", 8, 1, 1), (None, 5, 1, 0)):
         run = life.folder / f"outside-{pause_at}"
         started = life.start(run, pause_at=pause_at, pause_seconds=0.2, harm=harm and {"how": harm})
         assert started.wait_for("workers")
-        os.kill(json.loads(started.said("workers")[0])[which], signal.SIGKILL)
+        os.kill(json.loads(started.reported("workers")[0])[which], signal.SIGKILL)
         code, errors = started.life.wait()
         assert code == 0, errors
         assert digest(run) == undisturbed
@@ -120,13 +121,13 @@ def test_no_worker_outlives_the_training(life: FaultRuns, when: str, report_coun
     options = {"harm": harm} if when == "reading" else {}
     started = life.start(life.folder / "killed", pause_at=1, pause_seconds=60, **options)
     assert started.wait_for("workers")
-    pids = json.loads(started.said("workers")[0])
+    pids = json.loads(started.reported("workers")[0])
     assert len(pids) == 2
     started.life.send(signal.SIGKILL)
     assert started.life.wait()[0] == -signal.SIGKILL
     killed = time.monotonic()
     while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() - killed < 6, "a worker lives on"
+        assert time.monotonic() - killed < 6, "a worker is still running"
         time.sleep(0.01)
     report_count(counts(workers=len(pids), left_after_6_s=0))
 
@@ -139,18 +140,19 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts need root on Linux")
-def test_a_small_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
-    """64 kB of shared memory, batches of 1 MB: nothing lies there."""
+def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
+    """64 kB of shared memory and batches of 1 MB: batches do not use shared memory."""
     code = """
 import torch
 from whet.data.batch import Position
-from whet.data.adapters import LoaderConfig, MapStyleSource
+from whet.data.adapters import LoadingConfig, open_source
+from whet.device.cpu import CpuDevice
 
 class Images:
     def __len__(self): return 16
     def __getitem__(self, index): return {"x": torch.full((65536,), float(index)), "b": torch.ones(3).bfloat16()}
 
-source = MapStyleSource(Images(), global_batch_size=4, seed=0, loading=LoaderConfig(workers=2))
+source = open_source(Images(), CpuDevice(), global_batch_size=4, seed=0, loading=LoadingConfig(workers=2))
 total = sum(sample["x"].sum() for batch in source.batches(Position()) for sample in batch.samples)
 source.close()
 print(int(total))
@@ -164,7 +166,7 @@ print(int(total))
 
 
 def test_samples_come_as_they_were(tmp_path: Path) -> None:
-    """Every kind of field, from a worker and from here."""
+    """Every kind of field, from a worker and from this process."""
 
     class Odd:
         def __len__(self) -> int:
@@ -181,12 +183,12 @@ def test_samples_come_as_they_were(tmp_path: Path) -> None:
                 "0": x.sum(),
             }
 
-    found = []
-    for loading in (LoaderConfig(), LoaderConfig(workers=2)):
-        source = MapStyleSource(Odd(), global_batch_size=2, seed=1, loading=loading)
-        found.append([sample for batch in source.batches(Position()) for sample in batch.samples])
+    result = []
+    for loading in (LoadingConfig(), LoadingConfig(workers=2)):
+        source = open_source(Odd(), CpuDevice(), global_batch_size=2, seed=1, loading=loading)
+        result.append([sample for batch in source.batches(Position()) for sample in batch.samples])
         source.close()
-    for here, there in zip(*found, strict=True):
+    for here, there in zip(*result, strict=True):
         assert here.keys() == there.keys()
         assert (here["n"], here["s"]) == (there["n"], there["s"])
         for name in ("x", "h", "e", "0"):
@@ -196,7 +198,9 @@ def test_samples_come_as_they_were(tmp_path: Path) -> None:
 
 
 def test_an_epoch_left_in_the_middle() -> None:
-    source = MapStyleSource(Noisy(*make_data(24, seed=0)), global_batch_size=4, seed=0, loading=LoaderConfig(workers=2))
+    source = open_source(
+        Noisy(*make_data(24, seed=0)), CpuDevice(), global_batch_size=4, seed=0, loading=LoadingConfig(workers=2)
+    )
     for _ in range(2):
         next(source.batches(Position()))
     ids = [int(i) for batch in source.batches(Position(samples=8)) for i in batch.ids]
@@ -219,7 +223,9 @@ class Rows:
 
 
 def fingerprint(rows: list[int], *, number: int = 0) -> str | None:
-    return MapStyleSource(Rows(rows), global_batch_size=4, seed=0, loading=LoaderConfig(workers=number)).fingerprint()
+    return open_source(
+        Rows(rows), CpuDevice(), global_batch_size=4, seed=0, loading=LoadingConfig(workers=number)
+    ).fingerprint()
 
 
 def test_changed_data_has_another_fingerprint() -> None:
@@ -238,7 +244,7 @@ def test_data_that_is_never_the_same_has_none() -> None:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"x": torch.tensor([time.perf_counter_ns()])}
 
-    assert MapStyleSource(Clock([1, 2, 3]), global_batch_size=1, seed=0).fingerprint() is None
+    assert open_source(Clock([1, 2, 3]), CpuDevice(), global_batch_size=1, seed=0).fingerprint() is None
 
 
 def test_a_resume_with_changed_data_is_refused(life: FaultRuns) -> None:

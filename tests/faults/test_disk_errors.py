@@ -1,4 +1,4 @@
-"""A disk that refuses any single call: training goes on, says so once, and the next save succeeds."""
+"""A disk that refuses any single call: training continues, reports it once, and the next save succeeds."""
 
 import shutil
 import subprocess
@@ -17,21 +17,21 @@ ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EMFILE")
 
 
 def judge(run: Path, ended: ProcessExit, started: Started, *, expected: str) -> str:
-    """What a refused call came to; anything but the three ways a run may take it fails."""
+    """Classify the effect of a refused call; anything but the three allowed outcomes fails."""
     assert "Traceback" not in ended.errors or "WhetError" in ended.errors, ended.errors
     assert published(run)[1] == []
     if ended.code == 0:
         assert digest(run) == expected
         warnings = list(read_events(run, kinds=("warning",)))
-        assert len(warnings) == len(started.said("warning")) <= 1
+        assert len(warnings) == len(started.reported("warning")) <= 1
         for warning in warnings:
             assert {"reason", "path", "errno", "free_bytes", "retry"} <= warning.fields.keys()
         return "warned" if warnings else "unharmed"
     assert ended.code == 1, ended
-    ready, over = started.said("ready"), started.said("over")
+    ready, over = started.reported("ready"), started.reported("over")
     if not over:
-        # Before the first step a disk that refuses is an error at once.
-        steps = started.said("step")
+        # Before the first step, a disk error ends the run immediately.
+        steps = started.reported("step")
         assert not ready or steps == ["1"], started.lines()
         return "refused at the start"
     assert "WhetError" in ended.errors
@@ -43,8 +43,8 @@ def test_an_error_at_any_call_stops_no_training(
     fault_runs: FaultRuns, report_count: Callable[[str], None], size: str
 ) -> None:
     whole = fault_runs.finish(fault_runs.folder / "whole")
-    expected, last = digest(fault_runs.folder / "whole"), int(whole.said("end")[0].split(" ")[1])
-    # Behind the end only the log is closed.
+    expected, last = digest(fault_runs.folder / "whole"), int(whole.reported("end")[0].split(" ")[1])
+    # After the end, only the log is closed.
     last += 4
     tried = [(at, ERRORS[at // 5 % 5]) for at in range(1, last + 1, 5)] + [(at, "EIO") for at in range(last - 4, last)]
     if size == "all":
@@ -56,7 +56,7 @@ def test_an_error_at_any_call_stops_no_training(
         what = judge(run, ended, started, expected=expected)
         came_to[what] = came_to.get(what, 0) + 1
         if ended.code != 0:
-            # The same command ends as if nothing had been.
+            # The same command ends with the same result.
             fault_runs.finish(run)
             assert digest(run) == expected, (at, error)
         shutil.rmtree(run)
@@ -73,7 +73,7 @@ def test_an_error_at_any_call_stops_no_training(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 2 MB of its own."""
+    """A separate filesystem of 2 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     done = subprocess.run(
@@ -104,17 +104,17 @@ def test_a_disk_that_fails_for_a_while(
     run = small_disk / "run"
     started = fault_runs.finish(run, act_at=acts)
     assert digest(run) == digest(tmp_path / "whole")
-    warnings = started.said("warning")
+    warnings = started.reported("warning")
     if code is None:
         assert warnings == []
     else:
-        assert len(warnings) == 1, "one warning, however long it lasts"
+        assert len(warnings) == 1, "only one warning"
         assert warnings[0].startswith(code)
         assert "again in 60 s or after step" in warnings[0]
         assert str(run) in warnings[0]
         saved = [event.step for event in read_events(run, kinds=("checkpoint",))]
         assert not {4, 6, 8} & set(saved)
-        assert {2, 10, 12} <= set(saved), "safe again when the disk is back"
+        assert {2, 10, 12} <= set(saved), "saved again when the disk works again"
         (back,) = [e for e in read_events(run, kinds=("checkpoint",)) if e.get("failures_before")]
         assert back.get("failures_before") >= 3
 

@@ -1,4 +1,4 @@
-"""Whatever is trained and wherever it stops, three resumes in a row end with the very same bits."""
+"""For any training and any stop, three resumes in a row end with the same bits."""
 
 import itertools
 import signal
@@ -33,7 +33,7 @@ BREAKS = {
     "after a save": ({"9": "SIGKILL"}, {"10": "SIGTERM"}, {"11": "SIGKILL"}),
     "before first": ({"1": "SIGKILL"}, {"4": "SIGTERM"}, {"8": "SIGINT"}),
 }
-"""What ends each of the first three fault_runs, and in which step."""
+"""The cause that ends each of the first three runs, and its step."""
 ROWS = pairwise(FACTORS, at_least=40)
 NUM_BOUNDED = 12
 
@@ -58,7 +58,7 @@ def options_of(row: Row) -> dict[str, Any]:
 
 
 def check_resume(fault_runs: FaultRuns, run: Path, place: str, *, expected: str, **options: Any) -> int:
-    """Stops a run three times and goes on; how often it went on from a step."""
+    """Stop a run three times and resume it. Return how often it resumed from a step."""
     resumed = 0
     for stop_at in BREAKS[place]:
         (code, errors), started = fault_runs.end(run, stop_at=stop_at, **options)
@@ -66,7 +66,7 @@ def check_resume(fault_runs: FaultRuns, run: Path, place: str, *, expected: str,
         resumed += started.resumed_from > 0
     last = fault_runs.finish(run, **options)
     resumed += last.resumed_from > 0
-    assert all(line.endswith("bit-exact") for line in last.said("resume"))
+    assert all(line.endswith("bit-exact") for line in last.reported("resume"))
     assert digest(run) == expected
     return resumed
 
@@ -93,14 +93,14 @@ def test_the_rows_cover_every_pair(report_count: Callable[[str], None]) -> None:
 
 
 def test_the_losses_are_scaled_where_they_should_be(fault_runs: FaultRuns) -> None:
-    """Otherwise the rows with fp16 would say nothing about the scaler."""
+    """Otherwise the rows with fp16 would not test the scaler."""
     fault_runs.finish(fault_runs.folder / "run", **options_of({**ROWS[0], "precision": "fp16"}))
-    found = store.load_newest(fault_runs.folder / "run" / "checkpoints")
-    assert found is not None
-    assert found.snapshot.facts["scaler"]["scale"] > 1
+    result = store.load_newest(fault_runs.folder / "run" / "checkpoints")
+    assert result is not None
+    assert result.snapshot.facts["scaler"]["scale"] > 1
 
 
-def test_what_is_loaded_and_saved_again_is_the_same_files(fault_runs: FaultRuns) -> None:
+def test_loading_and_saving_again_gives_the_same_files(fault_runs: FaultRuns) -> None:
     fault_runs.finish(fault_runs.folder / "run")
     folder = fault_runs.folder / "run" / "checkpoints"
     for step in store.list_steps(folder):

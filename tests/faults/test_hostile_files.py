@@ -1,4 +1,4 @@
-"""Hostile files at every door that reads files: nothing is executed, nothing outside is touched, all is refused."""
+"""Hostile files at every entry point: nothing is executed, nothing outside is touched, all are refused."""
 
 import itertools
 import json
@@ -41,8 +41,8 @@ class Tried:
     problems: list[str] = field(default_factory=list)
 
 
-class House:
-    """Visits doors of whet with files, each in a fresh folder."""
+class EntryPoints:
+    """Reads files at entry points of whet, each in a new folder."""
 
     def __init__(self, fork_server: ForkServer, folder: Path) -> None:
         self._fork_server, self._folder = fork_server, folder
@@ -52,7 +52,7 @@ class House:
         self._good: dict[str, Path] = {}
 
     def good(self, door: str) -> Path:
-        """A run that is as it should be, made at that door."""
+        """Make a valid run for that entry point."""
         if door not in self._good:
             run = self._folder / f"good-{door}"
             code, errors, _ = self.visit(door, run, steps=4)
@@ -65,12 +65,12 @@ class House:
     ) -> tuple[int, str, dict[str, Any]]:
         folder = self._folder / f"visit-{next(self._numbers)}"
         folder.mkdir()
-        told, findings = folder / "told.json", folder / "findings.txt"
+        logged, findings = folder / "told.json", folder / "findings.txt"
         options = {
             "door": door,
             "path": str(path),
             "folder": str(folder),
-            "told": str(told),
+            "logged": str(logged),
             "findings": str(findings),
             "recipe": str(self.recipe),
             "steps": steps,
@@ -85,8 +85,8 @@ class House:
             life.send(signal.SIGKILL)
             code, errors = life.wait()
             errors += "it did not end"
-        said = json.loads(told.read_text()) if told.exists() else {}
-        return code, errors + (findings.read_text() if findings.exists() else ""), said
+        reported = json.loads(logged.read_text()) if logged.exists() else {}
+        return code, errors + (findings.read_text() if findings.exists() else ""), reported
 
     def place(self) -> Path:
         place = self._folder / f"place-{next(self._numbers)}"
@@ -95,8 +95,8 @@ class House:
         return place
 
     def examine(self, name: str, door: str, path: Path, place: Path, tried: Tried, **options: Any) -> None:
-        """One visit, judged."""
-        code, said, used = self.visit(door, path, **options)
+        """Read one file and check the outcome."""
+        code, reported, used = self.visit(door, path, **options)
         tried.visits += 1
         tried.refused += code in (1, 2)
         tried.cpu = max(tried.cpu, used.get("cpu", 0.0))
@@ -108,21 +108,21 @@ class House:
             wrong.append(f"exit {signal.Signals(-code).name if code < 0 else code}")
         if code == 0 and path.is_file():
             wrong.append("accepted")
-        if any(word in said for word in ("Traceback", "internal error", "your code raised an exception")):
+        if any(word in reported for word in ("Traceback", "internal error", "your code raised an exception")):
             wrong.append("not explained")
         if {p.name: p.read_text() for p in (place / "victim").iterdir()} != {"file": "untouched"}:
             wrong.append("wrote outside")
         if wrong:
-            tried.problems.append(f"{name} at {door}: {', '.join(wrong)}\n{said[-600:]}")
+            tried.problems.append(f"{name} at {door}: {', '.join(wrong)}\n{reported[-600:]}")
 
 
 @pytest.fixture(scope="module")
-def house(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> House:
-    return House(fork_server, tmp_path_factory.mktemp("house"))
+def entry_points(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> EntryPoints:
+    return EntryPoints(fork_server, tmp_path_factory.mktemp("entry_points"))
 
 
 def visits(amount: str) -> Iterator[tuple[str, str, str, Any]]:
-    """What goes where: (kind, name, door, how it is made)."""
+    """The cases: (kind, name, entry point, maker)."""
     turn = itertools.count()
     for name, made in {**TORCH, **SAFE}.items():
         others = [door for door in FILE_DOORS if door != "import"]
@@ -140,22 +140,22 @@ def visits(amount: str) -> Iterator[tuple[str, str, str, Any]]:
 
 
 @pytest.mark.parametrize("amount", [BOUNDED, ALL])
-def test_nothing_is_executed(house: House, amount: str, report_count: Callable[[str], None]) -> None:
+def test_nothing_is_executed(entry_points: EntryPoints, amount: str, report_count: Callable[[str], None]) -> None:
     tried = Tried()
     names = set()
     for kind, name, door, made in visits(amount):
         names.add(name)
-        place = house.place()
+        place = entry_points.place()
         if kind == "file":
             path = place / made[0]
             made[1](path, place / "canary")
         else:
             path = place / "runs" / "run"
-            shutil.copytree(house.good("session" if door in ("session", "init_from") else "train"), path)
+            shutil.copytree(entry_points.good("session" if door in ("session", "init_from") else "train"), path)
             made(path, place / "canary")
-        house.examine(name, door, path, place, tried, is_inside=name == MODULES)
+        entry_points.examine(name, door, path, place, tried, is_inside=name == MODULES)
     executions = sum("EXECUTED" in problem for problem in tried.problems)
-    told = counts(
+    logged = counts(
         hostile_files=len(names),
         executions=executions,
         visits=tried.visits,
@@ -163,8 +163,8 @@ def test_nothing_is_executed(house: House, amount: str, report_count: Callable[[
         most_cpu_seconds=round(tried.cpu, 1),
         most_memory_mb=round(tried.rss_mb),
     )
-    report_count(told)
-    assert not tried.problems, f"{told}\n\n" + "\n\n".join(tried.problems)
+    report_count(logged)
+    assert not tried.problems, f"{logged}\n\n" + "\n\n".join(tried.problems)
     assert len(names) >= 60
 
 
@@ -178,39 +178,39 @@ def test_nothing_is_executed(house: House, amount: str, report_count: Callable[[
         ("cwd", MODULES, "report"),
     ],
 )
-def test_a_planted_reader_is_noticed(house: House, fault: str, name: str, door: str) -> None:
-    """The harness itself: with a reader that executes, the same visit must be found out."""
-    place = house.place()
+def test_a_planted_reader_is_noticed(entry_points: EntryPoints, fault: str, name: str, door: str) -> None:
+    """Test of the harness: a reader that executes code must be detected."""
+    place = entry_points.place()
     tried = Tried()
     if name in TORCH:
         path = place / TORCH[name][0]
         TORCH[name][1](path, place / "canary")
     else:
         path = place / "run"
-        shutil.copytree(house.good("session"), path)
+        shutil.copytree(entry_points.good("session"), path)
         RUNS[name](path, place / "canary")
-    house.examine(name, door, path, place, tried, plant=fault, is_inside=name == MODULES)
+    entry_points.examine(name, door, path, place, tried, plant=fault, is_inside=name == MODULES)
     assert any("EXECUTED" in problem for problem in tried.problems), tried
 
 
-def test_good_files_pass_all_doors(house: House) -> None:
-    """What is refused above is refused for what is wrong with it."""
+def test_good_files_pass_all_doors(entry_points: EntryPoints) -> None:
+    """The files above are refused for the defect they were made with."""
     for door in ("report", "train", "plan", "runs"):
-        place = house.place()
+        place = entry_points.place()
         path = place / "runs" / "run"
-        shutil.copytree(house.good("train"), path)
+        shutil.copytree(entry_points.good("train"), path)
         tried = Tried()
-        house.examine("good", door, path, place, tried)
+        entry_points.examine("good", door, path, place, tried)
         assert (tried.problems, tried.refused) == ([], 0), door
     for door in ("session", "init_from"):
-        place = house.place()
-        shutil.copytree(house.good("session"), place / "run")
+        place = entry_points.place()
+        shutil.copytree(entry_points.good("session"), place / "run")
         tried = Tried()
-        house.examine("good", door, place / "run", place, tried)
+        entry_points.examine("good", door, place / "run", place, tried)
         assert (tried.problems, tried.refused) == ([], 0), door
 
 
-def test_real_processes_do_not_import_what_lies_around(tmp_path: Path) -> None:
+def test_real_processes_do_not_import_from_the_working_folder(tmp_path: Path) -> None:
     """The processes that whet itself starts, from a folder with a json.py and a torch.py."""
     hostile = tmp_path / "hostile"
     hostile.mkdir()
@@ -222,7 +222,7 @@ def test_real_processes_do_not_import_what_lies_around(tmp_path: Path) -> None:
         ("train", str(tmp_path / "my_recipe.py"), "max_steps=2", "--run", str(tmp_path / "run")),
         ("import", str(weights), "--out", str(tmp_path / "out")),
     ):
-        # As the installed program does it, which does not look in the folder it is called from.
+        # Like the installed program, which does not import from the current folder.
         command = [sys.executable, "-P", "-m", "whet", *words]
         done = subprocess.run(command, cwd=hostile, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr

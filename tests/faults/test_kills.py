@@ -36,7 +36,7 @@ def test_random_kills_end_bit_identical(
         for _ in range(min(MOST_KILLS_PER_RUN, KILLS[size] - kills)):
             born = time.monotonic()
             started = fault_runs.start(run)
-            # Most kills fall while it trains, however slow the machine is; some fall anywhere, the start included.
+            # Most kills happen during training, on any machine; some happen anywhere, including the start.
             if draw.random() < 0.85:
                 started.wait_for("ready")
                 pause = draw.uniform(0, 0.3 * seconds)
@@ -51,13 +51,13 @@ def test_random_kills_end_bit_identical(
             code, errors = started.life.wait()
             assert code in (0, -signal.SIGKILL), errors
             if code == 0:
-                # The machine is less busy than it was for the whole one: the next kills come sooner.
+                # The machine is less busy than during the uninterrupted run, so kill earlier.
                 seconds = min(seconds, time.monotonic() - born)
                 break
             kills += 1
             inside += started.is_inside_save
             resumed += started.resumed_from > 0
-            early += not started.said("ready")
+            early += not started.reported("ready")
             left += leftovers(run)
             torn += len(published(run)[1])
         last = fault_runs.finish(run)
@@ -76,6 +76,6 @@ def test_random_kills_end_bit_identical(
         )
     )
     assert torn == 0
-    # Without these the test would show nothing: kills that all fall into the start pass too.
+    # Without these the test would prove nothing: it also passes if all kills hit the start.
     assert inside >= KILLS[size] / 5
     assert resumed >= 0.6 * (kills + runs)

@@ -1,5 +1,5 @@
-"""`whet train --nproc` and torchrun with processes that are killed, stopped and asked to stop: the group starts again
-from the last checkpoint, or ends with a clear message. Real launchers, real signals."""
+"""`whet train --nproc` and torchrun with killed, suspended and interrupted processes: the group restarts from the last
+checkpoint, or ends with a clear message. Real launchers, real signals."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
 LONGEST_SECONDS = 30
-"""No process may wait longer for one that is lost."""
+"""Timeout for the other ranks after one is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def workers(launcher: int, run: Path, *, step: int, size: int) -> list[psutil.Process]:
-    """The processes of a training by rank, once it has saved a step."""
+    """Return the processes of a training by rank once it has saved a step."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if (run / "checkpoints").exists() and any(there >= step for there in store.list_steps(run / "checkpoints")):
-            found = {rank_of(child): child for child in psutil.Process(launcher).children(recursive=True)}
-            if all(rank in found for rank in range(size)):
-                return [found[rank] for rank in range(size)]
+            result = {rank_of(child): child for child in psutil.Process(launcher).children(recursive=True)}
+            if all(rank in result for rank in range(size)):
+                return [result[rank] for rank in range(size)]
         time.sleep(0.02)
     raise AssertionError("the training did not get there")
 
@@ -71,7 +71,7 @@ def ended(process: subprocess.Popen[str], *, seconds: float = 240) -> str:
 
 @pytest.fixture(scope="module")
 def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Undisturbed runs of two processes."""
+    """Uninterrupted runs of two processes."""
     folder = tmp_path_factory.mktemp("whole")
     for kind in ("off", "full"):
         process = start(*words(table, folder / kind, f"sharding={kind}"), "--nproc", "2")
@@ -81,12 +81,12 @@ def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def wait_for_restart(run: Path) -> float:
-    """The moment at which the launcher wrote down that it starts the group again."""
+    """Return the time at which the launcher logged the restart of the group."""
     deadline = time.monotonic() + 120
-    while not (found := list(read_events(run, kinds=("restart",)))):
+    while not (result := list(read_events(run, kinds=("restart",)))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert found
+    assert result
     return time.monotonic()
 
 
@@ -97,7 +97,7 @@ def wait_for_restart(run: Path) -> float:
 def test_a_lost_process_is_started_again(
     table: Path, tmp_path: Path, whole: dict[str, Path], kind: str, rank: int, number: signal.Signals
 ) -> None:
-    """Killed, or stopped and so hanging: all start again within 30 s, and end with the bits of two undisturbed ones."""
+    """Killed, or stopped and so hanging: all restart within 30 s and end with the bits of an uninterrupted run."""
     run = tmp_path / "run"
     process = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
     workers(process.pid, run, step=40, size=2)[rank].send_signal(number)
@@ -131,11 +131,11 @@ recipe = Looping
 
 
 def test_a_process_that_computes_for_ever_is_started_again(table: Path, tmp_path: Path, whole: dict[str, Path]) -> None:
-    """With the limits as they are: within 30 s, the line is named, and the bits are those of two undisturbed ones."""
+    """With the default limits: a restart within 30 s, the line is named, and the bits are those of a normal run."""
     run, recipe = tmp_path / "run", tmp_path / "looping.py"
     recipe.write_text(LOOPING)
-    said = words(table, run, "sharding=off")
-    process = start("train", str(recipe), *said[2:], "--nproc", "2")
+    reported = words(table, run, "sharding=off")
+    process = start("train", str(recipe), *reported[2:], "--nproc", "2")
     deadline = time.monotonic() + 120
     while not recipe.with_suffix(".loops").exists():
         assert time.monotonic() < deadline
@@ -149,7 +149,7 @@ def test_a_process_that_computes_for_ever_is_started_again(table: Path, tmp_path
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole["off"]))
 
 
-def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Path) -> None:
+def test_without_restarts_the_message_has_a_fix(table: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*words(table, run), "--nproc", "2", "--max-restarts", "0")
     workers(process.pid, run, step=20, size=2)[1].kill()
@@ -160,9 +160,7 @@ def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["off", "full"])
-def test_a_launcher_that_is_asked_to_stop_saves_once(
-    table: Path, tmp_path: Path, whole: dict[str, Path], kind: str
-) -> None:
+def test_a_stopped_launcher_saves_once(table: Path, tmp_path: Path, whole: dict[str, Path], kind: str) -> None:
     run = tmp_path / "run"
     process = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
     workers(process.pid, run, step=20, size=2)
@@ -185,16 +183,16 @@ def test_a_failure_of_its_own_is_not_tried_again(tmp_path: Path) -> None:
     assert "killed" not in errors
 
 
-# --- torchrun, whose groups may shrink and grow ----------------------------------------------------------------------
+# --- torchrun with elastic groups ------------------------------------------------------------------------------------
 
 
 def agent(port: int, output: Path, job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """One machine of several, as torchrun sees them: three are enough, four are welcome."""
+    """One of several machines, as torchrun sees them: three are enough, four are used."""
     options = ("--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d")
     options += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "whet", "--monitor-interval", "0.2")
     options += ("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(rank_processes.JOB), json.dumps(job)]
-    # Agents of torch 2.13 that share one store never tell a newcomer where the first process is.
+    # Agents of torch 2.13 that share one store never send a new agent the address of rank 0.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with output.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
@@ -212,7 +210,7 @@ def test_a_group_of_torchrun_shrinks_and_grows(fork_server: ForkServer, tmp_path
     agents = [agent(port, tmp_path / f"{number}.txt", slow) for number in range(4)]
     try:
         wait_until(run, size=4, step=10)
-        # Not the first, with which all others meet.
+        # Not rank 0, to which all others connect.
         doomed = agents.pop()
         for process in (*psutil.Process(doomed.pid).children(recursive=True), psutil.Process(doomed.pid)):
             process.kill()
@@ -237,15 +235,15 @@ def test_a_group_of_torchrun_shrinks_and_grows(fork_server: ForkServer, tmp_path
 
 
 def wait_until(run: Path, *, size: int, step: int) -> None:
-    """Until so many processes have saved a step, or a later one."""
+    """Wait until this many processes have saved the step or a later one."""
     deadline = time.monotonic() + 120
-    found: Any = None
+    result: Any = None
     while time.monotonic() < deadline:
         checkpoints = run / "checkpoints"
         there = store.list_steps(checkpoints) if checkpoints.exists() else []
         if there and there[-1] >= step:
-            found = store.check_sizes(checkpoints / store.checkpoint_name(there[-1])).info.environment["world_size"]
-            if found == size:
+            result = store.check_sizes(checkpoints / store.checkpoint_name(there[-1])).info.environment["world_size"]
+            if result == size:
                 return
         time.sleep(0.1)
-    raise AssertionError(f"{size} were expected; {found} have saved the newest step")
+    raise AssertionError(f"{size} were expected; {result} have saved the newest step")

@@ -1,4 +1,4 @@
-"""Do the tests have teeth? Faults planted in whet itself must each be noticed by one of them."""
+"""Test of the tests: each fault planted in whet must be detected by one of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from whet.checkpoint import store
 pytestmark = pytest.mark.torch
 
 POWER = {"no fsync", "no file fsync", "no folder fsync"}
-"""Noticed by power cuts alone: test_power_cuts.py plants them."""
+"""Faults that only power cuts detect; test_power_cuts.py plants them."""
 CRASHES = {"written in place", "renamed before it is full", "old ones removed before the new one is there"}
 HASHES = {"no manifest hash"}
 RESUMES = mutants.PLANT.keys() - POWER - CRASHES - HASHES
@@ -23,7 +23,7 @@ RESUMES = mutants.PLANT.keys() - POWER - CRASHES - HASHES
 def check_crashes(fault_runs: FaultRuns, *, mutant: str | None, every: int) -> None:
     """kill -9 before calls of the training part of a run."""
     started = fault_runs.finish(fault_runs.folder / "whole", mutant=mutant)
-    first, last = (int(started.said(word)[0].split(" ")[-1]) for word in ("ready", "over"))
+    first, last = (int(started.reported(word)[0].split(" ")[-1]) for word in ("ready", "over"))
     for at in range(first, last, every):
         run = fault_runs.folder / f"run-{at}"
         _, killed = fault_runs.end(run, mutant=mutant, fault="before", at=at)
@@ -41,7 +41,7 @@ def test_crash_points_notice(fault_runs: FaultRuns, report_count: Callable[[str]
 def test_resumes_notice(fault_runs: FaultRuns, report_count: Callable[[str], None], mutant: str) -> None:
     row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
     row["precision"] = "fp16" if mutant == "scaler not saved" else "fp32"
-    # A state that was written while it changed shows only to who goes on from it.
+    # A state that changed while it was written is visible only after a resume from it.
     place = "after a save" if mutant == "written from live tensors" else "mid"
     options = options_of(row)
     fault_runs.finish(fault_runs.folder / "whole", **options)
@@ -63,7 +63,7 @@ def test_damage_notices(
 
 
 def test_without_a_mutant_nothing_is_noticed(fault_runs: FaultRuns) -> None:
-    """The same checks, and no fault: otherwise they would notice everything."""
+    """The same checks without a fault pass; otherwise they would detect everything."""
     check_crashes(fault_runs, mutant=None, every=17)
     row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
     for precision, place in (("fp32", "after a save"), ("fp16", "mid")):

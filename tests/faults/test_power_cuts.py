@@ -1,6 +1,6 @@
-"""Power that fails at any instant: every checkpoint that was acknowledged is there afterwards, and whole.
+"""Power cuts at any moment: every acknowledged checkpoint exists afterwards and is complete.
 
-The cut is simulated: ext4 itself is told to let nothing more reach its medium, and replays its journal afterwards.
+The cut is simulated: ext4 is shut down, so that nothing more reaches its medium, and replays its journal afterwards.
 """
 
 import random
@@ -36,7 +36,7 @@ def disk(memory_folder: Path) -> Iterator[power_cut.Disk]:
 def cut_once(
     fault_runs: FaultRuns, disk: power_cut.Disk, run: Path, *, seconds: float, **options: object
 ) -> tuple[int, int]:
-    """A life that ends with the power; the steps it had acknowledged and those that are lost or torn."""
+    """Run a process until the power fails. Return the acknowledged steps and those that are lost or torn."""
     started = fault_runs.start(run, **options)
     started.wait_for("ready")
     time.sleep(seconds)
@@ -45,7 +45,7 @@ def cut_once(
     started.life.wait()
     disk.unmount()
     disk.mount()
-    acknowledged = [int(step) for step in started.said("saved")]
+    acknowledged = [int(step) for step in started.reported("saved")]
     whole, torn = published(run)
     is_lost = bool(acknowledged) and max(whole, default=-1) < max(acknowledged)
     return len(acknowledged), len(torn) + is_lost
@@ -67,7 +67,7 @@ def test_a_power_cut_loses_no_acknowledged_checkpoint_simulated(
     draw = random.Random(SEED)
     acknowledged = lost = 0
     for number in range(CUTS[size]):
-        # Three cuts a run, then it goes on to its end.
+        # Three cuts per run, then it resumes to its end.
         run = disk.place / f"run-{number // 3}"
         safe, gone = cut_once(fault_runs, disk, run, seconds=draw.uniform(0, 0.5 * seconds))
         acknowledged, lost = acknowledged + safe, lost + gone
@@ -80,10 +80,10 @@ def test_a_power_cut_loses_no_acknowledged_checkpoint_simulated(
 
 
 @pytest.mark.slow
-def test_a_power_cut_behind_the_journal_s_own_commit_simulated(
+def test_a_power_cut_after_the_commit_of_the_journal_simulated(
     fork_server: ForkServer, disk: power_cut.Disk, memory_folder: Path, report_count: Callable[[str], None]
 ) -> None:
-    """Seconds later ext4 commits by itself: what was torn then would be torn for good."""
+    """ext4 commits by itself seconds later; anything torn then would stay torn."""
     fault_runs = FaultRuns(
         fork_server, memory_folder, width=48, samples=96, epochs=10_000, overrides={"checkpoint_steps": 5}
     )

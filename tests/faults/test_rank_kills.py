@@ -1,5 +1,5 @@
-"""Several real processes that train one model (CPU, gloo): their checkpoints are read by any number of them, and a
-training that lost one of them ends with the same bits. WHET_RANKS_DEVICE=cuda tries it on one GPU for all."""
+"""Several real processes that train one model (CPU, gloo): any number of processes can read their checkpoints, and a
+training that lost one of them ends with the same bits. With WHET_RANKS_DEVICE=cuda, they share one GPU."""
 
 import signal
 import time
@@ -26,7 +26,7 @@ CASES = (("off", 0), ("full", 0), ("full", 1))
 
 @pytest.fixture(scope="module")
 def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs of two processes that nobody disturbed, by how they share the model."""
+    """Uninterrupted runs of two processes, by sharding mode."""
     folder = tmp_path_factory.mktemp("whole")
 
     def run(kind: str) -> Path:
@@ -41,19 +41,19 @@ def files_of(run: Path, step: int) -> set[str]:
     return {path.name for path in (open_run(run).checkpoints / store.checkpoint_name(step)).iterdir()}
 
 
-def wait_for(sitting: Ranks, word: str, *, rank: int, seconds: float = TIMEOUT_SECONDS) -> None:
+def wait_for(session: Ranks, word: str, *, rank: int, seconds: float = TIMEOUT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
-    while not any(True for _ in sitting.said(word, rank=rank)):
+    while not any(True for _ in session.reported(word, rank=rank)):
         assert time.monotonic() < deadline, f"no {word!r}"
         time.sleep(0.01)
 
 
-def kill(sitting: Ranks, *, rank: int, where: str) -> float:
-    """SIGKILL for one process at a place; how long the others went on."""
-    wait_for(sitting, where, rank=rank)
-    sitting.lives[rank].send(signal.SIGKILL)
+def kill(session: Ranks, *, rank: int, where: str) -> float:
+    """Send SIGKILL to one process at a place. Return how long the others continued."""
+    wait_for(session, where, rank=rank)
+    session.lives[rank].send(signal.SIGKILL)
     start = time.monotonic()
-    codes = sitting.wait()
+    codes = session.wait()
     assert codes[rank] == -signal.SIGKILL
     assert all(code != 0 for code in codes)
     return time.monotonic() - start
@@ -74,13 +74,13 @@ def test_rows_on_disk_are_read_by_another_number(fork_server: ForkServer, tmp_pa
         "state.safetensors",
         *(f"shard-{r:04d}.safetensors" for r in range(4)),
     }
-    # Who only uses the model reads it whole.
+    # A reader that only uses the model reads all of it.
     used = Net(0.0)
     assert load_weights(run, used) == 2
     assert all(torch.equal(tensor, first.tensors[f"ema/{name}"]) for name, tensor in used.named_parameters())
     for size in (1, 2):
-        sitting = rank_processes.train(fork_server, run, size, sharding="full", steps=2, saves_again=True)
-        assert "world_size" in sitting.said("resume")[0]
+        session = rank_processes.train(fork_server, run, size, sharding="full", steps=2, saves_again=True)
+        assert "world_size" in session.reported("resume")[0]
         assert rank_processes.is_same(rank_processes.state(run), first), size
         assert sum(name.startswith("shard") for name in files_of(run, 2)) == (size if size > 1 else 0)
 
@@ -106,23 +106,23 @@ def test_another_number_of_processes_keeps_the_order(fork_server: ForkServer, tm
         stop = {} if until is None else {"stop_at": until}
         sittings.append(rank_processes.train(fork_server, run, size, sharding=kind, dropout=0.0, **stop))
     assert rank_processes.order(*sittings) == rank_processes.order(alone)
-    assert all("world_size" in sitting.said("resume")[0] for sitting in sittings[1:])
+    assert all("world_size" in session.reported("resume")[0] for session in sittings[1:])
     assert rank_processes.distance(rank_processes.state(run), rank_processes.state(tmp_path / "alone")) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_beside_a_simulated_device_are_the_same(
+def test_background_checkpoints_of_a_simulated_device_are_the_same(
     fork_server: ForkServer, tmp_path: Path, whole: Callable[[str], Path], kind: str
 ) -> None:
-    """Threads write what was copied while all processes go on; on a CPU nothing is copied otherwise."""
+    """Threads write the copied state while all ranks continue; on a CPU nothing is copied otherwise."""
     run = tmp_path / "run"
     rank_processes.train(fork_server, run, 2, sharding=kind, beside=True, seconds=0.02)
     assert any(event.get("background") for event in read_events(run, kinds=("checkpoint",)))
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole(kind)))
     step = store.list_steps(open_run(run).checkpoints)[-2]
     again = rank_processes.train(fork_server, tmp_path / "again", 2, sharding=kind, stop_at=step)
-    assert again.said("checkpoint")
+    assert again.reported("checkpoint")
     assert rank_processes.is_same(rank_processes.state(run, step), rank_processes.state(tmp_path / "again"))
 
 
@@ -146,16 +146,16 @@ def test_checkpoints_beside_a_simulated_device_are_the_same(
 def test_a_lost_process_costs_no_bit(
     fork_server: ForkServer, tmp_path: Path, whole: Callable[[str], Path], kind: str, place: str, rank: int
 ) -> None:
-    """SIGKILL while it trains, saves or loads: the others end soon, and the same command goes on to the same bits."""
+    """SIGKILL while it trains, saves or loads: the others exit soon, and the same command resumes to the same bits."""
     run = tmp_path / "run"
     if place == "load":
         rank_processes.train(fork_server, run, 2, sharding=kind, stop_at=5)
     pause = {} if place == "step" else {"pause": f"{place} {rank}"}
     where = "step 5" if place == "step" else f"inside {place}"
-    sitting = rank_processes.start(fork_server, run, 2, sharding=kind, seconds=0.02, **pause)
-    assert kill(sitting, rank=rank, where=where) < 10
+    session = rank_processes.start(fork_server, run, 2, sharding=kind, seconds=0.02, **pause)
+    assert kill(session, rank=rank, where=where) < 10
     if place == "save":
-        assert store.list_steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
+        assert store.list_steps(open_run(run).checkpoints)[-1] == 2, "unfinished checkpoints have no final name"
     rank_processes.train(fork_server, run, 2, sharding=kind)
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole(kind)))
 
@@ -167,23 +167,23 @@ def test_a_lost_process_costs_no_bit(
 def test_a_process_that_loops_is_ended_and_costs_no_bit(
     fork_server: ForkServer, tmp_path: Path, whole: Callable[[str], Path], kind: str, rank: int
 ) -> None:
-    """An endless loop in the loss: all end soon, the line is named, and the same command goes on to the same bits."""
+    """An endless loop in the loss: all exit soon, the line is named, and the same command resumes to the same bits."""
     run = tmp_path / "run"
-    sitting = rank_processes.start(fork_server, run, 2, sharding=kind, least_seconds=2.0, loops=[rank, 9])
-    wait_for(sitting, "step 8", rank=rank)
+    session = rank_processes.start(fork_server, run, 2, sharding=kind, least_seconds=2.0, loops=[rank, 9])
+    wait_for(session, "step 8", rank=rank)
     start = time.monotonic()
-    codes = sitting.wait()
+    codes = session.wait()
     assert time.monotonic() - start < 15
     assert all(code != 0 for code in codes)
-    (said,) = sitting.said("lost")
-    assert f"rank {rank} of 2 makes no progress in step 9, at rank_fault_job.py:" in said
+    (reported,) = session.reported("lost")
+    assert f"rank {rank} of 2 makes no progress in step 9, at rank_fault_job.py:" in reported
     rank_processes.train(fork_server, run, 2, sharding=kind)
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole(kind)))
 
 
 def test_a_slow_process_is_not_ended(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A step of half the limit, and an evaluation by the first process alone that is longer than the limit."""
-    sitting = rank_processes.train(
+    """A step of half the limit, and an evaluation on rank 0 that takes longer than the limit."""
+    session = rank_processes.train(
         fork_server, tmp_path / "run", 2, least_seconds=2.0, naps=[1, 8, 1.0], evaluates_seconds=3.0
     )
-    assert not sitting.said("lost")
+    assert not session.reported("lost")

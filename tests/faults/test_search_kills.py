@@ -28,7 +28,7 @@ RECIPE = SUPPORT / "searched_recipe.py"
 
 
 class Workers:
-    """`whet search` in processes of their own, to be killed."""
+    """`whet search` in separate processes that tests kill."""
 
     def __init__(self, root: Path, *words: str) -> None:
         self.root, self._words = root, words
@@ -36,13 +36,13 @@ class Workers:
 
     def start(self, *, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         cwd = cwd or self.root
-        with (self.root / "said.txt").open("ab") as said:
+        with (self.root / "said.txt").open("ab") as reported:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "whet", "search", str(RECIPE), *self._words, "--name", "s"],
                 cwd=cwd,
                 env={**os.environ, "WHET_HOME": str(self.root / "home"), "OMP_NUM_THREADS": "1"},
-                stdout=said,
-                stderr=said,
+                stdout=reported,
+                stderr=reported,
             )
         self.running.append(worker)
         return worker
@@ -52,7 +52,7 @@ class Workers:
         worker.wait()
         self.running.remove(worker)
 
-    def said(self) -> str:
+    def reported(self) -> str:
         return (self.root / "said.txt").read_text()[-3000:]
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def trials_of(url: str | None, folder: Path) -> list[optuna.trial.FrozenTrial]:
 def until(condition, *, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
@@ -91,7 +91,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def test_killed_and_stopped_search_resumes_prunes_and_marks_infeasible_trials(workers, tmp_path):
     huge = 4 * 10**14
-    # In this order the grid tries the worse of those that can be trained last.
+    # In this order, the grid tries the worse of the feasible values last.
     space = [f"takes=[0,{huge}]", "is_worse=[true,false]"]
     words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "4", "--seeds", "1", "--sampler", "GridSampler"]
     made = workers(*space, *words, "--subset", "0.9", "--jobs", "1")
@@ -102,25 +102,25 @@ def test_killed_and_stopped_search_resumes_prunes_and_marks_infeasible_trials(wo
     second = made.start()
     until(lambda: list(folder.glob("trial-*/checkpoints/step-*6/manifest.json")))
     second.send_signal(signal.SIGTERM)
-    assert second.wait(timeout=600) == 143, made.said()
-    assert not [t for t in trials_of(None, folder) if t.state == RUNNING], "what was stopped waits in line"
-    assert made.start().wait(timeout=600) == 0, made.said()
+    assert second.wait(timeout=600) == 143, made.reported()
+    assert not [t for t in trials_of(None, folder) if t.state == RUNNING], "stopped trials are queued"
+    assert made.start().wait(timeout=600) == 0, made.reported()
 
     result = read_search(folder)
     assert len(result.trials) == 4
     big = [trial for trial in result.trials if trial.settings["takes"] == huge]
     assert [(trial.state, trial.value) for trial in big] == [("infeasible", None)] * 2
-    assert all("out of memory" in trial.note for trial in big), "one while its model was made, one in its first step"
+    assert all("out of memory" in trial.note for trial in big), "one while the model was built, one in the first step"
     good, worse = sorted((t for t in result.trials if t not in big), key=lambda t: t.settings["is_worse"])
     assert (good.state, good.steps) == ("complete", 9), "90 % of 40 rows in batches of 4"
     assert (worse.state, worse.steps) == ("pruned", 2), "ended after the second of nine evaluations"
     assert result.continued == 2
     assert result.winner is not None
     assert result.winner.number == good.number
-    assert list(result.winner.values) == ["1"], "trained once more with a seed that the search had not seen"
+    assert list(result.winner.values) == ["1"], "trained again with a new seed"
     runs = [Path(good.run or ""), folder / "seed-0000"]
     assert [open_run(run).config["seed"] for run in runs] == [0, 1]
-    assert len({summarize(run).provenance.data for run in runs}) == 1, "the same rows, whatever the seed"
+    assert len({summarize(run).provenance.data for run in runs}) == 1, "the same rows for every seed"
     history = History(Path(good.run or ""))
     resumed = [event.step for event in history.events(kinds=("resume",))]
     assert len(resumed) == 2
@@ -138,16 +138,16 @@ def test_two_machines_simulated_by_two_folders_share_one_database(workers, tmp_p
         for place in places:
             place.mkdir()
         both = [made.start(cwd=place) for place in places]
-        assert [worker.wait(timeout=400) for worker in both] == [0, 0], made.said()
+        assert [worker.wait(timeout=400) for worker in both] == [0, 0], made.reported()
         results = [read_search(place / "runs" / "s") for place in places]
         trials = trials_of(server.url, tmp_path)
     assert sum(map(counts, trials)) == 8
-    assert len({t.params["lr"] for t in trials if counts(t)}) == 8, "a trial was made twice"
-    assert results[0].trials == results[1].trials, "each tells of all trials"
+    assert len({t.params["lr"] for t in trials if counts(t)}) == 8, "a trial ran twice"
+    assert results[0].trials == results[1].trials, "each lists all trials"
     assert results[0].candidates == results[1].candidates
     assert results[0].is_confirmed
     runs = [Path(t.run or "") for t in results[0].trials]
-    assert {run.parents[2].name for run in runs} == {"one", "two"}, "both have worked"
+    assert {run.parents[2].name for run in runs} == {"one", "two"}, "both ran trials"
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_thirty_kills_of_workers_in_each_storage(workers, tmp_path, where, repor
 
 
 def _wait_somewhere(trial: optuna.trial.FrozenTrial, draw: random.Random) -> None:
-    """Until a random instant of a trial: right at its beginning, or after some of its five checkpoints."""
+    """Wait until a random moment of a trial: at its start, or after some of its five checkpoints."""
     saved = Path(trial.user_attrs[RUN]) / "checkpoints"
     goal, deadline = draw.choice((0, 0, 1, 2, 3, 4, 5)), time.monotonic() + 60
     while len(list(saved.glob("step-*/manifest.json"))) < goal and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def _kill_again_and_again(workers, tmp_path, url, report_count, *, restart) -> N
     made = workers(*words, "--pruner", "NopPruner", *(["--storage", url] if url else []))
     folder, draw = tmp_path / "runs" / "s", random.Random(7)
     made.start()
-    # The second joins a search that is there.
+    # The second one joins an existing search.
     until(lambda: (folder / "search.json").exists())
     finished: dict[int, float] = {}
     done = 0
@@ -205,7 +205,7 @@ def _kill_again_and_again(workers, tmp_path, url, report_count, *, restart) -> N
         done += 1
     made.start()
     for worker in list(made.running):
-        assert worker.wait(timeout=600) == 0, made.said()
+        assert worker.wait(timeout=600) == 0, made.reported()
     ended = trials_of(url, folder)
     states = {t.number: t.state for t in ended}
     assert not [n for n, state in states.items() if not state.is_finished()], "a trial is stuck"
@@ -215,10 +215,10 @@ def _kill_again_and_again(workers, tmp_path, url, report_count, *, restart) -> N
     counted = [t for t in ended if counts(t)]
     assert len(counted) == trials
     assert all(t.state == COMPLETE for t in counted)
-    assert len({t.user_attrs[RUN] for t in counted}) == trials, "a trial was made twice"
+    assert len({t.user_attrs[RUN] for t in counted}) == trials, "a trial ran twice"
     resumed = [
         event.step for run in run_folders(folder) for event in History(run).events(kinds=("resume",)) if event.step > 0
     ]
     dropped = sum(DROPPED in t.user_attrs for t in ended)
-    assert resumed, "no killed trial went on from a checkpoint"
+    assert resumed, "no killed trial resumed from a checkpoint"
     report_count(f"{done} kills, {dropped} trials went on as others, {len(resumed)} times from a checkpoint")

@@ -74,7 +74,7 @@ def open_study(storage, name: str = "s", *, pruner=None) -> SearchStudy:
 
 
 def stopped() -> Event:
-    """For a search that is to train nothing, were it not refused."""
+    """A config for a search that must be refused before it trains."""
     event = Event()
     event.set()
     return event
@@ -87,7 +87,7 @@ def process(folder: Path, url: str | None, *, count: int = 1, most: int = 10, fi
 
 
 def killed(folder: Path, url: str | None) -> int:
-    """A process takes a trial, and is killed; the number of that trial."""
+    """Start a process that claims a trial and is killed. Return the number of the trial."""
     with process(folder, url) as taker:
         assert taker.stdout is not None
         number = int(taker.stdout.readline())
@@ -95,28 +95,28 @@ def killed(folder: Path, url: str | None) -> int:
     return number
 
 
-def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
+def check_a_killed_trial_is_resumed(folder: Path, url: str | None) -> None:
     with open_storage(url, folder=folder) as storage:
         study = open_study(storage)
         number = killed(folder, url)
         before = study.trials()[number]
         assert before.state == TrialState.RUNNING
         claimed = study.claim(max_trials=1)
-        assert claimed is not None, "the one that was asked for is not made"
-        assert claimed.run == "a folder", "it goes on in the same run"
+        assert claimed is not None, "the requested trial is not run"
+        assert claimed.run == "a folder", "it resumes in the same run"
         assert claimed.trial.params == before.params
         assert not counts(study.trials()[number])
-        assert study.claim(max_trials=1) is None, "one trial was asked for, and it is being made"
+        assert study.claim(max_trials=1) is None, "one trial was requested, and it is running"
         assert study.finish(claimed, state="complete", value=0.5)
-        assert not study.finish(claimed, state="failed"), "what is done stays done"
+        assert not study.finish(claimed, state="failed"), "finished trials stay finished"
         assert [t.value for t in study.trials() if counts(t)] == [0.5]
 
 
 def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
     racers = [process(folder, url, count=20, most=7, finishes=True, sleeps=0) for _ in range(2)]
-    told = [int(word) for racer in racers for word in racer.communicate(timeout=600)[0].split()]
-    assert sorted(told) == sorted(set(told))
-    assert len(told) == 7
+    logged = [int(word) for racer in racers for word in racer.communicate(timeout=600)[0].split()]
+    assert sorted(logged) == sorted(set(logged))
+    assert len(logged) == 7
     with open_storage(url, folder=folder) as storage:
         trials = open_study(storage).trials()
     assert sum(map(counts, trials)) == 7
@@ -124,7 +124,7 @@ def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) ->
 
 
 def test_killed_trial_is_continued_in_a_journal(tmp_path):
-    check_a_killed_trial_goes_on(tmp_path, None)
+    check_a_killed_trial_is_resumed(tmp_path, None)
 
 
 def test_racing_processes_claim_each_trial_once_in_a_journal(tmp_path):
@@ -134,11 +134,11 @@ def test_racing_processes_claim_each_trial_once_in_a_journal(tmp_path):
 @pytest.mark.slow
 def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
     with postgres() as server:
-        # Into an empty database: both make its tables at the same time.
+        # An empty database: both create its tables at the same time.
         check_racing_processes_make_no_trial_twice(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
             optuna.delete_study(study_name="s", storage=storage)
-        check_a_killed_trial_goes_on(tmp_path, server.url)
+        check_a_killed_trial_is_resumed(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
             study = open_study(storage)
             claimed = study.claim(max_trials=6)
@@ -160,7 +160,7 @@ def test_death_between_marking_and_enqueueing_loses_no_trial(tmp_path):
         assert study.recover() == 0
         waiting = [t for t in study.trials() if t.state == TrialState.WAITING]
         assert [t.user_attrs[TASK] for t in waiting] == [f"continues {claimed.number}"]
-        # Another one did the same at the same instant: the later is dropped.
+        # Another process did the same at the same moment: the later one is dropped.
         study._enqueue_continuation(study.trials()[claimed.number])
         first, second = study.claim(max_trials=1), study.claim(max_trials=1)
         assert first is not None
@@ -209,7 +209,7 @@ def test_silence_of_another_machine_with_a_simulated_clock(monkeypatch):
     clock[0] = 120.0
     assert silence.is_dead(0, {**other, "heartbeat": 2})
     reused = this_process().model_copy(update={"started": 1.0})
-    assert silence.is_dead(1, {"owner": reused.as_json()}), "the number belongs to another process now"
+    assert silence.is_dead(1, {"owner": reused.as_json()}), "the pid belongs to another process now"
 
 
 def test_sqlite_is_for_one_process(tmp_path):
@@ -241,14 +241,14 @@ def test_search_with_trials_in_another_storage_is_rejected(tmp_path):
     asked = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
     stop = stopped()
     first, second = (run_search(asked, trials=1, stop=stop) for _ in range(2))
-    assert second.seconds > first.seconds > 0, "all sittings count"
+    assert second.seconds > first.seconds > 0, "all sessions count"
     with pytest.raises(UsageError, match="not in that storage"):
         run_search(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
     (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")
     with pytest.raises(WhetError, match="is damaged"):
         run_search(asked, trials=1, stop=stop)
     (tmp_path / "s" / "run.json").write_text("{}")
-    with pytest.raises(UsageError, match="holds a run"):
+    with pytest.raises(UsageError, match="contains a run"):
         run_search(asked, trials=1, stop=stop)
 
 
@@ -283,15 +283,15 @@ def test_candidate_that_diverges_with_a_seed_ranks_last(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
         study, confirming = open_study(storage), open_study(storage, "s seeds")
         study.study.add_trials([made({"lr": 1e-3}, lr, 0.9), made({"lr": 5e-4}, lr, 0.8)])
-        found = {0: (0.95, None, 0.93), 1: (0.8, 0.81, 0.82)}
+        actual = {0: (0.95, None, 0.93), 1: (0.8, 0.81, 0.82)}
         confirming.study.add_trials(
             made({"trial": trial, "seed": seed}, numbers, value)
-            for trial, values in found.items()
+            for trial, values in actual.items()
             for seed, value in enumerate(values, 1)
         )
         result = collect_results(question, study, confirming, storage="", seconds=0.0)
     assert [(c.number, c.lost) for c in result.candidates] == [(1, 0), (0, 1)]
-    assert result.is_confirmed, "seeds that came to no value are not awaited for ever"
+    assert result.is_confirmed, "seeds without a value do not block the search"
     assert "no value with 1 other seed" in render_search(result)
 
 
@@ -312,19 +312,19 @@ def test_stopped_trial_waits_with_its_settings(tmp_path):
 def test_damaged_run_folder_fails_one_trial_only(tmp_path, monkeypatch):
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "run.json").write_text("half")
-    said: list[FinishedTrial] = []
+    reported: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
         run_worker(
             open_study(storage),
-            simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], said=said),
+            simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], reported=reported),
             max_trials=2,
         )
-    assert [(ended.number, ended.state) for ended in said] == [(0, "failed"), (1, "pruned")]
-    assert "run.json is damaged" in said[0].message
+    assert [(ended.number, ended.state) for ended in reported] == [(0, "failed"), (1, "pruned")]
+    assert "run.json is damaged" in reported[0].message
 
 
-def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: list[FinishedTrial]) -> WorkerConfig:
-    """A worker whose trials' processes are simulated: each ends as the next of `lives`."""
+def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, reported: list[FinishedTrial]) -> WorkerConfig:
+    """A worker whose trial processes are simulated: each ends like the next entry of `lives`."""
     coming = iter(lives)
     monkeypatch.setattr("whet.hpo.worker.run_trial_process", lambda *_, **__: next(coming))
     return WorkerConfig(
@@ -333,7 +333,7 @@ def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: l
         machine="simulated",
         prepare=lambda claimed: TrialTask(arguments={}, run=folder / f"trial-{claimed.number}"),
         should_stop=lambda: False,
-        on_finished=said.append,
+        on_finished=reported.append,
     )
 
 
@@ -347,15 +347,15 @@ def test_end_states_of_trials_with_simulated_processes(tmp_path, monkeypatch):
         TrialExit(code=1, failure="ValueError: yours"),
         TrialExit(code=0),
     ]
-    said: list[FinishedTrial] = []
+    reported: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
         study = open_study(storage)
-        run_worker(study, simulated_work(tmp_path, monkeypatch, lives, said=said), max_trials=6)
+        run_worker(study, simulated_work(tmp_path, monkeypatch, lives, reported=reported), max_trials=6)
         trials = study.trials()
-    assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
-    assert said[0].message == "out of memory: MPS backend out of memory"
-    assert "killed 4 times" in said[1].message
-    assert said[5].message == "score is None", "a run without the goal has no value"
+    assert [ended.state for ended in reported] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
+    assert reported[0].message == "out of memory: MPS backend out of memory"
+    assert "killed 4 times" in reported[1].message
+    assert reported[5].message == "score is None", "a run without the goal has no value"
     assert [t.state.name for t in trials] == ["PRUNED"] * 4 + ["FAIL"] * 2
     assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
 
@@ -369,7 +369,7 @@ def test_stops_change_neither_draws_nor_pruning_with_simulated_processes(tmp_pat
 
     def searched(folder: Path, *, stop_after: int | None) -> list[tuple[float, str, float | None]]:
         seen: dict[Path, list[float]] = {}
-        said: list[FinishedTrial] = []
+        reported: list[FinishedTrial] = []
         starts = iter((0.5, 0.4, 0.55, 0.6, 0.57))
 
         def lived(_target, arguments, *, on_evaluation, **_):
@@ -388,7 +388,7 @@ def test_stops_change_neither_draws_nor_pruning_with_simulated_processes(tmp_pat
             run = Path(claimed.run or folder / f"trial-{claimed.number}")
             return TrialTask(arguments={"run": run}, run=run)
 
-        task = simulated_work(folder, monkeypatch, [], said=said)
+        task = simulated_work(folder, monkeypatch, [], reported=reported)
         monkeypatch.setattr("whet.hpo.worker.run_trial_process", lived)
         monkeypatch.setattr("whet.hpo.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
         monkeypatch.setattr("whet.hpo.worker._last_value", lambda run, **_: (seen[run][-1], 1))
@@ -400,7 +400,7 @@ def test_stops_change_neither_draws_nor_pruning_with_simulated_processes(tmp_pat
                 replace(task, prepare=prepare),
                 max_trials=5,
             )
-        return [(ended.parameters["x"], ended.state, ended.value) for ended in said if ended.state != "stopped"]
+        return [(ended.parameters["x"], ended.state, ended.value) for ended in reported if ended.state != "stopped"]
 
     whole = searched(tmp_path / "whole", stop_after=None)
     assert [state for _, state, _ in whole] == ["complete", "pruned", "complete", "complete", "pruned"]
@@ -411,4 +411,4 @@ def test_stops_change_neither_draws_nor_pruning_with_simulated_processes(tmp_pat
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
     lives = [TrialExit(code=1, failure="ValueError: yours")] * 3
     with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
-        run_worker(open_study(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), max_trials=9)
+        run_worker(open_study(storage), simulated_work(tmp_path, monkeypatch, lives, reported=[]), max_trials=9)

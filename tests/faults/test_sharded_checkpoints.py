@@ -1,4 +1,4 @@
-"""One checkpoint of several processes: whole or not there, read by any number of them, damage found. The processes are
+"""One checkpoint of several processes: complete or absent, readable by any number of them, damage detected. They are
 simulated by threads; tests/faults/test_rank_kills.py has real ones."""
 
 import errno
@@ -36,15 +36,15 @@ def check_whole(path: Path, *, step: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_simulated_ranks_save_is_read_by_any_number(tmp_path: Path, size: int) -> None:
+def test_a_checkpoint_of_simulated_ranks_is_read_by_any_number(tmp_path: Path, size: int) -> None:
     assert save_with(tmp_path, size, step=7) == [None] * size
     path = tmp_path / store.checkpoint_name(7)
     check_whole(path, step=7)
     for readers in SIZES:
         parts = [store.load_checkpoint(path, wanted=wanted_by(rank, readers)) for rank in range(readers)]
         for name, tensor in whole_state(7).items():
-            found = [part.tensors[name] for part in parts]
-            assert same(torch.cat(found) if name in parts[0].rows else found[-1], tensor), (readers, name)
+            result = [part.tensors[name] for part in parts]
+            assert same(torch.cat(result) if name in parts[0].rows else result[-1], tensor), (readers, name)
 
 
 def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(shards, "open_verified", opened)
     store.load_checkpoint(path, wanted=wanted_by(1, 2))
-    # The second half of every tensor lies with the last two of four; model/b has rows 3 and 4 with them too.
+    # The last two of four ranks hold the second half of every tensor, and rows 3 and 4 of model/b.
     assert touched == {"shard-0001.safetensors", "shard-0002.safetensors", "shard-0003.safetensors"}
     touched.clear()
     store.load_checkpoint(path, wanted=wanted_by(3, 4))
@@ -68,9 +68,7 @@ def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeyp
 # --- a part that fails -----------------------------------------------------------------------------------------------
 
 
-def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_of_a_simulated_rank_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board()
     assert save_with(tmp_path, 3, step=1, board=board) == [None] * 3
     real = durable.write_draft
@@ -84,7 +82,7 @@ def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
     monkeypatch.setattr(shards.durable, "write_draft", write)
     errors = save_with(tmp_path, 3, step=2, turn=2, board=board)
     for error in errors:
-        # All know it, and that it was a disk: such a training goes on.
+        # All ranks know that it was a disk error, so the training continues.
         assert isinstance(error, WhetError)
         assert isinstance(error.__cause__, OSError)
     assert "rank 2" in str(errors[0].got)  # type: ignore[union-attr]
@@ -92,10 +90,10 @@ def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
     monkeypatch.setattr(shards.durable, "write_draft", real)
     assert save_with(tmp_path, 3, step=2, turn=3, board=board) == [None] * 3
     check_whole(tmp_path / store.checkpoint_name(2), step=2)
-    assert not [name for name in board.texts if name.startswith("2/")], "what everybody has read is forgotten"
+    assert not [name for name in board.texts if name.startswith("2/")], "entries that all ranks have read are deleted"
 
 
-def test_a_simulated_rank_that_is_gone_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_a_simulated_lost_rank_leaves_no_checkpoint(tmp_path: Path) -> None:
     def die(rank: int, taken: store.Snapshot) -> store.Snapshot:
         if rank == 1:
             raise SystemExit
@@ -131,7 +129,7 @@ def test_simulated_ranks_that_hold_other_rows_than_their_own_are_refused(tmp_pat
 
 
 def refused(path: Path, *, step: int, readers: int = 2) -> bool:
-    """Whether nobody gets anything but the truth, and the whole is refused."""
+    """Return whether every reader gets the correct state or an error, and the whole checkpoint is refused."""
     for rank in range(readers):
         try:
             part = store.load_checkpoint(path, wanted=wanted_by(rank, readers))
@@ -163,7 +161,7 @@ def test_damage_of_shards_is_found(tmp_path: Path) -> None:
 
 
 def in_shards(edit: Callable[[dict[str, Any]], None]) -> Callable[[checkpoint_damage.Files], checkpoint_damage.Files]:
-    """A manifest that says something else and has the right hash."""
+    """A forged manifest with a correct hash."""
 
     def change(files: checkpoint_damage.Files) -> checkpoint_damage.Files:
         fields = encoding.load_json(files["manifest.json"])
@@ -180,7 +178,7 @@ def pieces(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def swap_files(fields: dict[str, Any]) -> None:
-    """The wrong order: two pieces of the same size say the other's file."""
+    """The wrong order: two pieces of the same size name each other's file."""
     first, second = pieces(fields)[:2]
     first["file"], second["file"] = second["file"], first["file"]
 
@@ -225,7 +223,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def test_lies_about_shards_with_right_hashes_are_refused(tmp_path: Path) -> None:
+def test_forged_shards_with_correct_hashes_are_refused(tmp_path: Path) -> None:
     save_with(tmp_path, 4, step=2)
     path = tmp_path / store.checkpoint_name(2)
     good = checkpoint_damage.read_files(path)
@@ -233,11 +231,11 @@ def test_lies_about_shards_with_right_hashes_are_refused(tmp_path: Path) -> None
         checkpoint_damage.write_files(path, in_shards(edit)(good))
         assert refused(path, step=2), name
     for rank in (0, 1, 3):
-        # All that one process wrote is gone, and the manifest knows nothing of it.
+        # Everything that one rank wrote is missing, and the manifest does not mention it.
         checkpoint_damage.write_files(path, in_shards(partial(forget, rank))(good))
         (path / shards.shard_name(rank)).unlink()
         assert refused(path, step=2), rank
-    # Who makes all hashes right again is no damage but a forger: not found, as the docs say.
+    # Corrected hashes are forgery, not damage: not detected, as documented.
     checkpoint_damage.write_files(path, in_shards(swap_hashes_too)(good))
     assert not torch.equal(store.load_checkpoint(path).tensors["model/a"], whole_state(2)["model/a"])
 
@@ -249,14 +247,14 @@ def test_a_shard_of_another_step_is_found(tmp_path: Path) -> None:
     (path / name).write_bytes((tmp_path / store.checkpoint_name(1) / name).read_bytes())
     with pytest.raises(store.DamagedCheckpointError, match="sha256"):
         store.load_checkpoint(path, wanted=wanted_by(1, 2))
-    # The run goes on from the one before, and says why.
-    found = store.load_newest(tmp_path)
-    assert found is not None
-    assert found.step == 1
-    assert "step 2" in found.rejected[0]
+    # The run resumes from the previous one and reports why.
+    result = store.load_newest(tmp_path)
+    assert result is not None
+    assert result.step == 1
+    assert "step 2" in result.rejected[0]
 
 
-def test_rows_are_cut_as_torch_cuts_them() -> None:
+def test_rows_are_sharded_as_in_torch() -> None:
     for total in (0, 1, 5, 7, 10, 64):
         for size in (1, 2, 3, 4, 8):
             cut = [len(part) for part in torch.arange(total).chunk(size)] if total else []

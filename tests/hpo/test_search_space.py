@@ -26,14 +26,14 @@ def test_ranges_lists_and_settings_are_parsed():
         TextConfig,
         ["lr=1e-5..1e-3:log", "arch.layers=[1,2,4]", "global_batch_size=32..512:step=32", "epochs=2", "dropout=0..0.5"],
     )
-    found = space.dimensions
-    assert found["lr"] == NumberRange(low=1e-5, high=1e-3, is_log=True)
-    assert found["arch.layers"] == Choices(values=(1, 2, 4))
-    assert found["global_batch_size"] == NumberRange(low=32, high=512, step=32, is_integer=True)
-    assert len(found["global_batch_size"].values) == 16
-    assert found["dropout"] == NumberRange(low=0, high=0.5)
+    actual = space.dimensions
+    assert actual["lr"] == NumberRange(low=1e-5, high=1e-3, is_log=True)
+    assert actual["arch.layers"] == Choices(values=(1, 2, 4))
+    assert actual["global_batch_size"] == NumberRange(low=32, high=512, step=32, is_integer=True)
+    assert len(actual["global_batch_size"].values) == 16
+    assert actual["dropout"] == NumberRange(low=0, high=0.5)
     assert fixed == ("epochs=2",)
-    assert read_space(TextConfig, [*space.arguments, *fixed])[0] == space, "words read back"
+    assert read_space(TextConfig, [*space.arguments, *fixed])[0] == space, "arguments are parsed back"
 
 
 def test_range_is_integer_if_its_key_is():
@@ -55,9 +55,9 @@ def test_list_for_a_list_key_is_a_value():
 
 
 def test_file_describes_the_same_space():
-    found = dimensions(file={"lr": "1e-5..1e-3:log", "schedule": ["linear", "cosine"]})
-    assert found == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
-    assert found == dimensions(file={"lr": "1e-5..1e-3:log", "schedule": "[linear,cosine]"})
+    actual = dimensions(file={"lr": "1e-5..1e-3:log", "schedule": ["linear", "cosine"]})
+    assert actual == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
+    assert actual == dimensions(file={"lr": "1e-5..1e-3:log", "schedule": "[linear,cosine]"})
     _, fixed = read_space(TextConfig, ["lr=1e-4..1e-3"], file={"label_column": "7"})
     assert parse_args(fixed).values == {"label_column": "7"}, "a text of a file stays one"
 
@@ -69,7 +69,7 @@ def test_dependent_settings_are_validated_together():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reported"),
     [
         (["lr=1e-3..1e-5"], "from the lower number"),
         (["lr=0..1:log"], "starts above 0"),
@@ -94,8 +94,8 @@ def test_dependent_settings_are_validated_together():
         (["eval_every=[5,10]"], "the same in all trials"),
     ],
 )
-def test_what_is_refused(words, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_dimensions_are_refused(words, reported):
+    with pytest.raises(UsageError, match=reported):
         dimensions(*words)
 
 
@@ -112,7 +112,7 @@ def test_samplers_and_pruners_by_optuna_names():
         samplers.make_sampler("TPESampler", space, seed=0, number=number)._random_sampler._rng.rng.random()
         for number in (3, 3, 4)
     )
-    assert first == again != other, "a draw depends on the trial's number alone"
+    assert first == again != other, "a draw depends only on the number of the trial"
     assert type(samplers.make_pruner("median:n_warmup_steps=3")).__name__ == "MedianPruner"
     with pytest.raises(UsageError, match="no such sampler"):
         samplers.make_sampler("TPESampller", space, seed=0, number=0)
@@ -150,9 +150,9 @@ def test_resumed_search_must_have_the_same_configuration(tmp_path):
     check_same_search(asked.config, asked.config, where="s")
     with pytest.raises(UsageError, match="subset differs"):
         check_same_search(asked.config, other.config, where="s")
-    assert not list(tmp_path.iterdir()), "nothing is written by asking"
+    assert not list(tmp_path.iterdir()), "reading writes nothing"
     for name in ("../s", "", ".s", "a\nb", "x" * 300):
-        with pytest.raises(UsageError, match="plain name"):
+        with pytest.raises(UsageError, match="invalid search name"):
             prepare_search("text", ["lr=1e-5..1e-3:log"], name=name, root=tmp_path)
     for wrong in ({"trials": 0}, {"trials": 1, "jobs": -1}, {"trials": 1, "timeout": float("nan")}):
         with pytest.raises(UsageError, match=r"at least 1|number of seconds"):
@@ -221,8 +221,8 @@ def test_result_renders_as_text_markdown_and_page(tmp_path):
 def test_interval_of_a_fraction_is_clipped_to_0_and_1():
     wide = RESULT.candidates[0].model_copy(update={"mean": 0.21, "low": -0.1906, "high": 1.6179})
     result = RESULT.model_copy(update={"candidates": (wide, RESULT.candidates[1])})
-    told = (winner_text(result), render_search(result), search_markdown(result), search_page(result))
-    assert all("0 to 1" in one and "-0.1906" not in one for one in told)
+    logged = (winner_text(result), render_search(result), search_markdown(result), search_page(result))
+    assert all("0 to 1" in one and "-0.1906" not in one for one in logged)
     assert "-0.1906 to 1.618" in winner_text(result.model_copy(update={"goal": "reward"}))
     percent = wide.model_copy(update={"mean": 87.0, "low": 85.0, "high": 89.0})
     assert "85 to 89" in winner_text(result.model_copy(update={"candidates": (percent,)}))
@@ -259,12 +259,12 @@ def test_final_training_gets_shared_and_winning_settings(tmp_path, monkeypatch):
 
 def test_trials_share_a_plan_if_only_the_training_differs():
     first, second = (TextConfig(lr=lr, weight_decay=lr, seed=seed) for lr, seed in ((1e-3, 0), (1e-4, 1)))
-    assert describe(first) == describe(second), "evidence is kept by workload: what was measured once holds for both"
+    assert describe(first) == describe(second), "evidence is cached by workload and holds for both"
     assert describe(first) != describe(TextConfig(global_batch_size=64))
 
 
 @pytest.mark.parametrize(
-    ("cards", "device", "expected", "said"),
+    ("cards", "device", "expected", "reported"),
     [
         ([], "auto", ["auto"] * 3, ""),
         (["cuda"] * 2, "auto", ["cuda:0", "cuda:1"], ""),
@@ -274,10 +274,10 @@ def test_trials_share_a_plan_if_only_the_training_differs():
         (["cuda"] * 4, "cpu", ["cpu"] * 3, ""),
     ],
 )
-def test_jobs_on_simulated_machines(monkeypatch, cards, device, expected, said):
+def test_jobs_on_simulated_machines(monkeypatch, cards, device, expected, reported):
     machine = Machine(name="simulated", accelerators=tuple(Accelerator(kind=kind) for kind in cards))
     monkeypatch.setattr("whet.machine.probe.probe_machine", lambda: machine)
     lines: list[str] = []
     assert devices_for(device, jobs=3, log=lines.append) == expected
-    assert said in " ".join(lines)
-    assert bool(lines) == bool(said)
+    assert reported in " ".join(lines)
+    assert bool(lines) == bool(reported)

@@ -53,21 +53,21 @@ CUDA_ROWS = [
 
 
 def explained(situation, device):
-    return next(found for found in missing_devices(situation) if found.device == device)
+    return next(result for result in missing_devices(situation) if result.device == device)
 
 
 @pytest.mark.parametrize(("situation", "reason", "cure"), MPS_ROWS)
 def test_why_no_mps(situation, reason, cure):
-    found = explained(situation, "mps")
-    assert reason in found.reason
-    assert cure in found.fix
+    result = explained(situation, "mps")
+    assert reason in result.reason
+    assert cure in result.fix
 
 
 @pytest.mark.parametrize(("situation", "reason", "cure"), CUDA_ROWS)
 def test_why_no_cuda(situation, reason, cure):
-    found = explained(situation, "cuda")
-    assert reason in found.reason
-    assert cure in found.fix
+    result = explained(situation, "cuda")
+    assert reason in result.reason
+    assert cure in result.fix
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_available_devices_are_not_reported_missing():
     both = TorchInfo(version="2.13.0", cuda_build="13.0", cuda_available=True, mps_available=True)
     assert missing_devices(on(LINUX, both, cards=WORKING)) == ()
     mac = MPS_BUILD.model_copy(update={"mps_available": True})
-    assert [found.device for found in missing_devices(on(MAC, mac))] == ["cuda"]
+    assert [result.device for result in missing_devices(on(MAC, mac))] == ["cuda"]
 
 
 def test_output_with_braces_is_not_formatted():

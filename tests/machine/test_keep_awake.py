@@ -57,10 +57,10 @@ def test_caffeinate_runs_while_the_context_is_entered(tools: Path) -> None:
         "except ProcessLookupError: print('gone')\n",
         tools,
     )
-    said, _ = process.communicate(timeout=600)
+    reported, _ = process.communicate(timeout=600)
     _, *words = (tools / "started").read_text().split()
     assert words == ["-i", "-w", str(process.pid)]
-    assert said == f"True {process.pid}\ngone\n", "it ends with the run, not with the process"
+    assert reported == f"True {process.pid}\ngone\n", "it ends with the run, not with the process"
 
 
 def test_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
@@ -75,9 +75,9 @@ def test_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
 
 
 def test_caffeinate_is_optional(tools: Path) -> None:
-    said, _ = start("with prevent_sleep(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
-    assert said == "False\n"
+    reported, _ = start("with prevent_sleep(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
+    assert reported == "False\n"
     assert not (tools / "started").exists()
     (tools / "caffeinate").unlink()
-    said, _ = start("with prevent_sleep() as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
-    assert said == "False\n"
+    reported, _ = start("with prevent_sleep() as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
+    assert reported == "False\n"

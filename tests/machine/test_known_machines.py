@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
 from whet.base.units import GB
-from whet.machine.facts import Conditions, Machine, ProbeResult
+from whet.machine.facts import Machine, ProbeResult, SystemState
 from whet.machine.known import (
     CHIPS,
     FAMILY_SOURCE,
@@ -56,8 +56,8 @@ def test_a_known_mac_agrees_with_its_chip(name, gigabytes):
     assert 0.65 < gpu.usable_bytes / machine.memory_bytes < 0.85
     assert machine.is_fanless is ("air" in name)
     assert machine.torch.num_threads == machine.cpu.fast_cores
-    said = " ".join(machine.sources)
-    assert all(word in said for word in ("usable memory", "cores", "bf16", "fan", "GPU family", "threads"))
+    reported = " ".join(machine.sources)
+    assert all(word in reported for word in ("usable memory", "cores", "bf16", "fan", "GPU family", "threads"))
     assert "#" in next(source for source in machine.sources if source.startswith("usable memory"))
 
 
@@ -65,7 +65,7 @@ def test_the_air_has_the_working_set_of_8_gb():
     assert load_machine("m2-air-8gb").accelerator("mps").usable_bytes == pytest.approx(8 * GB * 2 / 3, abs=16384)
 
 
-def test_no_known_machine_names_a_person_or_a_path():
+def test_no_known_machine_contains_a_user_name_or_a_path():
     for name in NAMES:
         text = json.dumps(load_machine(name).as_json())
         assert not any(word in text for word in ("/home/", "/Users/", "/work", "/root"))
@@ -77,10 +77,10 @@ def write(tmp_path, data):
     return file
 
 
-def test_a_bare_machine_and_a_whole_probe_are_read(tmp_path):
+def test_a_machine_and_a_complete_probe_are_read(tmp_path):
     machine = Machine(name="this machine", chip="Apple M4")
     assert load_machine(write(tmp_path, machine.as_json())) == machine
-    whole = ProbeResult(machine=machine, conditions=Conditions(swap_used_bytes=1))
+    whole = ProbeResult(machine=machine, system_state=SystemState(swap_used_bytes=1))
     assert load_machine(str(write(tmp_path, whole.as_json()))) == machine
 
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_gets_a_suggestion_and_the_list():
         ('{"name": "x", "memory_byte": 1}', "unknown key"),
         ('{"name": "x", "accelerators": [{"kind": "tpu"}]}', "wrong value"),
         ('{"machine": {"name": "x"}}', "missing"),
-        ('{"machine": 7, "conditions": {}}', "wrong value"),
+        ('{"machine": 7, "system_state": {}}', "wrong value"),
     ],
 )
 def test_the_error_for_a_malformed_file_names_it(tmp_path, text, says):
@@ -181,7 +181,7 @@ def test_every_number_of_a_chip_has_a_source_and_is_plausible(chip):
     assert FAMILY_SOURCE
     low, high = chip.fp32_tflops
     per_gigahertz = chip.gpu_cores[-1] * 128 * 2 / 1000
-    assert 1.2 < low / per_gigahertz <= high / per_gigahertz < 2.0  # the clock the formula stands for, in GHz
+    assert 1.2 < low / per_gigahertz <= high / per_gigahertz < 2.0  # the clock that the formula assumes, in GHz
     for several in (chip.cpu, chip.gpu_cores, chip.bandwidth):
         assert list(several) == sorted(several)
     if chip.fp16_matrix_tflops:
@@ -189,7 +189,7 @@ def test_every_number_of_a_chip_has_a_source_and_is_plausible(chip):
         assert chip.name.startswith("Apple M5")
 
 
-def test_chips_are_found_by_the_names_machines_use():
+def test_find_chip_ignores_case_and_spaces():
     assert find_chip("Apple M2 Max").gpu_cores == (30, 38)
     assert find_chip(" apple  m2   max ").name == "Apple M2 Max"
     assert find_chip("M3").gpu_family == "apple9"

@@ -12,23 +12,23 @@ from whet.base.units import GB
 from whet.machine import apple
 from whet.machine import apple as parse
 from whet.machine.apple import AppleGpu, CoreClusters, MacHardware
-from whet.machine.facts import Accelerator, Conditions, Machine
+from whet.machine.facts import Accelerator, Machine, SystemState
 
 MACS = ("m2-air", "m5-pro", "intel")
 lenient = settings(max_examples=60, deadline=None)
 
 
 def read_sysctl(text):
-    found = parse.parse_sysctl(text)
-    clusters = parse.core_clusters(found)
+    result = parse.parse_sysctl(text)
+    clusters = parse.core_clusters(result)
     return {
-        **{name: found.get(name) for name in ("machdep.cpu.brand_string", "hw.memsize", "hw.physicalcpu")},
+        **{name: result.get(name) for name in ("machdep.cpu.brand_string", "hw.memsize", "hw.physicalcpu")},
         "fast": clusters.fast,
         "slow": clusters.slow,
-        "bf16": parse.parse_flag(found, "hw.optional.arm.FEAT_BF16"),
-        "swap": parse.parse_swap_used(found),
-        "pressure": parse.parse_memory_pressure(found),
-        "wired": parse.parse_wired_limit(found),
+        "bf16": parse.parse_flag(result, "hw.optional.arm.FEAT_BF16"),
+        "swap": parse.parse_swap_used(result),
+        "pressure": parse.parse_memory_pressure(result),
+        "wired": parse.parse_wired_limit(result),
     }
 
 
@@ -58,8 +58,8 @@ def test_every_sample_file_has_a_reader():
 
 
 def test_m2_air_is_read_exactly():
-    found = answers("m2-air")
-    machine = apple.mac_machine(found, architecture="arm64")
+    result = answers("m2-air")
+    machine = apple.mac_machine(result, architecture="arm64")
     assert machine.model == "MacBook Air (Mac14,2)"
     assert machine.chip == "Apple M2"
     assert machine.is_fanless is True
@@ -68,7 +68,7 @@ def test_m2_air_is_read_exactly():
     assert (cpu.physical_cores, cpu.logical_cores, cpu.fast_cores, cpu.slow_cores) == (8, 8, 4, 4)
     assert cpu.has_bf16 is True
     assert machine.memory_bytes == 8 * GB
-    assert apple.mac_conditions(found) == Conditions(
+    assert apple.mac_system_state(result) == SystemState(
         swap_used_bytes=int(1117.25 * 1024**2),
         power_source="battery",
         low_power_mode=True,
@@ -78,26 +78,26 @@ def test_m2_air_is_read_exactly():
 
 
 def test_m5_pro_counts_super_cores_as_fast_and_all_others_as_slow():
-    found = answers("m5-pro")
-    machine = apple.mac_machine(found, architecture="arm64")
+    result = answers("m5-pro")
+    machine = apple.mac_machine(result, architecture="arm64")
     assert (machine.cpu.fast_cores, machine.cpu.slow_cores) == (5, 10)
     assert machine.is_fanless is False
     assert machine.memory_bytes == 24 * GB
-    assert found.gpu == AppleGpu("Apple M5 Pro", 16, 0.0)
-    now = apple.mac_conditions(found)
+    assert result.gpu == AppleGpu("Apple M5 Pro", 16, 0.0)
+    now = apple.mac_system_state(result)
     assert (now.power_source, now.low_power_mode, now.memory_pressure) == ("mains", False, "normal")
     assert now.swap_used_bytes == 0
 
 
 def test_intel_mac_is_read_exactly():
-    found = answers("intel")
-    machine = apple.mac_machine(found, architecture="x86_64")
+    result = answers("intel")
+    machine = apple.mac_machine(result, architecture="x86_64")
     assert machine.chip == "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz"
     assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (6, 12)
     assert (machine.cpu.fast_cores, machine.cpu.slow_cores, machine.cpu.has_bf16) == (None, None, None)
-    assert apple.has_apple_silicon(found) is False
-    assert found.gpu == AppleGpu()
-    now = apple.mac_conditions(found)
+    assert apple.has_apple_silicon(result) is False
+    assert result.gpu == AppleGpu()
+    now = apple.mac_system_state(result)
     assert (now.thermal, now.memory_pressure, now.power_source) == ("heavy", "critical", "mains")
     assert now.swap_used_bytes == int(379.25 * 1024**2)
 
@@ -123,16 +123,16 @@ def test_rosetta_does_not_hide_the_chip():
         text = text.replace("brand_string: Apple M2", "brand_string: VirtualApple @ 2.50GHz processor")
         return text.replace("proc_translated: 0", "proc_translated: 1").replace("arm64: 1", "arm64: 0")
 
-    found = answers("m2-air", change=translated)
-    assert apple.mac_machine(found, architecture="x86_64").chip == "Apple M2"
-    assert apple.has_apple_silicon(found) is True
-    assert apple.has_apple_silicon(found._replace(hardware=MacHardware())) is True
+    result = answers("m2-air", change=translated)
+    assert apple.mac_machine(result, architecture="x86_64").chip == "Apple M2"
+    assert apple.has_apple_silicon(result) is True
+    assert apple.has_apple_silicon(result._replace(hardware=MacHardware())) is True
 
 
 def test_the_accelerator_takes_torchs_numbers_first():
-    found = answers("m5-pro")
-    machine = apple.mac_machine(found, architecture="arm64")
-    by_torch = apple.mac_accelerator(found, machine=machine, recommended_bytes=19 * GB, num_cores=20)
+    result = answers("m5-pro")
+    machine = apple.mac_machine(result, architecture="arm64")
+    by_torch = apple.mac_accelerator(result, machine=machine, recommended_bytes=19 * GB, num_cores=20)
     assert by_torch == Accelerator(
         kind="mps",
         name="Apple M5 Pro",
@@ -142,7 +142,7 @@ def test_the_accelerator_takes_torchs_numbers_first():
         shares_memory=True,
         capability="apple10",
     )
-    without = apple.mac_accelerator(found, machine=machine, recommended_bytes=None, num_cores=None)
+    without = apple.mac_accelerator(result, machine=machine, recommended_bytes=None, num_cores=None)
     assert (without.num_cores, without.usable_bytes) == (16, 20 * GB)
     m2 = answers("m2-air")
     unlimited = apple.mac_accelerator(
@@ -152,11 +152,11 @@ def test_the_accelerator_takes_torchs_numbers_first():
 
 
 def test_a_mac_without_any_program_is_unknown_not_broken():
-    found = apple.read_mac(run=silent)
-    machine = apple.mac_machine(found, architecture="arm64")
+    result = apple.read_mac(run=silent)
+    machine = apple.mac_machine(result, architecture="arm64")
     assert machine == Machine(name="this machine", os={"name": "macOS", "architecture": "arm64"})
-    assert apple.mac_conditions(found) == Conditions()
-    assert apple.has_apple_silicon(found) is None
+    assert apple.mac_system_state(result) == SystemState()
+    assert apple.has_apple_silicon(result) is None
 
 
 @pytest.mark.parametrize("missing", sorted(set(FILES.values())))
@@ -170,13 +170,13 @@ def test_one_missing_program_leaves_the_others_facts(missing):
 
     part = apple.read_mac(run=run)
     changed = [name for name in whole._fields if getattr(part, name) != getattr(whole, name)]
-    assert len(changed) <= 1  # pmset -g therm says nothing on Apple silicon anyway
+    assert len(changed) <= 1  # pmset -g therm reports nothing on Apple silicon
     assert changed or missing == "pmset-therm.txt"
 
 
 def test_no_serial_number_survives():
-    found = answers("m2-air")
-    shown = str(apple.mac_machine(found, architecture="arm64")) + str(found)
+    result = answers("m2-air")
+    shown = str(apple.mac_machine(result, architecture="arm64")) + str(result)
     assert "MADEUPSERIAL" not in shown
     assert "00000000-0000" not in shown
 
@@ -244,10 +244,10 @@ def _assemble(text, *, file, machine):
 
         return text if file_of(command) == file else text_of(machine, file_of(command))
 
-    found = apple.read_mac(run=run)
-    mac = apple.mac_machine(found, architecture="arm64")
-    apple.mac_accelerator(found, machine=mac, recommended_bytes=None, num_cores=None)
-    apple.mac_conditions(found)
+    result = apple.read_mac(run=run)
+    mac = apple.mac_machine(result, architecture="arm64")
+    apple.mac_accelerator(result, machine=mac, recommended_bytes=None, num_cores=None)
+    apple.mac_system_state(result)
     assert mac.chip is None or mac.chip.isprintable()
     assert mac.memory_bytes is None or mac.memory_bytes > 0
 
@@ -295,7 +295,7 @@ def test_utilization_out_of_range_and_booleans_are_unknown():
         (None, "Apple M2", None),
     ],
 )
-def test_fanless_is_known_by_name_or_not_at_all(name, chip, fanless):
+def test_fanless_is_known_by_name_only(name, chip, fanless):
     assert parse.is_fanless(name=name, chip=chip) is fanless
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from machine_samples import sample
 from whet.machine import linux
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.machine.linux import PowerSupply
 
 XEON = sample("linux", "cpuinfo-xeon.txt")
@@ -42,9 +42,9 @@ def test_one_core_without_bf16_means_no_bf16():
 
 
 def test_meminfo_counts_in_bytes():
-    found = linux.parse_meminfo(MEMINFO)
-    assert found["MemTotal"] == 16303428 * 1024
-    assert "HugePages_Total" not in found
+    result = linux.parse_meminfo(MEMINFO)
+    assert result["MemTotal"] == 16303428 * 1024
+    assert "HugePages_Total" not in result
 
 
 def test_os_release():
@@ -102,7 +102,7 @@ def test_affinity_and_quota_decide_how_many_cores_count():
     assert linux.usable_cores(cores=cores, allowed=everything, quota=0.25) == (1, 1)
     assert linux.usable_cores(cores=None, allowed=everything, quota=3.0) == (None, 3)
     assert linux.usable_cores(cores=cores, allowed=None, quota=2.0) == (None, None)
-    # /proc/cpuinfo was cut off: a processor we may use is not in it
+    # /proc/cpuinfo is truncated: it lacks a processor that this process may use
     assert linux.usable_cores(cores={0: (0, 0)}, allowed=everything, quota=None) == (None, 4)
 
 
@@ -194,7 +194,7 @@ def test_a_machine_in_a_container(tmp_path, monkeypatch):
     assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (2, 3)
     assert machine.memory_bytes == 4294967296
     assert (machine.os.name, machine.os.version) == ("Linux", "Ubuntu 24.04.2 LTS")
-    assert linux.linux_conditions(root=root) == Conditions(
+    assert linux.linux_system_state(root=root) == SystemState(
         memory_available_bytes=3000000000, swap_used_bytes=1048576 * 1024, power_source="battery"
     )
     assert linux.has_nvidia_card(root=root) is True
@@ -210,7 +210,7 @@ def test_an_nvidia_audio_function_is_not_a_gpu(tmp_path):
 def test_a_machine_that_cannot_be_read_is_unknown(tmp_path):
     machine = linux.linux_machine(root=tmp_path)
     assert (machine.chip, machine.memory_bytes, machine.os.version) == (None, None, None)
-    assert linux.linux_conditions(root=tmp_path) == Conditions()
+    assert linux.linux_system_state(root=tmp_path) == SystemState()
 
 
 def test_files_that_are_no_text_are_unknown(tmp_path):

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from whet.machine import load
-from whet.machine.facts import Conditions
-from whet.machine.load import ProcessSample, busy_processes, complete_conditions, heaviest_processes
+from whet.machine.facts import SystemState
+from whet.machine.load import ProcessSample, busy_processes, complete_system_state, heaviest_processes
 
 GIB = 1024**3
 
@@ -22,13 +22,13 @@ def test_heavy_processes_take_a_core_or_a_tenth_of_the_memory():
         2: ProcessSample("p2", 10.1, 0),  # half a core
         3: ProcessSample("p3", 10.0, 2 * GIB),  # an eighth of the memory
         4: ProcessSample("p4", 10.9, 0),  # four cores
-        5: ProcessSample("other", 99.0, 0),  # the number was given to another process meanwhile
+        5: ProcessSample("other", 99.0, 0),  # the pid was reused by another process
         6: ProcessSample("new", 99.0, 0),
     }
-    found = heaviest_processes(before, after, seconds=0.2, memory_bytes=16 * GIB)
-    assert [(p.name, p.pid) for p in found] == [("p4", 4), ("p1", 1), ("p3", 3)]
-    assert found[0].cpu_percent == 450.0
-    assert found[2].memory_bytes == 2 * GIB
+    result = heaviest_processes(before, after, seconds=0.2, memory_bytes=16 * GIB)
+    assert [(p.name, p.pid) for p in result] == [("p4", 4), ("p1", 1), ("p3", 3)]
+    assert result[0].cpu_percent == 450.0
+    assert result[2].memory_bytes == 2 * GIB
 
 
 def test_unknown_memory_names_only_busy_ones_and_at_most_five():
@@ -38,11 +38,11 @@ def test_unknown_memory_names_only_busy_ones_and_at_most_five():
     assert [p.pid for p in heaviest_processes(before, after, seconds=1, memory_bytes=None)] == [8, 7, 6, 5, 4]
 
 
-def test_a_busy_neighbour_is_seen_but_not_our_own_children(monkeypatch):
+def test_busy_processes_are_reported_except_our_children(monkeypatch):
     monkeypatch.setattr(load, "BUSY_PERCENT", 5)  # a loaded machine may not give it a whole core
     monkeypatch.setattr(load, "MAX_PROCESSES", 1000)
     loop = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
-    # A child of a child that has ended belongs to nobody here: it is a neighbour.
+    # A grandchild whose parent has ended counts as another process.
     start = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {loop!r}], stdout=2).pid)"
     neighbour = int(subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE, check=True).stdout)
     own = subprocess.Popen([sys.executable, "-S", "-c", loop])
@@ -82,26 +82,26 @@ def test_inaccessible_processes_are_skipped(monkeypatch):
     assert busy_processes(memory_bytes=GIB, sample_seconds=0) == ()
 
 
-def test_known_conditions_are_kept_and_others_measured(tmp_path, monkeypatch):
+def test_known_values_are_kept_and_others_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(load, "busy_processes", lambda **_: ())
-    known = Conditions(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
-    found = complete_conditions(known, folder=tmp_path)
-    assert (found.memory_available_bytes, found.swap_used_bytes) == (7, 0)
-    assert (found.power_source, found.thermal) == ("battery", "heavy")
-    measured = complete_conditions(Conditions(), folder=tmp_path)
+    known = SystemState(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
+    result = complete_system_state(known, folder=tmp_path)
+    assert (result.memory_available_bytes, result.swap_used_bytes) == (7, 0)
+    assert (result.power_source, result.thermal) == ("battery", "heavy")
+    measured = complete_system_state(SystemState(), folder=tmp_path)
     assert measured.memory_available_bytes > 2**20
-    assert Conditions.from_json(measured.as_json(), where="here") == measured
+    assert SystemState.from_json(measured.as_json(), where="here") == measured
 
 
-def test_conditions_are_unknown_if_psutil_fails(tmp_path, monkeypatch):
+def test_system_state_is_unknown_if_psutil_fails(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise psutil.Error
 
     for name in ("virtual_memory", "swap_memory", "process_iter", "Process", "sensors_battery"):
         monkeypatch.setattr(psutil, name, fail, raising=False)
-    found = complete_conditions(Conditions(), folder=tmp_path / "missing")
-    assert found == Conditions()
+    result = complete_system_state(SystemState(), folder=tmp_path / "missing")
+    assert result == SystemState()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_power_by_psutil(battery, source, monkeypatch):
 
 
 def test_the_disk_is_timed_briefly_and_leaves_nothing(tmp_path, monkeypatch):
-    # How long a disk takes that others write to as well is not ours.
+    # The speed of a shared disk is not under our control.
     monkeypatch.setattr(load.os, "fsync", lambda file: None)
     start = time.monotonic()
     speed = load.disk_read_speed(tmp_path)

@@ -54,15 +54,15 @@ def asked(answers):
 
 
 def test_an_old_driver_is_queried_again_without_compute_cap():
-    found, commands = asked([OLD_FIELD, "Tesla K80, 11441, 470.182.03, 12\n"])
-    assert found.cards == (NvidiaCard("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
+    result, commands = asked([OLD_FIELD, "Tesla K80, 11441, 470.182.03, 12\n"])
+    assert result.cards == (NvidiaCard("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
     assert "compute_cap" in commands[0][1]
     assert "compute_cap" not in commands[1][1]
 
 
 def test_a_missing_driver_is_queried_once():
-    found, commands = asked([None])
-    assert found == NO_DRIVER
+    result, commands = asked([None])
+    assert result == NO_DRIVER
     assert len(commands) == 1
 
 

@@ -1,4 +1,4 @@
-"""Conditions while training: every reading is true or unknown, and programs run rarely. macOS is simulated."""
+"""The system state while training: every reading is true or unknown, and programs run rarely. macOS is simulated."""
 
 import ctypes
 import threading
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from machine_samples import answering, file_of, silent
 from whet.machine import nvidia, pressure
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.machine.nvidia import GpuState, SingleGpuReader
-from whet.machine.pressure import PROGRAM_INTERVAL_SECONDS, ConditionsReader, MemoryStalls, ThrottleCounters
+from whet.machine.pressure import PROGRAM_INTERVAL_SECONDS, MemoryStalls, SystemStateReader, ThrottleCounters
 
 GB = 1024**3
 CALM = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
@@ -21,7 +21,7 @@ DIRE = "some avg10=61.00 avg60=3.10 avg300=0.70 total=81\nfull avg10=33.33 avg60
 
 
 class SimulatedMac:
-    """The C library of a Mac as far as the sensors ask it, and its programs."""
+    """The part of a Mac's C library that the sensors use, and its programs."""
 
     def __init__(self, *, thermal: int = 0, pressure: int = 1, swap: int = 0, has_sysctl: bool = True) -> None:
         self.thermal, self.pressure, self.swap, self.has_sysctl = thermal, pressure, swap, has_sysctl
@@ -61,34 +61,34 @@ class SimulatedMac:
 
 def test_a_mac_is_read_without_programs_most_of_the_time() -> None:
     mac, now = SimulatedMac(thermal=2, pressure=4, swap=3 * GB), [0.0]
-    read = ConditionsReader(system="darwin", run=mac.run, libc=mac, clock=lambda: now[0])
+    read = SystemStateReader(system="darwin", run=mac.run, libc=mac, clock=lambda: now[0])
     first = read()
     assert (first.thermal, first.memory_pressure, first.swap_used_bytes) == ("heavy", "critical", 3 * GB)
     assert first.power_source in ("mains", "battery")
     assert first.low_power_mode is not None
     assert sorted(mac.asked) == ["ioreg.plist", "pmset-batt.txt", "pmset.txt"]
-    assert mac.tokens == 0, "every registration is given back"
+    assert mac.tokens == 0, "every registration is released"
     mac.thermal, mac.pressure = 0, 1
     for _ in range(5):
         now[0] += PROGRAM_INTERVAL_SECONDS / 6
         again = read()
         assert (again.thermal, again.memory_pressure) == ("nominal", "normal")
         assert (again.power_source, again.low_power_mode) == (first.power_source, first.low_power_mode)
-    assert len(mac.asked) == 3, "remembered"
+    assert len(mac.asked) == 3, "cached"
     now[0] += PROGRAM_INTERVAL_SECONDS / 6
     read()
-    assert len(mac.asked) == 6, "asked again"
+    assert len(mac.asked) == 6, "read again"
 
 
 def test_a_silent_mac_is_unknown() -> None:
-    found = ConditionsReader(system="darwin", run=silent, libc=object())()
-    assert found.model_copy(update={"memory_available_bytes": None}) == Conditions()
-    half = ConditionsReader(system="darwin", run=silent, libc=SimulatedMac(thermal=9, has_sysctl=False))()
+    result = SystemStateReader(system="darwin", run=silent, libc=object())()
+    assert result.model_copy(update={"memory_available_bytes": None}) == SystemState()
+    half = SystemStateReader(system="darwin", run=silent, libc=SimulatedMac(thermal=9, has_sysctl=False))()
     assert (half.thermal, half.memory_pressure, half.swap_used_bytes) == (None, None, None)
 
 
 def test_another_system_is_unknown() -> None:
-    assert ConditionsReader(system="win32")() == Conditions()
+    assert SystemStateReader(system="win32")() == SystemState()
 
 
 # --- Linux -----------------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ def a_linux(root: Path, *, stalls: str = CALM, left: int = 8 * GB, throttle: tup
     ],
 )
 def test_memory_pressure_on_linux(stalls: str, left: int, level: str, tmp_path: Path) -> None:
-    found = ConditionsReader(system="linux", root=a_linux(tmp_path, stalls=stalls, left=left), card=GpuState)()
-    assert found.memory_pressure == level
-    assert (found.swap_used_bytes, found.memory_available_bytes) == (GB, left)
-    assert found.thermal is None
+    result = SystemStateReader(system="linux", root=a_linux(tmp_path, stalls=stalls, left=left), card=GpuState)()
+    assert result.memory_pressure == level
+    assert (result.swap_used_bytes, result.memory_available_bytes) == (GB, left)
+    assert result.thermal is None
 
 
 def test_the_pressure_of_our_own_control_group_counts_first(tmp_path: Path) -> None:
@@ -134,33 +134,33 @@ def test_the_pressure_of_our_own_control_group_counts_first(tmp_path: Path) -> N
     (tmp_path / "proc/self/cgroup").write_text("0::/jobs/mine\n")
     (tmp_path / "sys/fs/cgroup/jobs/mine").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/jobs/mine/memory.pressure").write_text(DIRE)
-    assert ConditionsReader(system="linux", root=tmp_path, card=GpuState)().memory_pressure == "critical"
+    assert SystemStateReader(system="linux", root=tmp_path, card=GpuState)().memory_pressure == "critical"
 
 
 def test_throttling_shows_in_counters_that_rise(tmp_path: Path) -> None:
     now = [0.0]
-    read = ConditionsReader(
+    read = SystemStateReader(
         system="linux", root=a_linux(tmp_path, throttle=(7, 900)), card=GpuState, clock=lambda: now[0]
     )
-    said = [read().thermal]
+    reported = [read().thermal]
     for counters in ((7, 900), (8, 950), (20, 3000), (20, 3000)):
         now[0] += 5
         a_linux(tmp_path, throttle=counters)
-        said.append(read().thermal)
-    assert said == [None, "nominal", "moderate", "heavy", "nominal"]
+        reported.append(read().thermal)
+    assert reported == [None, "nominal", "moderate", "heavy", "nominal"]
     old_kernel = pressure.thermal_level_between(ThrottleCounters(1, None), ThrottleCounters(2, None), seconds=5)
     assert old_kernel == "moderate"
 
 
 def test_a_hot_card_counts_too(tmp_path: Path) -> None:
-    read = ConditionsReader(system="linux", root=a_linux(tmp_path), card=lambda: GpuState("heavy", 97.0))
+    read = SystemStateReader(system="linux", root=a_linux(tmp_path), card=lambda: GpuState("heavy", 97.0))
     assert (read().thermal, read().gpu_busy_percent) == ("heavy", 97.0)
     assert pressure.hottest("nominal", "heavy") == pressure.hottest("heavy", None) == "heavy"
     assert pressure.hottest(None, None) is None
 
 
 @pytest.mark.parametrize("text", [CALM, SHORT, DIRE])
-def test_stalls_cut_off_anywhere_are_true_or_unknown(text: str) -> None:
+def test_truncated_stall_files_are_correct_or_unknown(text: str) -> None:
     truth = pressure.parse_memory_stalls(text)
     for end in range(len(text)):
         for value, true in zip(pressure.parse_memory_stalls(text[:end]), truth, strict=True):
@@ -178,11 +178,11 @@ def test_unknown_pressure_is_not_normal() -> None:
 
 
 def test_this_machine_can_be_read_from_a_thread() -> None:
-    found: list[Conditions] = []
-    thread = threading.Thread(target=lambda: found.append(pressure.read_conditions()))
+    result: list[SystemState] = []
+    thread = threading.Thread(target=lambda: result.append(pressure.read_system_state()))
     thread.start()
     thread.join()
-    assert found[0].memory_available_bytes is None or found[0].memory_available_bytes > 0
+    assert result[0].memory_available_bytes is None or result[0].memory_available_bytes > 0
 
 
 # --- NVIDIA ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from fake_torch_child import FOLDER_VARIABLE
 from machine_samples import answering, silent
 from whet.base.units import GB
 from whet.machine import probe as module
-from whet.machine.facts import Conditions, Machine, OperatingSystem, ProbeResult
+from whet.machine.facts import Machine, OperatingSystem, ProbeResult, SystemState
 from whet.machine.nvidia import NvidiaCard, NvidiaCards
 from whet.machine.probe import SystemReadings, assemble_machine, probe, probe_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
@@ -52,7 +52,7 @@ def test_a_mac_with_torch_has_one_accelerator():
     machine = assemble_machine(mac("m2-air"), torch=MPS_TORCH)
     gpu = machine.accelerator("mps")
     assert (gpu.num_cores, gpu.usable_bytes, gpu.memory_bytes, gpu.capability) == (10, 5726633984, 8 * GB, "apple8")
-    assert [found.device for found in machine.absent] == ["cuda"]
+    assert [result.device for result in machine.absent] == ["cuda"]
     assert (machine.name, machine.origin, machine.chip) == ("this machine", "probed", "Apple M2")
     assert machine.torch.num_threads == 4
 
@@ -74,7 +74,7 @@ def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
     card = NvidiaCard("NVIDIA H200", 1, "580.65.06", "9.0", 3.0)
     system = SystemReadings(
         Machine(name="this machine", chip="AMD EPYC", os=OperatingSystem(name="Linux")),
-        Conditions(),
+        SystemState(),
         cards=NvidiaCards("working", (card, card)),
     )
     machine = assemble_machine(system, torch=CUDA_TORCH)
@@ -82,7 +82,7 @@ def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
     gpu = machine.accelerator("cuda")
     assert (gpu.num_cores, gpu.usable_bytes, gpu.capability, gpu.driver) == (132, 141 * 10**9, "9.0", "580.65.06")
     assert (gpu.shares_memory, machine.chip) == (False, "NVIDIA H200")
-    assert [found.device for found in machine.absent] == ["mps"]
+    assert [result.device for result in machine.absent] == ["mps"]
     hidden = CUDA_TORCH.model_copy(update={"cuda_available": False, "cuda_devices": ()})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine = assemble_machine(system, torch=hidden)
@@ -94,15 +94,15 @@ def test_the_busiest_card_counts():
     def run(command, *, any_exit=False):
         return "A, 1, 580.65.06, 9.0, 3\nB, 1, 580.65.06, 9.0, 88\n" if command[0] == "nvidia-smi" else None
 
-    assert read_system(run=run, system="linux").conditions.gpu_busy_percent == 88.0
-    assert read_system(run=silent, system="linux").conditions.gpu_busy_percent is None
+    assert read_system(run=run, system="linux").system_state.gpu_busy_percent == 88.0
+    assert read_system(run=silent, system="linux").system_state.gpu_busy_percent is None
 
 
 @pytest.mark.parametrize("name", ["m2-air", "m5-pro", "intel"])
 def test_a_probe_can_be_written_and_read(name):
     system = mac(name)
-    found = ProbeResult(machine=assemble_machine(system, torch=MPS_TORCH), conditions=system.conditions)
-    assert ProbeResult.from_json(json.loads(json.dumps(found.as_json())), where="here") == found
+    result = ProbeResult(machine=assemble_machine(system, torch=MPS_TORCH), system_state=system.system_state)
+    assert ProbeResult.from_json(json.loads(json.dumps(result.as_json())), where="here") == result
 
 
 def test_torch_is_queried_in_parallel_with_the_system(monkeypatch, tmp_path):
@@ -118,9 +118,9 @@ def test_torch_is_queried_in_parallel_with_the_system(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "torch_query", Asking)
     monkeypatch.setattr(module, "read_system", lambda: started.append("system") or mac("m2-air"))
-    monkeypatch.setattr(module, "complete_conditions", lambda known, folder: started.append("conditions") or known)
+    monkeypatch.setattr(module, "complete_system_state", lambda known, folder: started.append("system_state") or known)
     assert probe(folder=tmp_path).machine.chip == "Apple M2"
-    assert started == ["torch", "system", "conditions", "answer", "end"]
+    assert started == ["torch", "system", "system_state", "answer", "end"]
 
 
 @pytest.fixture
@@ -132,12 +132,12 @@ def broken_torch(tmp_path, monkeypatch):
 
 def test_this_machine_is_probed_with_a_torch_that_raises(broken_torch, tmp_path, capfd):
     start = time.monotonic()
-    found = probe(folder=tmp_path)
+    result = probe(folder=tmp_path)
     assert time.monotonic() - start < 15
-    assert "on purpose" in found.machine.torch.error or found.machine.torch.error == "torch is not installed"
-    assert found.machine.python == platform.python_version()
-    assert found.machine.accelerators == ()
-    assert found.conditions.memory_available_bytes > 0
+    assert "on purpose" in result.machine.torch.error or result.machine.torch.error == "torch is not installed"
+    assert result.machine.python == platform.python_version()
+    assert result.machine.accelerators == ()
+    assert result.system_state.memory_available_bytes > 0
     assert capfd.readouterr() == ("", "")
 
 

@@ -69,7 +69,7 @@ def test_only_plain_digits_are_numbers(text):
     assert whole_number(text) is None
 
 
-def test_zero_is_a_number_but_not_a_size():
+def test_positive_number_rejects_zero():
     assert whole_number("0") == 0
     assert positive_number("0") is None
     assert positive_number("8") == 8

@@ -53,7 +53,7 @@ def fake_torch(tmp_path, monkeypatch):
     return install
 
 
-def test_a_cuda_torch_tells_its_devices(fake_torch):
+def test_cuda_devices_are_listed(fake_torch):
     fake_torch(HEAD + MODULES + GPU)
     answer = query_torch()
     assert answer.error is None
@@ -64,7 +64,7 @@ def test_a_cuda_torch_tells_its_devices(fake_torch):
     assert device.num_multiprocessors == 132
 
 
-def test_a_mac_torch_tells_its_working_set(fake_torch):
+def test_the_working_set_of_mps_is_reported(fake_torch):
     fake_torch(HEAD + MODULES + MAC)
     answer = query_torch()
     assert (answer.mps_available, answer.mps_recommended_bytes, answer.mps_num_cores) == (True, 5726633984, 10)
@@ -100,7 +100,7 @@ def test_a_card_that_cannot_be_described_is_not_available(fake_torch):
     assert "total_memory" in answer.cuda_error
 
 
-def test_a_torch_of_another_time_lacks_names_and_is_still_asked(fake_torch):
+def test_another_torch_version_may_lack_attributes(fake_torch):
     fake_torch(HEAD)
     answer = query_torch()
     assert answer.facts().version == "2.13.0"
@@ -137,7 +137,7 @@ def test_a_torch_that_hangs_is_given_up(fake_torch):
     assert time.monotonic() - start < 20
 
 
-def test_what_torch_prints_is_neither_believed_nor_shown(fake_torch, capfd):
+def test_output_of_torch_is_neither_parsed_nor_shown(fake_torch, capfd):
     junk = (
         "import os, sys, warnings\n"
         'print(\'{"version": "9.9"}\')\n'
@@ -164,7 +164,7 @@ def test_a_file_named_torch_in_the_working_folder_is_not_torch(tmp_path, monkeyp
     assert query_torch().error is None
 
 
-def test_a_process_left_behind_does_not_hold_the_query(fake_torch):
+def test_an_orphaned_process_does_not_block_the_query(fake_torch):
     fake_torch(HEAD + MODULES + MAC + "import os, time\nif os.fork() == 0: time.sleep(300)\n")
     start = time.monotonic()
     assert query_torch().version == "2.13.0"
@@ -176,7 +176,7 @@ def test_the_child_works_while_we_do_other_things(fake_torch, tmp_path):
     with torch_query() as answer:
         deadline = time.monotonic() + 600
         while not (tmp_path / "seen").exists():
-            assert time.monotonic() < deadline, "torch is asked only when the answer is waited for"
+            assert time.monotonic() < deadline, "torch is queried only when the result is needed"
             time.sleep(0.01)
         assert answer().version == "2.13.0"
 

@@ -1,4 +1,4 @@
-"""The gates of `make lint` close: each fault is planted in a copy of the source and must be found."""
+"""The gates of `make lint` work: each fault is planted in a copy of the source and must be reported."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_the_source_passes(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "said"),
+    ("file", "line", "reported"),
     [
         ("base/units.py", "from whet.plan.plan import Plan", "whet.base.units -> whet.plan.plan"),
         ("plan/workload.py", "def late():\n    import whet.run.folder", "whet.plan.workload -> whet.run.folder"),
@@ -54,11 +54,11 @@ def test_the_source_passes(copy: Path) -> None:
     ],
     ids=["upward", "upward in a function", "torch", "numpy in a function"],
 )
-def test_a_wrong_import_fails(copy: Path, file: str, line: str, said: str) -> None:
+def test_a_wrong_import_fails(copy: Path, file: str, line: str, reported: str) -> None:
     plant(copy, file, line)
     result = lint_imports(copy)
     assert result.returncode != 0
-    assert said in result.stdout
+    assert reported in result.stdout
 
 
 def test_torch_through_a_chain_fails(copy: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_package_without_a_layer_fails(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "said"),
+    ("file", "line", "reported"),
     [
         ("recipes/text/model.py", "def f():\n    import torch\n\n    torch.mps.synchronize()", "torch.mps"),
         ("recipes/text/model.py", "def f():\n    from torch import cuda\n\n    return cuda", "torch.cuda"),
@@ -98,11 +98,11 @@ def test_a_package_without_a_layer_fails(copy: Path) -> None:
         ("config/options.py", "import torch", "TID253"),
     ],
 )
-def test_banned_names_fail(copy: Path, file: str, line: str, said: str) -> None:
+def test_banned_names_fail(copy: Path, file: str, line: str, reported: str) -> None:
     plant(copy, file, line)
     result = ruff(copy)
     assert result.returncode != 0
-    assert said in result.stdout
+    assert reported in result.stdout
 
 
 def unsafe(copy: Path) -> subprocess.CompletedProcess[str]:
@@ -112,11 +112,11 @@ def unsafe(copy: Path) -> subprocess.CompletedProcess[str]:
 def test_the_source_runs_no_files(copy: Path) -> None:
     result = unsafe(copy)
     assert result.returncode == 0, result.stdout
-    assert unsafe(copy / "src").returncode != 0, "a gate that looks at no file is open"
+    assert unsafe(copy / "src").returncode != 0, "a gate that checks no file has no effect"
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "said"),
+    ("file", "line", "reported"),
     [
         (
             "training/weights.py",
@@ -153,11 +153,11 @@ def test_the_source_runs_no_files(copy: Path) -> None:
         ("checkpoint/store.py", "from pickle import loads\n\nX = loads(b'')", "pickle.loads"),
     ],
 )
-def test_calls_that_run_files_fail(copy: Path, file: str, line: str, said: str) -> None:
+def test_calls_that_run_files_fail(copy: Path, file: str, line: str, reported: str) -> None:
     plant(copy, file, line)
     result = unsafe(copy)
     assert result.returncode == 1
-    assert said in result.stdout
+    assert reported in result.stdout
 
 
 @pytest.mark.slow
@@ -170,12 +170,12 @@ def test_a_wrong_type_fails(copy: Path) -> None:
 
 def test_make_help_names_every_target() -> None:
     listed = (ROOT / "Makefile").read_text().partition(".PHONY: ")[2].partition("\n")[0].split()
-    told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    lines = [line.split() for line in told.stdout.splitlines() if line.startswith("  make ")]
+    logged = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    lines = [line.split() for line in logged.stdout.splitlines() if line.startswith("  make ")]
     assert sorted(line[1] for line in lines) == sorted(set(listed) - {"help"})
     assert all(len(line) > 4 for line in lines), "each with what it does"
 
 
 def test_percent_is_written_in_one_way() -> None:
-    found = [path for path in (ROOT / "src").rglob("*.py") if re.search(r"[:\d]%\}", path.read_text())]
-    assert found == [], "show_share writes 13 %, Python's own format 13%"
+    actual = [path for path in (ROOT / "src").rglob("*.py") if re.search(r"[:\d]%\}", path.read_text())]
+    assert actual == [], "show_share writes 13 %, Python's own format 13%"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import GB
-from whet.machine.facts import Accelerator, Conditions, CpuFacts, Machine, OperatingSystem, TorchFacts
+from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, SystemState, TorchFacts
 from whet.machine.known import known_machine_names, load_machine
 from whet.plan.kernel_support import SHORT_ROTARY_ATTENTION, SPAN_ATTENTION
 from whet.plan.memory import predict_memory
@@ -78,13 +78,13 @@ def test_every_setting_has_a_reason_on_every_known_machine() -> None:
             assert setting.reason
             assert setting.source == "rule"
             assert setting.evidence["rule"]
-            assert len(setting.evidence) > 1, "a rule names the facts it looked at"
+            assert len(setting.evidence) > 1, "a rule names the facts it used"
 
 
 def test_an_m2_air_and_an_h200_differ_for_stated_reasons() -> None:
     air, h200 = (make_plan(load_machine(name), BERT).settings for name in ("m2-air-8gb", "h200"))
     different = {name for name in air if air[name].value != h200[name].value}
-    assert {"device", "precision", "memory_gb", "lengths", "watermarks", "empty_cache"} <= different
+    assert {"device", "precision", "memory_gb", "lengths", "high_watermark", "empty_cache"} <= different
     for name in different:
         assert air[name].reason != h200[name].reason
 
@@ -97,11 +97,11 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
         plan = make_plan(machine, workload, overrides={"precision": "bf16", **overrides})
         return plan.graph, plan.lengths
 
-    assert ways() == ("on", "packed few")
-    assert ways(precision="fp16") == ("on", "packed few")
+    assert ways() == ("on", "packed_bucketed")
+    assert ways(precision="fp16") == ("on", "packed_bucketed")
     assert ways(graph="off") == ("off", "packed")
-    assert ways(graph="off", compile="on") == ("off", "packed few")
-    # Float32 has no such kernel, nor has an older torch, and some models do not read packed samples.
+    assert ways(graph="off", compile="on") == ("off", "packed_bucketed")
+    # Float32 and older versions of torch have no such kernel, and some models do not accept packed samples.
     assert ways(precision="tf32") == ("off", "sorted")
     assert ways(bert.model_copy(update={"can_pack": False})) == ("off", "sorted")
     assert ways(bert.model_copy(update={"num_steps": 20})) == ("off", "packed")
@@ -110,7 +110,7 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
     assert ways(device="cpu") == ("off", "packed")
 
 
-def test_own_group_norms_use_channels_last() -> None:
+def test_whet_group_norms_use_channels_last() -> None:
     machine = load_machine("h200")
 
     def ways(machine: Machine = machine, config: HexConfig | None = None, **overrides: Scalar) -> tuple[Scalar, Scalar]:
@@ -118,7 +118,7 @@ def test_own_group_norms_use_channels_last() -> None:
         plan = make_plan(machine, workload, overrides={"precision": "bf16", **overrides})
         return plan.layout, plan.norms
 
-    assert ways() == ways(precision="fp16") == ("channels_last", "own")
+    assert ways() == ways(precision="fp16") == ("channels_last", "whet")
     assert ways(layout="contiguous") == ("contiguous", "torch")
     assert ways(norms="torch") == ("channels_last", "torch")
     older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
@@ -127,10 +127,10 @@ def test_own_group_norms_use_channels_last() -> None:
     assert ways(machine.model_copy(update={"accelerators": older})) == neither
     for arch in ({"norm": "batch"}, {"activation": "gelu"}, {"width": 48}):
         assert ways(config=HexConfig(size=13, arch=arch)) == neither, arch
-    assert ways(machine.model_copy(update={"accelerators": older}), norms="own")[1] == "own", "asked for"
+    assert ways(machine.model_copy(update={"accelerators": older}), norms="whet")[1] == "whet", "asked for"
 
 
-def test_own_add_norms_need_half_precision_and_capability_9() -> None:
+def test_whet_add_norms_need_half_precision_and_capability_9() -> None:
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
 
@@ -142,11 +142,11 @@ def test_own_add_norms_need_half_precision_and_capability_9() -> None:
         describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=1_000),
     )
     for workload in (describe(bert), chat, describe_puzzle(PuzzleConfig())):
-        assert norms(workload) == norms(workload, precision="fp16") == "own", workload.recipe
+        assert norms(workload) == norms(workload, precision="fp16") == "whet", workload.recipe
         assert norms(workload, precision="tf32") == norms(workload, device="cpu") == "torch"
         assert norms(workload, machine.model_copy(update={"accelerators": older})) == "torch"
     for without in (TextConfig(), TextConfig(model="bert-base-uncased", lora=8)):
-        assert norms(describe(without)) == "torch", "another model computes these"
+        assert norms(describe(without)) == "torch", "these belong to another model"
 
 
 def test_a_model_with_one_shape_and_many_small_kernels_is_captured() -> None:
@@ -161,11 +161,11 @@ def test_a_model_with_one_shape_and_many_small_kernels_is_captured() -> None:
     assert graph(layers=documents, lengths_vary=True) == "off"
     chat = describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=10_000)
     why = make_plan(load_machine("h200"), chat).settings["graph"].reason
-    assert why == "one shape: in a graph no kernel waits for its launch", "nothing dominates there"
+    assert why == "one shape: in a graph no kernel waits for its launch", "no cost dominates there"
     assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
 
 
-def test_own_attention_needs_capability_9() -> None:
+def test_whet_attention_needs_capability_9() -> None:
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.9"}) for gpu in machine.accelerators)
     short = TEXT.model_copy(update={"layers": ("attention", SHORT_ROTARY_ATTENTION)})
@@ -174,11 +174,11 @@ def test_own_attention_needs_capability_9() -> None:
         return make_plan(where, short, overrides={"precision": "bf16", **overrides}).attention
 
     elsewhere = machine.model_copy(update={"accelerators": older})
-    assert attention(machine) == attention(elsewhere, attention="own") == "own"
-    assert attention(elsewhere) != "own"
+    assert attention(machine) == attention(elsewhere, attention="whet") == "whet"
+    assert attention(elsewhere) != "whet"
 
 
-def test_own_span_attention_needs_packed_lengths(tmp_path: Path) -> None:
+def test_whet_span_attention_needs_packed_lengths(tmp_path: Path) -> None:
     machine = load_machine("h200")
     bert = {"model_type": "bert", "hidden_size": 768, "num_attention_heads": 12}
     (tmp_path / "config.json").write_text(json.dumps(bert))
@@ -190,9 +190,9 @@ def test_own_span_attention_needs_packed_lengths(tmp_path: Path) -> None:
         return make_plan(machine, workload, overrides={"precision": "bf16", **overrides}).attention
 
     chat = describe_chat(ChatConfig(arch={"preset": "medium"}), vocab_size=8_192, longest=512, num_rows=2_048)
-    assert attention(chat) == attention(text()) == "own"
-    assert attention(text(model=str(tmp_path), attention_dropout=0)) == "own"
-    assert attention(text(model=str(tmp_path))) == "torch", "attention is dropped out there"
+    assert attention(chat) == attention(text()) == "whet"
+    assert attention(text(model=str(tmp_path), attention_dropout=0)) == "whet"
+    assert attention(text(model=str(tmp_path))) == "torch", "attention has dropout there"
     assert attention(text(), lengths="sorted") == "flash"
     assert attention(chat, precision="tf32") == "torch"
     wide = describe_chat(ChatConfig(arch={"preset": "medium", "num_heads": 8}), vocab_size=9, longest=512, num_rows=64)
@@ -206,7 +206,7 @@ def test_overrides_precede_measurements_and_measurements_precede_rules() -> None
     assert plan.settings["precision"].evidence["repeats"] == 5
     plan = override(plan, {"precision": "fp16"})
     assert (plan.precision, plan.settings["precision"].source) == ("fp16", "you")
-    assert plan.loss_scaling == "dynamic", "what depends on a wish is decided again"
+    assert plan.loss_scaling == "dynamic", "settings that depend on an override are decided again"
     assert plan.settings["precision"].evidence["rule_value"] == "fp32"
 
 
@@ -273,9 +273,9 @@ def test_splitting_a_batch_with_batchnorm_gives_a_warning() -> None:
 
 
 def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
-    busy = Conditions(memory_available_bytes=2 * GB)
-    assert make_plan(mac(), TEXT, conditions=busy).memory_gb == 2.0
-    assert make_plan(load_machine("h200"), TEXT, conditions=busy).memory_gb > 100
+    busy = SystemState(memory_available_bytes=2 * GB)
+    assert make_plan(mac(), TEXT, system_state=busy).memory_gb == 2.0
+    assert make_plan(load_machine("h200"), TEXT, system_state=busy).memory_gb > 100
 
 
 def test_a_graph_on_a_device_without_graphs_gives_a_warning() -> None:
@@ -287,17 +287,17 @@ def test_a_graph_on_a_device_without_graphs_gives_a_warning() -> None:
 def test_bf16_on_a_cpu_without_it_gives_a_warning() -> None:
     for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
         plan = make_plan(Machine(name="a PC", cpu=CpuFacts(has_bf16=has_bf16)), TEXT, overrides={"precision": "bf16"})
-        assert plan.precision == "bf16", "a wish is never overridden"
+        assert plan.precision == "bf16", "an override is kept"
         assert any("60 to 100 times slower" in line for line in plan.warnings) is is_warned
 
 
 def test_fused_kernels_with_fp16_need_torch_2_13_on_mps() -> None:
-    wish = {"precision": "fp16"}
-    assert make_plan(mac(torch="2.12.0"), TEXT, overrides=wish).optimizer_kernels == "loop"
-    assert make_plan(mac(torch="2.13.0"), TEXT, overrides=wish).optimizer_kernels == "fused"
+    overrides = {"precision": "fp16"}
+    assert make_plan(mac(torch="2.12.0"), TEXT, overrides=overrides).optimizer_kernels == "loop"
+    assert make_plan(mac(torch="2.13.0"), TEXT, overrides=overrides).optimizer_kernels == "fused"
 
 
-def test_an_unknown_machine_gets_a_careful_plan() -> None:
+def test_an_unknown_machine_gets_a_conservative_plan() -> None:
     plan = make_plan(Machine(name="unknown"), TEXT)
     assert plan.device == "cpu"
     assert plan.memory_gb is None
@@ -369,5 +369,5 @@ def test_any_workload_gets_a_valid_plan(workload: Workload, name: str) -> None:
         is_checkpointed=plan.activation_checkpointing == "on",
     )
     if needed is not None and isinstance(limit, float) and needed > limit * GB:
-        assert micro == 1 or workload.has_batchnorm, "a larger cut than fits is never planned"
-        assert any("more than" in line for line in plan.warnings), "and what does not fit is said"
+        assert micro == 1 or workload.has_batchnorm, "a micro-batch that does not fit is never planned"
+        assert any("more than" in line for line in plan.warnings), "a model that does not fit is reported"

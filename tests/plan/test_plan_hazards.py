@@ -71,11 +71,11 @@ def test_other_devices_have_no_hazards() -> None:
 def test_a_plan_prints_relevant_hazards_and_counts_all() -> None:
     lstm = WORKLOAD.model_copy(update={"layers": ("lstm", "linear"), "has_dropout": True})
     plan = make_plan(mac(), lstm)
-    said = "\n".join(plan_lines(plan, width=120))
-    assert "the dropout of nn.LSTM is ignored in the backward pass (pytorch#190056)" in said
-    assert "conv2d" not in said
-    assert f"{len(plan.hazards)} known wrong results apply to torch 2.13.0 on this Mac" in said
-    assert _HAZARDS_PAGE in said
+    reported = "\n".join(plan_lines(plan, width=120))
+    assert "the dropout of nn.LSTM is ignored in the backward pass (pytorch#190056)" in reported
+    assert "conv2d" not in reported
+    assert f"{len(plan.hazards)} known wrong results apply to torch 2.13.0 on this Mac" in reported
+    assert _HAZARDS_PAGE in reported
     without = make_plan(mac(), WORKLOAD)
     assert not any("LSTM" in line for line in without.warnings)
     assert without.hazards == plan.hazards
@@ -93,11 +93,11 @@ def test_an_override_beyond_the_row_limit_gives_a_warning() -> None:
     plan = make_plan(mac(), WORKLOAD)
     assert plan.micro_batch == 512
     assert not any("#177116" in line for line in plan.warnings)
-    wished = override(plan, {"micro_batch": 1_024})
-    assert wished.micro_batch == 1_024, "a wish is never overridden"
-    assert any("#177116" in line and "65,536; micro_batch=512" in line for line in wished.warnings)
+    overridden = override(plan, {"micro_batch": 1_024})
+    assert overridden.micro_batch == 1_024, "an override is kept"
+    assert any("#177116" in line and "65,536; micro_batch=512" in line for line in overridden.warnings)
     assert not any("#177116" in line for line in make_plan(mac(family="apple9"), WORKLOAD).warnings)
-    # A model with BatchNorm is not cut, so nobody has to ask.
+    # A model with BatchNorm is not split, so no hint is needed.
     uncut = make_plan(mac(), WORKLOAD.model_copy(update={"has_batchnorm": True}))
     assert any("#177116" in line for line in uncut.warnings)
 

@@ -1,4 +1,4 @@
-"""`whet prove` detects trainings that do not resume exactly, and knows when it has proved nothing."""
+"""`whet prove` detects trainings that do not resume exactly, and proofs that prove nothing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -62,7 +62,7 @@ def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
     return ask
 
 
-# --- what is right is proved, what is wrong is not ------------------------------------------------------------------
+# --- correct and incorrect trainings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
@@ -82,7 +82,7 @@ def test_exact_training_is_proved(prove_it: Prove, report_count: Callable[[str],
 
 @pytest.mark.slow
 def test_new_processes_prove_the_same_as_forks(prove_it: Prove) -> None:
-    """What is done where a fork is not safe: on a GPU, and on macOS."""
+    """The launcher where a fork is not safe: on a GPU, and on macOS."""
     with ProcessLauncher(1) as launcher:
         assert prove_it(num_kills=4, disk_seconds=20.0, launcher=launcher).verdict == "proved"
 
@@ -132,7 +132,7 @@ def test_nondeterministic_metric_is_left_out_and_named(prove_it: Prove) -> None:
 def test_training_that_fails_without_kills_is_an_error(prove_it: Prove) -> None:
     with pytest.raises(WhetError) as raised:
         prove_it("mutant=fails by itself")
-    assert "fails without being killed" in raised.value.what
+    assert "fails even without kills" in raised.value.what
     assert "ValueError: no such class (provable_recipe.py:" in str(raised.value.got)
     assert raised.value.try_
 
@@ -161,7 +161,7 @@ def test_proof_needs_kills_at_disk_calls(prove_it: Prove, monkeypatch: pytest.Mo
 
 
 def test_proof_works_on_a_machine_that_became_busier(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pace of a machine ten times as fast: by the clock every kill would come before a first checkpoint."""
+    """The pace of a machine ten times as fast: every timed kill would come before the first checkpoint."""
 
     def faster(life: TrainingProcess) -> kills.ProofPace:
         pace = kills.measure_pace(life)

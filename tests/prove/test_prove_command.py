@@ -1,4 +1,4 @@
-"""The command `whet prove`: recipes, files and runs, its errors, and what it leaves behind."""
+"""The command `whet prove`: recipes, files and runs, its errors, and the files it writes."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_proving_a_run_does_not_change_it(warm_whet: Run, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_set_order_makes_a_training_nondeterministic(whet: Run) -> None:
-    """Python orders sets of text anew in each process: forks of one process alone would not show it."""
+    """Python orders sets of strings differently in each process; forks of a single process would not show it."""
     done = whet("prove", RECIPE, "threads=1", "mutant=order of a set", *QUICK)
     assert done.returncode == 1, done.stderr
     assert "cannot be proved" in done.stdout
@@ -66,7 +66,7 @@ def test_set_order_makes_a_training_nondeterministic(whet: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "reported"),
     [
         ((RECIPE, "mutant=fails by itself"), 1, "ValueError: no such class (provable_recipe.py:"),
         (("text", "data=missing.jsonl"), 2, "the data does not exist"),
@@ -78,11 +78,11 @@ def test_set_order_makes_a_training_nondeterministic(whet: Run) -> None:
     ],
 )
 def test_invalid_arguments_give_three_line_errors(
-    warm_whet: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+    warm_whet: Run, tmp_path: Path, words: tuple[str, ...], code: int, reported: str
 ) -> None:
     done = warm_whet("prove", *words, "--quiet")
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert reported in done.stderr
     assert len(done.stderr.strip().splitlines()) == 3, done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "runs").exists(), "no half-written run folder"

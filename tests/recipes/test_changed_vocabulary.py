@@ -1,4 +1,4 @@
-"""Other data may be allowed; other tokens or classes than those that the weights have learnt may not."""
+"""Resuming with other data may be allowed; other tokens or classes than those of the weights may not."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def train(run: Path, data: Path, *, max_steps: int, allow: tuple[str, ...] = ())
     train_recipe(recipe, resolve_config(recipe.Config, words), run=run, device="cpu", allow=allow)
 
 
-def test_weights_do_not_go_on_with_tokens_or_classes_that_mean_something_else(tmp_path: Path) -> None:
+def test_weights_are_refused_with_other_tokens_or_classes(tmp_path: Path) -> None:
     rows = [(f"the {what} number {n} is here", kind) for n in range(40) for what, kind in (("fox", "a"), ("fern", "b"))]
     first = write(tmp_path / "first.jsonl", rows)
     train(tmp_path / "run", first, max_steps=2)

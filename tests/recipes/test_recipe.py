@@ -37,7 +37,7 @@ def test_a_recipe_needs_only_name_data_model_and_loss(tmp_path: Path) -> None:
     recipe = validate_recipe(Minimal(), "minimal.py")
     resolved = resolve_config(recipe.Config, ["epochs=2", "global_batch_size=16", "threads=1"])
     result = train_recipe(recipe, resolved, run=tmp_path / "run", device="cpu")
-    assert (result.state, result.step, result.metrics) == ("done", 8, {})
+    assert (result.state, result.step, set(result.metrics)) == ("done", 8, {"val_loss"})
 
 
 def test_the_default_description_counts_the_model_and_its_data() -> None:
@@ -52,8 +52,9 @@ def test_optional_methods_are_supported_only_where_they_are_overridden() -> None
     recipe = Minimal()
     assert [recipe.supports(name) for name in ("loss", "evaluate", "predict", "outputs")] == [True, False, False, False]
     assert (recipe.metadata(None, None), recipe.example_input({}), recipe.assumptions(None)) == ({}, None, ())
-    with pytest.raises(UsageError, match="the recipe minimal cannot predict"):
+    with pytest.raises(UsageError, match="the recipe minimal cannot predict") as refused:
         recipe.predict(None, {})
+    assert refused.value.try_ == "one of text, puzzle", "only recipes that can"
     with pytest.raises(UsageError, match="cannot export its model"):
         recipe.write_model_files(None, {}, Path(), to="onnx")
 
@@ -83,14 +84,14 @@ class ForeignConfig(Minimal):
 @pytest.mark.parametrize(
     ("made", "what"),
     [
-        (object(), "is not a recipe"),
-        (None, "is not a recipe"),
+        (object(), "does not return a recipe"),
+        (None, "does not return a recipe"),
         (Recipe(), "is incomplete"),
         (WithoutLoss(), "is incomplete"),
         (ForeignConfig(), "lacks the common keys"),
     ],
 )
-def test_what_is_no_complete_recipe_is_rejected(made: object, what: str) -> None:
+def test_incomplete_recipes_are_rejected(made: object, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         validate_recipe(made, "mine.py")
 
@@ -101,7 +102,7 @@ def test_what_is_no_complete_recipe_is_rejected(made: object, what: str) -> None
         ("import no_such_module", "could not be loaded"),
         ("import sys; sys.exit(0)", "ends the program"),
         ("x = 1", r"does not define recipe\(\)"),
-        ("def recipe(): return 3", "is not a recipe"),
+        ("def recipe(): return 3", "does not return a recipe"),
     ],
 )
 def test_a_file_without_a_recipe_is_rejected(tmp_path: Path, source: str, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A dashboard gets every step once, whatever is interrupted; training never waits for it."""
+"""A dashboard gets every step once despite interruptions; training never waits for it."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def steps(log: EventLog, first: int, last: int, *, plus: float = 0.0) -> None:
 
 
 class SimulatedDashboard:
-    """Keeps rows in memory; does not answer when `refuses` says so."""
+    """Keeps rows in memory; fails while `refuses` is set."""
 
     max_rows = 7
 
@@ -90,13 +90,13 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_pauses")
 def test_a_simulated_dashboard_gets_every_step_once_during_the_run(run: Run) -> None:
-    dashboard, said = SimulatedDashboard(refuses=(1, 3, 4)), list[str]()
+    dashboard, reported = SimulatedDashboard(refuses=(1, 3, 4)), list[str]()
     with acquire(run.path), EventLog(run) as log:
         log.append("start", step=0, total_steps=60)
         steps(log, 1, 30)
         log.append("eval", step=30, void=1.0)
         log.flush()
-        follower = threading.Thread(target=lambda: forward_run(run, dashboard, notify=said.append), daemon=True)
+        follower = threading.Thread(target=lambda: forward_run(run, dashboard, notify=reported.append), daemon=True)
         follower.start()
         deadline = time.monotonic() + 600
         while len(dashboard.rows) < 29 and time.monotonic() < deadline:
@@ -112,11 +112,11 @@ def test_a_simulated_dashboard_gets_every_step_once_during_the_run(run: Run) -> 
     assert [row.step for row in dashboard.rows] == list(range(1, 61))
     by_step = {row.step: row.values for row in dashboard.rows}
     assert by_step[20] == {"train/loss": 20.0, "seconds/data": 0.5, "eval/accuracy": 1 / 20}
-    # What was sent before it became void stays; what was held back is as it was made again.
+    # Rows sent before they became void stay; rows held back have the repeated values.
     assert (by_step[29]["train/loss"], by_step[30]["train/loss"]) == (29.0, 30.5)
     assert by_step[30].keys() == {"train/loss", "seconds/data", "eval/accuracy"}
     assert dashboard.ended == ["stopped"]
-    assert len([line for line in said if line.startswith("no answer (no route to host)")]) == 2
+    assert len([line for line in reported if line.startswith("no answer (no route to host)")]) == 2
     assert dashboard.about is not None
     assert dashboard.about.parameters == {
         "recipe": "text",
@@ -129,7 +129,7 @@ def test_a_simulated_dashboard_gets_every_step_once_during_the_run(run: Run) -> 
 
 
 @pytest.mark.usefixtures("_no_pauses")
-def test_the_next_command_sends_what_is_missing_on_a_simulated_dashboard(run: Run) -> None:
+def test_the_next_command_sends_events_missing_on_a_simulated_dashboard(run: Run) -> None:
     dashboard = SimulatedDashboard()
     with EventLog(run) as log:
         steps(log, 1, 15)
@@ -190,7 +190,7 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
         log.append("health", step=150, memory={"process": 4})
         log.append("end", step=150, state="stopped")
     with EventLog(run) as log:
-        log.append("resume", step=150)  # What was due when it stopped comes now.
+        log.append("resume", step=150)  # Rows that were pending at the stop are sent now.
         log.append("eval", step=150, **{"accuracy": 0.5, HOSTILE: 1.0})
         log.append("end", step=150, state="stopped")
     kept = tmp_path / "kept.json"
@@ -207,15 +207,15 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
         log.append("end", step=160, state="done")
     second = whet("forward", "runs/r", "--to", name, "--project", "p", **environment)
     assert second.stdout == "forwarded 10 steps, up to step 160; the run is done\n", second.stderr
-    found = json.loads(kept.read_text())
-    points = Counter((step, key) for step, values in found["rows"] for key in values if key != "_timestamp")
+    result = json.loads(kept.read_text())
+    points = Counter((step, key) for step, values in result["rows"] for key in values if key != "_timestamp")
     assert {step for step, key in points if key == "train/loss"} == set(range(1, 161))
     assert {step for step, key in points if key == "eval/accuracy"} == set(range(10, 161, 10))
     assert {step for step, key in points if key == "health/memory/process"} == {150}
     assert set(points.values()) == {1}
-    assert found["project"] == "p"
-    assert str(found["config"]["arch.hidden_size"]) == "8"
-    assert found["ended"] in (0, True, "FINISHED")
+    assert result["project"] == "p"
+    assert str(result["config"]["arch.hidden_size"]) == "8"
+    assert result["ended"] in (0, True, "FINISHED")
 
 
 def test_a_missing_or_unknown_library_is_reported(run: Run, tmp_path: Path, whet: Whet) -> None:
@@ -248,8 +248,8 @@ def test_ctrl_c_ends_it_and_the_run_stays_as_it_was(run: Run, tmp_path: Path) ->
         assert forwarding.wait(600) == 130
         forwarding.stderr.close()
         assert sorted(child.name for child in run.path.iterdir()) == before
-    found = json.loads((tmp_path / "kept.json").read_text())["rows"]
-    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    result = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert [step for step, _ in result] == list(range(1, len(result) + 1))
 
 
 def test_real_mlflow_holds_each_point_once(run: Run, tmp_path: Path, whet: Whet) -> None:

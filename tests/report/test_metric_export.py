@@ -83,14 +83,14 @@ def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
     assert rows[6]["samples"] == "224"
     with (tmp_path / "out" / "evaluations.csv").open(newline="") as file:
         header, *evaluations = csv.reader(file)
-    # A spreadsheet would work out a cell that begins with =.
+    # A spreadsheet would evaluate a cell that begins with =.
     assert header == ["step", "time", "accuracy", f"'{HOSTILE}", "test_accuracy", "large"]
     assert [row[2:] for row in evaluations] == [["0.5", "1.5", "", ""], ["", "", "0.25", "-1e+300"]]
     with (tmp_path / "out" / "health.csv").open(newline="") as file:
         assert [row["memory/process"] for row in csv.DictReader(file)] == ["5", "7"]
 
 
-def test_parquet_holds_what_csv_holds(run: Run, tmp_path: Path) -> None:
+def test_parquet_equals_csv(run: Run, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     export_run(run, to="parquet", out=tmp_path / "out")
     steps = parquet.read_table(tmp_path / "out" / "steps.parquet").to_pydict()
@@ -122,12 +122,12 @@ def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> N
     assert [(number, value) for number, _, value in read["eval/accuracy"]] == [(BLOCK_EVENTS + 50, 0.5)]
     assert f"eval/{HOSTILE}" in read
     assert read["eval/large"][0][2] == pytest.approx(-3.4028235e38)
-    # The machine was read at a step that was made again: back and forth would be no curve.
+    # Health was logged at a repeated step; the curve must not go back.
     assert [(number, value) for number, _, value in read["health/memory/process"]] == [(BLOCK_EVENTS + 50, 7.0)]
 
 
-def test_a_record_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is over every byte: one that is turned is another sum."""
+def test_a_record_ends_at_its_stated_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum covers every byte: any flipped bit changes it."""
     data = bytes(range(256)) * 3
     whole = files.record(data)
     assert whole[:8] == len(data).to_bytes(8, "little")

@@ -83,14 +83,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, ob
 
 
 def test_hostile_names_and_logs_are_inert(hostile: tuple[str, dict[str, object]], report_count: ReportCount) -> None:
-    page, told = hostile
+    page, logged = hostile
     parsed = Parsed(page)
     names = [tag for tag, _ in parsed.tags]
     allowed = {"html", "head", "meta", "title", "style", "body", "div", "main", "noscript", "script"}
     assert set(names) <= allowed
     assert (names.count("script"), names.count("style")) == (3, 2)
     data = next(text for tag, text in parsed.inside if tag == "script")
-    assert json.loads(data) == told, "what a run says is there as it was said, and only as data"
+    assert json.loads(data) == logged, "text of a run is unchanged, and only data"
     assert "<" not in data
     assert len(page) < 600_000, "a log line of megabytes is cut"
     report_count(f"{len(PAYLOADS)} payloads in 16 places of a run, 0 elements made of them")

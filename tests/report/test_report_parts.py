@@ -32,7 +32,7 @@ def test_page_json_is_strict_round_trips_and_has_no_path(report: RunReport, tmp_
     text = json.dumps(page.as_json(), allow_nan=False)
     assert RunReport.from_json(json.loads(text), where="a page").as_json() == page.as_json()
     assert report.name == "text-001"
-    assert str(tmp_path.parent.parent) not in text, "where the run lies is nobody's business"
+    assert str(tmp_path.parent.parent) not in text, "the path of the run is private"
 
 
 def test_every_curve_lies_on_all_three_axes(report: RunReport) -> None:
@@ -92,8 +92,8 @@ def test_slow_periods_and_timeline(report: RunReport) -> None:
         ("heat", "hot", 180, 270),
         ("pressure", "warn", 480, 528),
     ]
-    told = [(m.kind, m.tone) for m in report.timeline if m.kind != "checkpoint"]
-    assert told == [
+    logged = [(m.kind, m.tone) for m in report.timeline if m.kind != "checkpoint"]
+    assert logged == [
         ("start", "plain"),
         ("throttle", "warn"),
         ("throttle", "good"),
@@ -111,13 +111,13 @@ def test_a_long_timeline_is_truncated_in_the_middle(tmp_path: Path) -> None:
     with EventLog(run) as log:
         for step in range(1000):
             log.append("spike", step=step, reason="x" * 5000, samples=[])
-    found = summarize(run)
-    assert len(found.timeline) + found.timeline_omitted == 1000
-    assert (found.timeline[0].step, found.timeline[-1].step, len(found.timeline)) == (0, 999, 300)
-    assert max(len(entry.text) for entry in found.timeline) <= 2000
+    result = summarize(run)
+    assert len(result.timeline) + result.timeline_omitted == 1000
+    assert (result.timeline[0].step, result.timeline[-1].step, len(result.timeline)) == (0, 999, 300)
+    assert max(len(entry.text) for entry in result.timeline) <= 2000
 
 
-def test_where_the_time_went_adds_up(report: RunReport) -> None:
+def test_the_time_breakdown_adds_up(report: RunReport) -> None:
     assert sum(phase.share for phase in report.phases) == pytest.approx(1)
     assert [phase.name for phase in report.phases] == ["data", "transfer", "forward", "backward", "optimizer", "save"]
 
@@ -148,10 +148,10 @@ def test_planned_and_actual_figures(report: RunReport) -> None:
 
 
 def test_advice_names_its_measurement(report: RunReport) -> None:
-    told = {one.try_: one.measured for one in report.advice}
-    assert told["workers=2 instead of 0, which you asked for"] == "workers=2: faster"
-    assert told["compile=on in a run of more than 3,326 steps"] == "38 s to prepare, saves 11 ms in each step"
-    assert any("cross_entropy was lowest, 0.7375 at step 300" in measured for measured in told.values())
+    logged = {one.try_: one.measured for one in report.advice}
+    assert logged["workers=2 instead of 0, which you asked for"] == "workers=2: faster"
+    assert logged["compile=on in a run of more than 3,326 steps"] == "38 s to prepare, saves 11 ms in each step"
+    assert any("cross_entropy was lowest, 0.7375 at step 300" in measured for measured in logged.values())
     assert math.ceil(38 / (0.04 - 0.04 / 1.4)) == 3326
 
 
@@ -206,8 +206,8 @@ def test_a_malformed_confusion_matrix_is_left_out(tmp_path: Path, damaged: objec
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
         log.append("eval", step=1, confusion=damaged, classes=damaged, samples=[1, "x", None])
-    found = summarize(run).details
-    assert (found.confusions, found.classes, found.samples) == ((), (), ())
+    result = summarize(run).details
+    assert (result.confusions, result.classes, result.samples) == ((), (), ())
 
 
 def test_a_run_with_missing_parts_is_still_reported(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_a_run_with_missing_parts_is_still_reported(tmp_path: Path) -> None:
     with EventLog(run) as log:
         log.append("step", step=1, loss=1.0)
         log.append("epoch", step=1, epoch=1, epoch_seconds=1.0, memory={"allocated": 5, "limit": 10})
-    found = summarize(run)
-    assert [track.source for track in found.tracks] == ["step", "epoch"]
+    result = summarize(run)
+    assert [track.source for track in result.tracks] == ["step", "epoch"]
     assert len(plan_trials(odd)) == 1
 
 
@@ -238,20 +238,20 @@ def test_the_fingerprint_of_the_data_is_that_of_the_newest_checkpoint(tmp_path: 
     assert (provenance.data, provenance.num_samples) == ("print 2", 7)
 
 
-def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
+def test_a_comparison_lists_differences_first(tmp_path: Path) -> None:
     reports = [
         summarize(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))
         for n, (where, lr) in enumerate((("a", 0.1), ("b", 0.2)))
     ]
-    found = compare_runs(reports)
-    assert found.labels == ("same", "same (2)")
-    assert [(row.name, row.values) for row in found.config if row.differs] == [
+    result = compare_runs(reports)
+    assert result.labels == ("same", "same (2)")
+    assert [(row.name, row.values) for row in result.config if row.differs] == [
         ("seed", ("0", "1")),
         ("lr", ("0.1", "0.2")),
     ]
-    assert not found.config[-1].differs
-    assert "arch.layers" in {row.name for row in found.config}
-    assert not any(row.differs for row in found.settings)
+    assert not result.config[-1].differs
+    assert "arch.layers" in {row.name for row in result.config}
+    assert not any(row.differs for row in result.settings)
     for count in (1, MAX_COMPARED_RUNS + 1):
         with pytest.raises(UsageError):
             compare_runs(reports[:1] * count)

@@ -111,7 +111,7 @@ def test_the_whole_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "details", "told"),
+    ("kind", "details", "logged"),
     [
         (
             "throttle",
@@ -131,9 +131,9 @@ def test_the_whole_page() -> None:
         ("eclipse", {"depth": 2.5}, "eclipse; depth 2.5"),
     ],
 )
-def test_incidents_as_text(kind: str, details: dict[str, Any], told: str) -> None:
+def test_incidents_as_text(kind: str, details: dict[str, Any], logged: str) -> None:
     page = render_text(report(incidents=(Incident(kind=kind, time=1002.0, step=7, fields=details),)), width=140)
-    assert f"  step 7 after 2.0 s: {told}" in page.splitlines()
+    assert f"  step 7 after 2.0 s: {logged}" in page.splitlines()
 
 
 @settings(max_examples=60, deadline=None)

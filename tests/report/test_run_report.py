@@ -115,15 +115,15 @@ def test_a_goal_may_be_minimized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "told"),
+    ("workload", "logged"),
     [({"world_size": 4}, ", 4 processes"), ({"world_size": 1}, ""), ({}, ""), ({"world_size": "x"}, ""), (None, "")],
 )
-def test_several_processes_are_named_after_the_machine(tmp_path: Path, workload: object, told: str) -> None:
+def test_several_processes_are_named_after_the_machine(tmp_path: Path, workload: object, logged: str) -> None:
     plan = {"settings": {}, "workload": workload}
     run = create_run(tmp_path / "r", recipe="r", config={}, plan=plan, machine={"name": "C"}, versions={}, command=[])
     assert (
         summarize(run.path).machine
-        == f"unknown chip, unknown cores, unknown memory, unknown system, torch unknown{told}"
+        == f"unknown chip, unknown cores, unknown memory, unknown system, torch unknown{logged}"
     )
 
 

@@ -90,7 +90,7 @@ def test_a_missing_curve_is_reported(path: Path, tmp_path: Path) -> None:
     with pytest.raises(whet.WhetError, match="needs points"):
         whet.open_run(path).curves(points=0)
     picture = whet.open_run(empty.path).plot()
-    with pytest.raises(whet.WhetError, match="is SVG"):
+    with pytest.raises(whet.WhetError, match="written as SVG"):
         picture.save(tmp_path / "e.png")
     assert "no steps yet" in texts(picture.svg)
     saved = picture.save(tmp_path / "e.svg")

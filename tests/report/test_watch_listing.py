@@ -21,8 +21,8 @@ from whet.web.access import HttpError
 
 
 def make(root: Path, name: str, **parts: dict) -> Run:
-    told = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
-    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **told)
+    logged = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
+    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **logged)
 
 
 def train(run: Run | Path, *, steps: int, **end: object) -> None:
@@ -37,7 +37,7 @@ def train(run: Run | Path, *, steps: int, **end: object) -> None:
             log.append("end", step=steps, **end)
 
 
-def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_run_that_is_being_copied_is_listed_when_complete(tmp_path: Path) -> None:
     train(make(tmp_path / "elsewhere", "copied"), steps=3, state="done")
     there, here = tmp_path / "elsewhere" / "copied", tmp_path / "runs" / "copied"
     shutil.copytree(there, here, ignore=shutil.ignore_patterns("config.json"))
@@ -51,7 +51,7 @@ def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Pa
     assert not listing.scan()
 
 
-def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_reads_only_changed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         for number in range(30):
@@ -86,12 +86,12 @@ def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monke
         status_reader, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1]
     )
     listing = RunListing(tmp_path)
-    (found,) = listing.scan(seconds=60).changed
-    assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
-    assert (found.state, found.updated) == ("stopped", 2e9)
+    (result,) = listing.scan(seconds=60).changed
+    assert (result.step, result.total_steps, result.loss, result.goal_value) == (200_000, 200_000, 0.25, 0.75)
+    assert (result.state, result.updated) == ("stopped", 2e9)
     monkeypatch.setattr(status_reader, "_MAX_SCAN_BYTES", 10**9)
     (again,) = RunListing(tmp_path).scan(seconds=60).changed
-    assert again == found
+    assert again == result
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
     assert listing.scan(seconds=60).changed[0].state == "done"

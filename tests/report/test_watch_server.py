@@ -67,8 +67,8 @@ DOCUMENTED = {200, 202, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 5
 
 
 def make(root: Path, name: str, **parts: dict) -> Run:
-    told = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
-    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **told)
+    logged = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
+    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **logged)
 
 
 def train(run: Run | Path, *, steps: int, **end: object) -> None:
@@ -134,27 +134,27 @@ def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     words = ("-m", "whet", "watch", str(runs), "--port", "0", "--json", "--no-browser")
     before = snapshot(runs)
     with serving(*words, home=tmp_path_factory.mktemp("home"), cwd=runs.parent) as served:
-        assert until(lambda: served.ask("/api/runs").json()["is_complete"])
+        assert until(lambda: served.request("/api/runs").json()["is_complete"])
         yield served
     assert snapshot(runs) == before, "the server wrote in a run folder"
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
     """Every file of the runs that no test changes itself."""
-    found = {}
+    result = {}
     for path in sorted(root.rglob("*")):
         if "live" not in str(path.relative_to(root)):
             stat = path.lstat()
-            found[str(path)] = (stat.st_mtime_ns, stat.st_size, stat.st_ino) if not path.is_dir() else (0, 0, 0)
-    return found
+            result[str(path)] = (stat.st_mtime_ns, stat.st_size, stat.st_ino) if not path.is_dir() else (0, 0, 0)
+    return result
 
 
 def addresses(server: Served) -> list[str]:
     return [route.replace("{id}", run_id("good")) for route in ROUTES]
 
 
-def test_the_runs_are_listed_with_what_they_are(server: Served, runs: Path) -> None:
-    answer = server.ask("/api/runs").json()
+def test_runs_are_listed_with_their_kind(server: Served, runs: Path) -> None:
+    answer = server.request("/api/runs").json()
     lines = {line["name"]: line for line in answer["runs"]}
     assert len(lines) == len(answer["runs"]) == 2 + len(PAYLOADS) + 2 + 2 + 4 + 3
     good = lines["good"]
@@ -171,36 +171,36 @@ def test_the_runs_are_listed_with_what_they_are(server: Served, runs: Path) -> N
 
 
 def test_a_run_its_events_and_a_comparison(server: Served) -> None:
-    view = server.ask(f"/api/runs/{run_id('good')}")
+    view = server.request(f"/api/runs/{run_id('good')}")
     assert view.json()["step"] == 50
     tagged = {"If-None-Match": view.headers["etag"]}
-    assert server.ask(f"/api/runs/{run_id('good')}", headers=tagged).status == 304
-    compared = server.ask(f"/api/compare?ids={run_id('good')},{run_id('other')}").json()
+    assert server.request(f"/api/runs/{run_id('good')}", headers=tagged).status == 304
+    compared = server.request(f"/api/compare?ids={run_id('good')},{run_id('other')}").json()
     assert compared["labels"] == ["good", "other"]
     seen: list[tuple[str, int]] = []
     before = ""
     while True:
-        page = server.ask(f"/api/runs/{run_id('good')}/events?kinds=step,start,end&limit=7{before}").json()
+        page = server.request(f"/api/runs/{run_id('good')}/events?kinds=step,start,end&limit=7{before}").json()
         seen += [(event["kind"], event["step"]) for event in page["events"]]
         if page["before"] is None:
             break
         before = f"&before={page['before']}"
     assert seen == [("end", 50), *(("step", step) for step in range(50, 0, -1)), ("start", 0)]
-    rare = server.ask(f"/api/runs/{run_id('good')}/events").json()["events"]
+    rare = server.request(f"/api/runs/{run_id('good')}/events").json()["events"]
     assert [event["kind"] for event in rare] == ["end", "eval", "start"]
 
 
 def test_a_damaged_run_is_an_error_of_three_lines_or_shortened(server: Served) -> None:
-    for line in server.ask("/api/runs").json()["runs"]:
+    for line in server.request("/api/runs").json()["runs"]:
         for path in (f"/api/runs/{line['id']}", f"/api/runs/{line['id']}/events"):
-            answer = server.ask(path)
+            answer = server.request(path)
             assert answer.status in (200, 400, 409), (line["name"], answer)
             assert (answer.status == 200) or line["state"] == "unreadable" or line["name"].startswith("linked-")
             assert len(answer.body) < 500_000
             assert CANARY.encode() not in answer.body
 
 
-# G4: anything may be asked.
+# G4: arbitrary requests.
 
 WORDS = st.text(max_size=40) | st.sampled_from(
     [
@@ -236,14 +236,14 @@ def test_no_request_makes_the_server_fail(server: Served, route: str, report_cou
     @settings(max_examples=200, database=None)
     @given(WORDS, st.lists(st.tuples(NAMES, WORDS), max_size=4), METHODS, HEADERS, st.binary(max_size=200))
     def ask(word: str, query: list[tuple[str, str]], method: str, headers: dict[str, str], body: bytes) -> None:
-        # Every other one names a run that is there, or the route could not be reached.
+        # Every other request names an existing run; otherwise the route would not be reached.
         ident = run_id("good") if len(word) % 2 else urllib.parse.quote(word, safe="%", errors="replace")
         path = route.replace("{id}", ident) + ("?" + urllib.parse.urlencode(query, errors="replace") if query else "")
         if route == "/static/watch.js" and len(word) % 2:
             path = f"/static/{ident}"
         if route == "/api/compare":
             path += ("&" if query else "?") + f"ids={ident},{run_id('other')}"
-        answer = server.ask(path, method, headers, body=body)
+        answer = server.request(path, method, headers, body=body)
         statuses[answer.status] = statuses.get(answer.status, 0) + 1
         assert answer.status in DOCUMENTED, answer
         assert b"Traceback" not in answer.body
@@ -257,7 +257,7 @@ def test_no_request_makes_the_server_fail(server: Served, route: str, report_cou
     )
 
 
-# G6: names that are not ours.
+# G6: foreign host names.
 
 
 def wrong_hosts(port: int) -> list[str | None]:
@@ -303,41 +303,41 @@ def test_a_foreign_host_name_is_refused_on_every_route(server: Served, report_co
     kinds.append(("GET", {"Accept": "text/event-stream"}))
     count = 0
     for host, path, (method, headers) in itertools.product(wrong_hosts(server.port), addresses(server), kinds):
-        told = {**headers, **server.bearer}
-        answer = server.ask_bare(path, method, told, host=host or " " if host == "" else host)
-        # Without a Host, HTTP itself asks for 400.
+        logged = {**headers, **server.bearer}
+        answer = server.request_bare(path, method, logged, host=host or " " if host == "" else host)
+        # Without a Host header, HTTP requires 400.
         assert answer.status == (400 if host is None else 421), (host, path, method, answer)
         count += 1
     twice = [("Host", f"127.0.0.1:{server.port}"), *server.bearer.items()]
-    assert server.ask_bare("/", headers=twice).status == 400
+    assert server.request_bare("/", headers=twice).status == 400
     good = [f"localhost:{server.port}", f"127.0.0.1:{server.port}", f"[::1]:{server.port}", f"LOCALHOST:{server.port}"]
-    assert all(server.ask_bare("/", headers=server.bearer, host=host).status == 200 for host in good)
+    assert all(server.request_bare("/", headers=server.bearer, host=host).status == 200 for host in good)
     report_count(f"G6: {count} requests by {len(wrong_hosts(0))} wrong names refused")
 
 
 def test_nothing_opens_without_the_key_and_nothing_changes_with_it(server: Served) -> None:
     for path in addresses(server):
-        assert server.ask_bare(path).status == 401
+        assert server.request_bare(path).status == 401
         for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
-            answer = server.ask(path, method, {"Content-Type": "application/json"}, body=b"{}")
+            answer = server.request(path, method, {"Content-Type": "application/json"}, body=b"{}")
             assert answer.status == 405
             assert answer.headers["allow"] == "GET, HEAD"
         upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Origin": f"http://127.0.0.1:{server.port}"}
-        assert server.ask(path, headers=upgrade).status == 400
+        assert server.request(path, headers=upgrade).status == 400
 
 
 # G9: paths.
 
 
 def traversals(runs: Path) -> list[str]:
-    """Ways that have led out of other servers, each as a name of a file, a run and a page of events."""
+    """Paths that have escaped other servers, as names of a file, a run and a page of events."""
     ups = ("../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..%252f", "%252e%252e%252f", "..%5c", "..\\", "....//", "..;/")
     ups += ("%c0%ae%c0%ae/", "\uff0e\uff0e/", ".%00./", "..%00/")
     targets = ("outside/canary.json", "outside/elsewhere/config.json", "runs/good/config.json")
-    found = [up * depth + target for up in ups for depth in (1, 2, 6) for target in targets]
+    result = [up * depth + target for up in ups for depth in (1, 2, 6) for target in targets]
     place = runs.parent / "outside" / "canary.json"
     beside = os.path.relpath(place, STATIC_FOLDER)
-    found += [
+    result += [
         beside,
         beside.replace("/", "%2f"),
         beside.replace(".", "%2e"),
@@ -347,14 +347,14 @@ def traversals(runs: Path) -> list[str]:
         urllib.parse.quote(str(place), safe=""),
         f"\\\\?\\{place}",
     ]
-    found += ["link/config.json", "link", "linked-config.json", "good/../link/config.json", "linked-events.jsonl"]
-    found += [
+    result += ["link/config.json", "link", "linked-config.json", "good/../link/config.json", "linked-events.jsonl"]
+    result += [
         f"{run_id('link')}",
         f"{run_id('good')}/../{run_id('link')}",
         f"{run_id('good')}%00",
         run_id("good").upper(),
     ]
-    return found
+    return result
 
 
 def test_no_path_leads_out_of_the_runs(server: Served, runs: Path, report_count: ReportCount) -> None:
@@ -363,14 +363,14 @@ def test_no_path_leads_out_of_the_runs(server: Served, runs: Path, report_count:
     for payload in traversals(runs):
         encoded = payload if payload.isascii() and " " not in payload else urllib.parse.quote(payload, safe="/%")
         for path in (f"/static/{encoded}", f"/api/runs/{encoded}", f"/{encoded}"):
-            answer = server.ask(path)
+            answer = server.request(path)
             assert CANARY.encode() not in answer.body, path
             assert answer.status in (400, 404), (path, answer)
             statuses.add(answer.status)
             count += 1
     for name in (*(f"linked-{part}" for part in ("events.jsonl", "config.json", "run.json", "plan.json")), "link"):
         for path in (f"/api/runs/{run_id(name)}", f"/api/runs/{run_id(name)}/events?kinds=step"):
-            assert CANARY.encode() not in server.ask(path).body
+            assert CANARY.encode() not in server.request(path).body
             count += 1
     assert count > 300
     report_count(f"G9: {count} paths, statuses {sorted(statuses)}, canary served 0 times")
@@ -394,13 +394,13 @@ def test_only_this_machine_can_reach_it(server: Served, report_count: ReportCoun
 def test_a_remote_address_warns_and_still_needs_the_key(tmp_path: Path) -> None:
     words = ("-m", "whet", "watch", str(tmp_path), "--port", "0", "--json", "--no-browser", "--address", "0.0.0.0")
     with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served:
-        assert any("WARNING" in line for line in served.said)
-        assert served.ask_bare("/api/runs").status == 401
-        assert served.ask_bare("/api/runs", headers=served.bearer, host=f"evil.example:{served.port}").status == 421
-        assert served.ask("/api/runs").status == 200
+        assert any("WARNING" in line for line in served.reported)
+        assert served.request_bare("/api/runs").status == 401
+        assert served.request_bare("/api/runs", headers=served.bearer, host=f"evil.example:{served.port}").status == 421
+        assert served.request("/api/runs").status == 200
 
 
-# G11: what a run says is text.
+# G11: text from a run is escaped.
 
 
 class _Tags(HTMLParser):
@@ -416,29 +416,29 @@ class _Tags(HTMLParser):
 
 
 def test_names_and_logs_are_inert_in_every_answer(server: Served, report_count: ReportCount) -> None:
-    listed = server.ask("/api/runs")
+    listed = server.request("/api/runs")
     names = {line["name"]: line["id"] for line in listed.json()["runs"]}
     checked = [listed]
     for payload in PAYLOADS:
         ident = names[payload.replace("/", "\u2215").replace("\x00", "\u2400")]
-        view, events = server.ask(f"/api/runs/{ident}"), server.ask(f"/api/runs/{ident}/events")
+        view, events = server.request(f"/api/runs/{ident}"), server.request(f"/api/runs/{ident}/events")
         assert view.json()["provenance"]["config"]["note"] == payload
         assert any(event["fields"].get("reason") == payload for event in events.json()["events"])
         asked = urllib.parse.quote(payload, safe="")
         checked += [
             view,
             events,
-            server.ask(f"/{asked}"),
-            server.ask(f"/api/runs/{asked}"),
-            server.ask(f"/static/{asked}"),
+            server.request(f"/{asked}"),
+            server.request(f"/api/runs/{asked}"),
+            server.request(f"/static/{asked}"),
         ]
-        checked.append(server.ask(f"/api/runs/{ident}/events?before={asked}"))
+        checked.append(server.request(f"/api/runs/{ident}/events?before={asked}"))
     for answer in checked:
         assert answer.headers["content-type"] in ("application/json", "text/plain; charset=utf-8")
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert "set-cookie" not in answer.headers
         assert "\x1b" not in answer.text
-    page = server.ask("/")
+    page = server.request("/")
     tags = _Tags()
     tags.feed(page.text)
     assert tags.scripts
@@ -530,20 +530,20 @@ def test_a_torn_last_line_is_ignored_until_it_is_complete(server: Served, runs: 
         file.write(whole[:20])
         file.flush()
         assert not listing.scan()
-        assert until(lambda: "live-torn" in server.ask("/api/runs").text)
-        assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["step"] == 3
+        assert until(lambda: "live-torn" in server.request("/api/runs").text)
+        assert server.request(f"/api/runs/{run_id('live-torn')}").json()["step"] == 3
         file.write(whole[20:])
     (line,) = listing.scan().changed
     assert (line.step, line.loss) == (4, 0.125)
-    assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["step"] == 4
+    assert server.request(f"/api/runs/{run_id('live-torn')}").json()["step"] == 4
 
 
 def test_too_many_pages_are_refused_and_leave_when_they_close(server: Served) -> None:
     streams = [Stream(server) for _ in range(64)]
-    assert server.ask("/api/stream").status == 503
+    assert server.request("/api/stream").status == 503
     for stream in streams:
         stream.close()
-    assert until(lambda: server.ask("/api/stream").status == 200)
+    assert until(lambda: server.request("/api/stream").status == 200)
 
 
 TRAINING = """
@@ -563,19 +563,19 @@ for life in range(5):
 
 
 def test_a_run_is_not_affected_by_the_server(tmp_path: Path) -> None:
-    """Five lives of a run that take its lock anew, while pages look on and the server is killed."""
+    """Five processes in turn take the lock of a run while pages watch it and the server is killed."""
     run = make(tmp_path / "runs", "trained")
     words = ("-m", "whet", "watch", str(tmp_path / "runs"), "--port", "0", "--json", "--no-browser")
     with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served, contextlib.ExitStack() as stack:
         streams = [
             stack.enter_context(contextlib.closing(Stream(served, f"?run={run_id('trained')}"))) for _ in range(5)
         ]
-        assert served.ask(f"/api/runs/{run_id('trained')}").status == 200
+        assert served.request(f"/api/runs/{run_id('trained')}").status == 200
         training = subprocess.Popen([sys.executable, "-c", TRAINING, str(run.path)])
         for stream in streams:
             stream.next("run")
         for _ in range(30):
-            assert served.ask(f"/api/runs/{run_id('trained')}").status == 200
+            assert served.request(f"/api/runs/{run_id('trained')}").status == 200
         served.process.send_signal(signal.SIGKILL)
         served.process.wait()
         assert training.wait(PATIENCE_SECONDS) == 0
@@ -608,7 +608,7 @@ def test_a_page_is_notified_of_a_search_below_its_runs(server: Served, runs: Pat
         while "groups" not in (news := stream.next("runs")):
             pass
         assert news["groups"] == [{"name": "live-search", "number": 1}]
-        assert server.ask("/api/runs").json()["groups"] == news["groups"]
+        assert server.request("/api/runs").json()["groups"] == news["groups"]
         shutil.rmtree(trial.path.parent)
         while stream.next("runs").get("groups") != []:
             pass
@@ -620,8 +620,8 @@ def test_a_second_watch_gives_a_new_link_to_the_first(server: Served, runs: Path
     done = subprocess.run(
         words, env={**os.environ, "WHET_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
-    told = json.loads(done.stdout)
-    assert (told["is_new"], told["pid"]) == (False, server.process.pid)
+    logged = json.loads(done.stdout)
+    assert (logged["is_new"], logged["pid"]) == (False, server.process.pid)
     with socket.create_connection(("127.0.0.1", server.port)):
-        cookie = server.cookie(told["link"])
-    assert server.ask_bare("/api/runs", headers={"Cookie": cookie}).status == 200
+        cookie = server.cookie(logged["link"])
+    assert server.request_bare("/api/runs", headers={"Cookie": cookie}).status == 200

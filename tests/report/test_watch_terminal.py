@@ -115,11 +115,11 @@ def test_without_a_terminal_it_prints_plain_lines_once(whet: RunWhet, tmp_path: 
 def test_a_search_below_the_runs_is_mentioned(tmp_path: Path, whet: RunWhet) -> None:
     for number in range(7):
         make(tmp_path / "runs" / "my search" / f"trial-{number}", steps=1)
-    told = "runs/my search contains 7 more: whet watch 'runs/my search' --terminal"
+    logged = "runs/my search contains 7 more: whet watch 'runs/my search' --terminal"
     alone = whet("watch", "--once").stdout.splitlines()
-    assert [line.strip() for line in alone] == ["no runs in runs itself", told]
+    assert [line.strip() for line in alone] == ["no runs in runs itself", logged]
     make(tmp_path / "runs" / "text-001")
-    assert told in whet("watch", "--once").stdout
+    assert logged in whet("watch", "--once").stdout
     assert "more" not in whet("watch", "runs/text-001", "--once").stdout
     for number in range(4):
         make(tmp_path / "runs" / f"search-{number}" / "trial-0", steps=1)
@@ -142,7 +142,7 @@ def test_it_fits_every_size(tmp_path: Path, unicode: bool) -> None:
             assert unicode or all(line.plain.isascii() for line in drawn)
 
 
-def test_only_what_is_shown_and_has_changed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_shown_and_changed_runs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make(tmp_path / f"text-{number:03d}") for number in range(30)]
     read: list[str] = []
 
@@ -163,7 +163,7 @@ def test_only_what_is_shown_and_has_changed_is_read(tmp_path: Path, monkeypatch:
     again = reader.read(rows=5)
     assert read[5:] == [shown.name]
     assert 77 in [row.step for row in again.rows]
-    # A process that comes or dies says nothing in the log.
+    # The log does not show that a process started or died.
     with acquire(runs[first.first].path):
         assert "running" in [row.state for row in reader.read(rows=5).rows]
     assert "running" not in [row.state for row in reader.read(rows=5).rows]
@@ -179,7 +179,7 @@ def test_a_torn_line_is_not_counted_and_a_dead_process_is_reported(tmp_path: Pat
     assert row.resume is not None
 
 
-def test_a_run_that_is_being_copied_here_is_shown_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_run_that_is_being_copied_is_shown_when_complete(tmp_path: Path) -> None:
     path = make(tmp_path / "copied").path
     config = path / "config.json"
     config.rename(tmp_path / "config.json")

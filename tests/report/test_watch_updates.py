@@ -1,4 +1,4 @@
-"""The server of the live page on a slow machine, and with runs that change under it."""
+"""The server of the live page on a slow machine, and with runs that change while it reads them."""
 
 import asyncio
 import contextlib
@@ -46,9 +46,9 @@ class Page:
 
     async def hear(self, words: bytes) -> bytes:
         async def wait() -> bytes:
-            async for said in self._stream:
-                if words in said:
-                    return said
+            async for reported in self._stream:
+                if words in reported:
+                    return reported
             raise AssertionError("the stream has ended")
 
         return await asyncio.wait_for(wait(), PATIENCE)
@@ -76,7 +76,7 @@ async def list_of(routes: WatchRoutes) -> list[dict]:
 def test_changes_found_for_one_page_reach_the_others(
     routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that is opened has the runs looked at: the change that this finds is found only once."""
+    """Opening a page refreshes the runs; a change that this detects is announced only once."""
     monkeypatch.setattr(feed_module, "_POLL_SECONDS", NEVER)
     run = make(tmp_path)
 
@@ -97,7 +97,7 @@ def test_a_slow_disk_delays_no_page_for_long_simulated(
     run = make(tmp_path)
     train(run)
     for module in (feed_module, run_cache):
-        monkeypatch.setattr(module, "_MAX_CORE_SHARE", 1e-9)  # As if each look had taken minutes.
+        monkeypatch.setattr(module, "_MAX_CORE_SHARE", 1e-9)  # As if each refresh had taken minutes.
     monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.2)
 
     async def watch() -> None:
@@ -112,7 +112,7 @@ def test_a_slow_disk_delays_no_page_for_long_simulated(
 
 
 class Clock:
-    """Stands still unless it is put forward."""
+    """A clock that moves only when advanced."""
 
     def __init__(self) -> None:
         self.wall = self.core = 0.0
@@ -125,7 +125,7 @@ class Clock:
 
 
 def test_waiting_for_a_core_does_not_count_as_work_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that trains, the first look at a small run took 50 ms of a core, and 700 ms in all."""
+    """On a training machine, the first reading of a small run took 50 ms of CPU and 700 ms in total."""
     clock = Clock()
     monkeypatch.setattr(run_cache, "time", clock)
     work = run_cache.WorkTimer()
@@ -148,7 +148,7 @@ def test_only_the_time_of_the_thread_counts_as_work() -> None:
 def test_a_polling_failure_is_raised_and_the_next_page_restarts_it(
     routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages stayed open and heard nothing more."""
+    """Regression: pages stayed open and received no more updates."""
     monkeypatch.setattr(feed_module, "_HEARTBEAT_SECONDS", 0.1)
     make(tmp_path)
 
@@ -180,7 +180,7 @@ def test_an_unreadable_lock_does_not_affect_other_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_is_running_before_its_first_event(tmp_path: Path) -> None:
-    """Between the lock and the first event lie reading, planning and measuring: a minute, where that is slow."""
+    """Reading, planning and measuring come between the lock and the first event: up to a minute on slow machines."""
     run = make(tmp_path)
     train(run, state="stopped")
     listing = RunListing(tmp_path)
@@ -191,7 +191,7 @@ def test_a_run_is_running_before_its_first_event(tmp_path: Path) -> None:
 
 
 def test_a_replaced_run_of_the_same_name_is_read_again(tmp_path: Path) -> None:
-    """The system gives the numbers of removed files to new ones."""
+    """The system reuses inode numbers of removed files."""
     cache, listing = None, RunListing(tmp_path)
     for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
         with EventLog(make(tmp_path)) as log:
@@ -208,7 +208,7 @@ def test_a_replaced_run_of_the_same_name_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["config.json", "plan.json", "checkpoints"])
 def test_a_file_filled_after_its_creation_changes_the_version(tmp_path: Path, place: str) -> None:
-    """A copy makes a file and then fills it: a page that asked between stayed at what it got."""
+    """Regression: a copy creates a file and then fills it, and a page that read in between stayed outdated."""
     run = make(tmp_path)
     cache = RunCache(RunListing(tmp_path))
     path, folder = run.path / place, run.path.stat()
@@ -272,7 +272,7 @@ def test_a_disk_that_does_not_answer_removes_no_run_simulated(tmp_path: Path, mo
 
 
 class Slow(LiveHistory):
-    """A run on a disk that answers when it is told to."""
+    """A run on a disk that responds only when released."""
 
     may_go_on = threading.Event()
 
@@ -314,7 +314,7 @@ def test_the_list_does_not_wait_for_runs_simulated(
 def test_only_the_first_requests_wait_for_a_slow_run_simulated(
     tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every page asks again each second: requests that wait would keep those for other runs waiting."""
+    """Every page polls each second; waiting requests must not block those for other runs."""
     monkeypatch.setattr(run_cache, "WAIT_SECONDS", 1.0)
     train(make(tmp_path))
     cache = RunCache(RunListing(tmp_path))

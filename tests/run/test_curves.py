@@ -86,7 +86,7 @@ def test_void_steps_are_in_no_curve_but_health_is(tmp_path: Path) -> None:
     assert [p.step for p in curves["step/loss"].points] == list(range(1, 1_001))
     assert [p.step for p in curves["eval/accuracy"].points] == [250, 500, 750, 1_000]
     assert all(p.time > 6_000 for p in curves["eval/accuracy"].points)
-    # The machine was what it was: memory before a kill is what one wants to see.
+    # Health is never void: memory before a kill is worth seeing.
     assert [p.step for p in curves["health/memory/process"].points] == list(range(100, 1_001, 100))
     assert curves["health/memory/process"].points[1].time == 5_000 + 200 / 2
 
@@ -117,12 +117,12 @@ def test_an_absurd_number_of_samples_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_changed_line_does_not_hide_its_neighbours(tmp_path: Path) -> None:
-    """Events are found where the index says; if something else lies there, the block is read as a whole."""
+    """Events are read at the position in the index; if the data there differs, the whole block is read."""
     write(tmp_path, steps=400)
     events = tmp_path / EVENTS_FILE
     block = History(tmp_path).layout.blocks[1]
     lines = events.read_bytes()[block.start : block.end].splitlines(keepends=True)
-    # The file stays as long as it was, but between these two lines everything lies three bytes further on.
+    # The size of the file stays the same, but everything between these two lines moves by three bytes.
     lines[10] = lines[10].replace(b"{", b"{   ", 1)
     lines[-5] = lines[-5].replace(b"0.25", b"1")
     events.write_bytes(events.read_bytes()[: block.start] + b"".join(lines))

@@ -124,7 +124,7 @@ def test_a_file_in_the_way_is_named_in_the_error(tmp_path: Path) -> None:
     for act in (durable.check_writable, durable.make_directory):
         with pytest.raises(WhetError) as caught:
             act(tmp_path / "file" / "run" / "deep")
-        assert f"{tmp_path / 'file'} is in the way" in str(caught.value.try_)
+        assert f"{tmp_path / 'file'} is not a folder" in str(caught.value.try_)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made")

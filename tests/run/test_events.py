@@ -224,7 +224,7 @@ happenings = st.lists(
 
 
 def play(folder: Path, script: list[tuple[str, int]]) -> list[tuple[str, int, float]]:
-    """Writes a run as the script says; what a reader should see of its steps and evals."""
+    """Write a run by a script. Return the steps and evals that a reader should see."""
     expected: list[tuple[str, int, float]] = []
     step = serial = 0
     log = EventLog(folder, clock=lambda: 5.0)
@@ -324,7 +324,7 @@ def test_a_damaged_line_is_skipped_and_counted(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> None:
+def test_no_damage_to_the_index_changes_the_events(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with EventLog(folder, clock=lambda: 5.0) as log:
@@ -354,7 +354,7 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
         assert steps_of(folder) == list(range(1, 600))
         assert [e.step for e in read_events(folder, kinds={"eval"})] == [400]
         assert downsample_curve(folder, field="loss", points=2) == right
-        EventLog(folder).close()  # The writer puts it right.
+        EventLog(folder).close()  # The writer repairs it.
         again = layout(folder)
         assert again.num_indexed == len(again.blocks)
 
@@ -497,10 +497,10 @@ def test_a_reader_caches_the_index_of_a_long_run(tmp_path: Path, monkeypatch: py
     expected = History(run).layout.blocks
     assert not (tmp_path / "home").exists(), "a run with an index needs no other"
     (run / INDEX_FILE).write_bytes(b"whet events index 1\n")
-    told: list[tuple[int, int]] = []
-    assert History(run, progress=lambda done, total: told.append((done, total))).layout.blocks == expected
+    logged: list[tuple[int, int]] = []
+    assert History(run, progress=lambda done, total: logged.append((done, total))).layout.blocks == expected
     size = (run / EVENTS_FILE).stat().st_size
-    assert told[-1] == (size, size)
+    assert logged[-1] == (size, size)
     (kept,) = (tmp_path / "home" / "indexes").iterdir()
 
     again = History(run)

@@ -44,7 +44,7 @@ class Writer:
             self.now += 1_000
             self.log = self._open()
         elif what == "tear":
-            # As a kill in the middle of a write leaves it; the next writer cuts it off.
+            # As after a kill during a write; the next writer truncates it.
             self.log.close()
             with (self.folder / EVENTS_FILE).open("ab") as file:
                 file.write(b'{"kind":"step","ti')
@@ -76,7 +76,7 @@ def same(live_one: LiveHistory, fresh: History) -> None:
     assert live_one.damaged == fresh.damaged
     for options in ({"points": 1_000}, {"points": 64, "is_growing": True}):
         assert downsample_curves(live_one, **options) == downsample_curves(fresh, **options)
-    # Block by block; those of a live history may lie otherwise.
+    # Block by block; the blocks of a live history may differ.
     assert extremes(downsample_curves(live_one, points=1)) == extremes(downsample_curves(fresh, points=1))
 
 
@@ -203,7 +203,7 @@ def test_curves_of_a_long_run_reuse_cached_blocks(tmp_path: Path, monkeypatch: p
             writer.act("resume", writer.step - 700)
             writer.act("step", 10)
         watched.refresh()
-    assert 2 <= len(kept) <= 6, "made anew now and then"
+    assert 2 <= len(kept) <= 6, "rebuilt occasionally"
     writer.log.close()
 
 

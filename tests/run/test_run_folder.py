@@ -51,8 +51,8 @@ def test_a_run_round_trips(tmp_path: Path) -> None:
     assert run.header.command == ("whet", "train", "text")
     assert before <= run.header.created <= time.time()
     assert run.checkpoints.is_dir()
-    found = sorted(p.name for p in run.path.iterdir())
-    assert found == [
+    result = sorted(p.name for p in run.path.iterdir())
+    assert result == [
         *("checkpoints", "config.json", "events.jsonl", "machine.json", "plan.json", "run.json", "versions.json")
     ]
     assert [p.name for p in run.path.parent.iterdir()] == ["text-001"]
@@ -170,10 +170,10 @@ def test_a_missing_file_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         open_run(run.path)
 
 
-def test_a_run_of_a_newer_version_says_to_upgrade(tmp_path: Path) -> None:
+def test_a_run_of_a_newer_version_asks_for_an_upgrade(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     header = json.loads((run.path / "run.json").read_text())
-    # A future header has keys that are not known here: the version must be looked at first.
+    # A future header has unknown keys, so the version must be checked first.
     future = {**header, "format_version": 7, "whet": "9.1.0", "colour": "blue"}
     (run.path / "run.json").write_text(json.dumps(future))
     with pytest.raises(WhetError, match="made by a newer whet") as caught:
@@ -251,9 +251,9 @@ def test_versions_come_without_importing_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split()[1] == "False"
-    found = installed_versions()
-    assert found["pydantic"]
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    result = installed_versions()
+    assert result["pydantic"]
+    assert result["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(2**60), 2**60)

@@ -65,8 +65,8 @@ def test_every_state(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a-done")
     (tmp_path / "file").write_text("")
     with lock.acquire(running.path):
-        found = {summary.path.name: summary for summary in list_runs(tmp_path)}
-    assert {name: summary.state for name, summary in found.items()} == {
+        result = {summary.path.name: summary for summary in list_runs(tmp_path)}
+    assert {name: summary.state for name, summary in result.items()} == {
         "a-done": "done",
         "b-stopped": "stopped",
         "c-failed": "failed",
@@ -75,13 +75,13 @@ def test_every_state(tmp_path: Path) -> None:
         "f-running": "running",
         "g-broken": "unreadable",
     }
-    done = found["a-done"]
+    done = result["a-done"]
     assert (done.step, done.total_steps, done.loss) == (10, 10, 0.1)
     assert (done.goal, done.goal_value, done.recipe) == ("accuracy", 0.5, "text")
     assert 0 <= time.time() - done.updated < 60
     assert (done.size_bytes or 0) > 0
-    assert found["e-new"].total_steps == 77
-    assert "config.json" in str(found["g-broken"].problem)
+    assert result["e-new"].total_steps == 77
+    assert "config.json" in str(result["g-broken"].problem)
     assert list_runs(tmp_path / "nowhere") == ()
 
 
@@ -106,7 +106,7 @@ def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
     train(first, steps=600, state="done")
     for number in range(1, 200):
         shutil.copytree(first.path, tmp_path / f"r-{number:03d}")
-    # Processor time: what else runs on the machine does not count.
+    # CPU time does not include other processes.
     began = time.process_time()
     assert len(list_runs(tmp_path)) == 200
     assert time.process_time() - began < 3
@@ -208,9 +208,9 @@ def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
     make_old(tmp_path)
 
     def remove(folder: Path) -> list[Path]:
-        found = run_folders(folder)
+        result = run_folders(folder)
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
-        return found
+        return result
 
     for module in (run_status, prune_module):
         monkeypatch.setattr(module, "run_folders", remove)

@@ -35,7 +35,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_holder(tmp_path: Path) -> None:
     before = time.time()
     child = start(HOLD, tmp_path)
     assert child.stdout is not None
@@ -44,10 +44,10 @@ def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None
     with pytest.raises(WhetError, match="another process is using the run") as caught:
         lock.acquire(tmp_path)
     assert time.monotonic() - began < lock._WAIT_SECONDS, "a live owner is not waited for"
-    found = lock.holder(tmp_path)
-    assert found is not None
-    assert found.pid == child.pid
-    assert before - 1 <= found.since <= time.time()
+    result = lock.holder(tmp_path)
+    assert result is not None
+    assert result.pid == child.pid
+    assert before - 1 <= result.since <= time.time()
     assert f"process {child.pid}" in str(caught.value.got)
     assert "since 20" in str(caught.value.got)
     assert f"kill {child.pid}" in str(caught.value.try_)
@@ -62,8 +62,8 @@ def test_a_killed_holder_releases_the_lock_at_once(tmp_path: Path) -> None:
     child.stdout.readline()
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
-    assert (tmp_path / lock.LOCK_FILE).read_text() != ""  # It died without tidying up,
-    assert not lock.is_locked(tmp_path)  # and yet nobody holds it.
+    assert (tmp_path / lock.LOCK_FILE).read_text() != ""  # The process died without cleaning up,
+    assert not lock.is_locked(tmp_path)  # but the lock is free.
     began = time.monotonic()
     with lock.acquire(tmp_path) as held:
         assert time.monotonic() - began < lock._WAIT_SECONDS
@@ -97,8 +97,8 @@ def test_a_forked_child_neither_has_nor_frees_the_lock(tmp_path: Path) -> None:
     held = lock.acquire(tmp_path)
     child = os.fork()
     if child == 0:
-        found = lock.holder(tmp_path)
-        is_parents = found is not None and found.pid == os.getppid()
+        result = lock.holder(tmp_path)
+        is_parents = result is not None and result.pid == os.getppid()
         held.release()
         os._exit(0 if is_parents else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -171,7 +171,7 @@ def test_never_two_holders_in_a_race(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_free_again_in_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What an onlooker does to it: the lock is taken for some microseconds.
+    # Like a reader that checks the lock, which holds it for some microseconds.
     real, refusals = fcntl.lockf, [3]
 
     def lockf(descriptor: int, how: int) -> None:
@@ -217,7 +217,7 @@ def test_a_reader_of_the_lock_does_not_keep_an_owner_out(tmp_path: Path) -> None
     looking.communicate()
 
 
-def test_a_folder_that_is_gone_or_has_no_lock(tmp_path: Path) -> None:
+def test_a_missing_folder_or_lock(tmp_path: Path) -> None:
     assert lock.holder(tmp_path) is None
     assert lock.holder(tmp_path / "nowhere") is None
     with pytest.raises(WhetError, match="cannot lock"):

@@ -43,7 +43,7 @@ def test_a_hundred_steps_equal_the_formula_in_float64(how: str) -> None:
 def formula(
     w: float, m: float, v: float, g: float, t: int, lr: float, betas: tuple[float, float], decay: float
 ) -> tuple[float, float, float]:
-    """One number, as it is written."""
+    """The scalar formula, as documented."""
     b1, b2 = betas
     w *= 1 - lr * decay
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g

@@ -44,17 +44,17 @@ def micros_of(data, ids, *, micro_batch, how="fixed"):
 def train(stepper, loss, data, *, steps, batch=8, micro_batch=8, how="fixed", prepare=lambda _: None):
     """Losses and norms of steps whose learning rate changes each time."""
     torch.manual_seed(7)
-    found = []
+    result = []
     for number in range(1, steps + 1):
         prepare(number)
         ids = np.random.default_rng(number).permutation(len(next(iter(as_columns(data).values()))))[:batch]
         set_learning_rate(stepper.optimizer, RATES[number % len(RATES)], [1e-2] * len(stepper.optimizer.param_groups))
         cut = micros_of(data, ids, micro_batch=micro_batch, how=how)
-        # A careful step looks at its numbers, so it runs as it is.
+        # A checked step reads values on the host, so it runs eagerly.
         outcome = stepper(loss, cut, num_samples=batch, step=number, is_checked=number in (6, 7))
-        found.append((outcome.loss, outcome.grad_norm))
-    # Read late: a replay must not write over what an earlier step gave.
-    return [(float(loss), float(norm)) for loss, norm in found]
+        result.append((outcome.loss, outcome.grad_norm))
+    # Read late: a replay must not overwrite the result of an earlier step.
+    return [(float(loss), float(norm)) for loss, norm in result]
 
 
 def state_of(stepper):
@@ -95,9 +95,9 @@ def test_replays_train_bit_identically_to_eager_steps(choice, micro_batch):
 @pytest.mark.parametrize("micro_batch", [4, 2])
 def test_replays_weight_tokens_with_few_shapes(micro_batch):
     plain, graphed = pair_of(TokenModel)
-    # Its own way to packed samples has shapes that depend on values; this one has not.
+    # The default packing has shapes that depend on values; this one does not.
     data = {"tokens": ragged_tokens(60, longest=24, seed=3)}
-    how = {"steps": 40, "batch": 4, "micro_batch": micro_batch, "how": "few shapes"}
+    how = {"steps": 40, "batch": 4, "micro_batch": micro_batch, "how": "bucketed"}
     expected = train(plain, token_loss(plain.model), data, **how)
     ends = state_of(plain)
     assert train(graphed, token_loss(graphed.model), data, **how) == expected
@@ -119,7 +119,7 @@ def token_loss(model):
 @pytest.mark.parametrize("kind", ["trm", "gpt"])
 @pytest.mark.parametrize("micro_batch", [8, 3])
 def test_replays_train_a_chat_model(kind, micro_batch):
-    """Rule K3 captures chat: with documents of any place in a row, dropout, an average and several passes."""
+    """Rule K3 captures chat: documents at any position of a row, dropout, EMA and several passes."""
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
     plain, graphed = pair_of(lambda: build_model(arch, vocab_size=20, dropout=0.2), ema=True)
     torch.manual_seed(2)
@@ -137,7 +137,7 @@ def test_replays_train_a_chat_model(kind, micro_batch):
 def test_replays_scale_the_loss():
     plain, graphed = pair_of(lambda: Norm(0.0), loss_scaling="dynamic")
     data = rows()
-    data[0][5] = 1e30  # Some steps overflow, are left out, and halve the scale.
+    data[0][5] = 1e30  # Some steps overflow, are skipped, and halve the scale.
     results = []
     for stepper in (plain, graphed):
         stepper.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3)
@@ -162,7 +162,7 @@ def test_ema_share_in_a_tensor_gives_the_same_bits():
             assert all(torch.equal(tensors.average[name], value) for name, value in numbers.average.items())
 
 
-# --- what Python decides ----------------------------------------------------------------------------------------------
+# --- decisions of Python code -----------------------------------------------------------------------------------------
 
 
 def test_replays_follow_modes_frozen_layers_hyperparameters_and_loss_constants():
@@ -181,7 +181,7 @@ def test_replays_follow_modes_frozen_layers_hyperparameters_and_loss_constants()
             return lambda m: functional.cross_entropy(model(m.x), m.y) * factor
 
         torch.manual_seed(7)
-        found = []
+        result = []
         for number in range(1, 20):
             outcome = stepper(
                 written_anew(number),
@@ -189,8 +189,8 @@ def test_replays_follow_modes_frozen_layers_hyperparameters_and_loss_constants()
                 num_samples=8,
                 step=number,
             )
-            found.append(float(outcome.loss))
-        return found
+            result.append(float(outcome.loss))
+        return result
 
     plain, graphed = pair_of(Norm)
     expected, ends = follow(plain), state_of(plain)
@@ -245,12 +245,12 @@ def test_shapes_above_the_limit_run_eagerly():
     data = rows(64)
 
     def lengths(stepper):
-        found = []
+        result = []
         for number in range(1, 60):
             size = 2 + number % (MAX_CAPTURED_SHAPES + 4)
             micro_batches = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(loss_of[stepper], micro_batches, num_samples=size, step=number).loss))
-        return found
+            result.append(float(stepper(loss_of[stepper], micro_batches, num_samples=size, step=number).loss))
+        return result
 
     loss_of = {stepper: mean_loss(stepper.model) for stepper in (plain, graphed)}
     assert lengths(graphed) == lengths(plain)
@@ -259,18 +259,18 @@ def test_shapes_above_the_limit_run_eagerly():
 
 
 def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
-    """Their memory would be in pieces too small for it; it has a pool of its own, and smaller ones follow there."""
+    """Smaller pools would be too fragmented for it: it gets its own pool, and smaller shapes follow there."""
     plain, graphed = pair_of(lambda: Norm(0.0))
     data, held = rows(64), []
     monkeypatch.setattr(graphed._graphs, "forget", lambda: held.append(graphed.num_captured))
 
     def losses(stepper):
-        loss, found = mean_loss(stepper.model), []
+        loss, result = mean_loss(stepper.model), []
         for number, size in enumerate((6, 6, 4, 4, 8, 8, 6, 6, 4, 4, 8), start=1):
             micro_batches = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(loss, micro_batches, num_samples=size, step=number).loss))
+            result.append(float(stepper(loss, micro_batches, num_samples=size, step=number).loss))
             sizes.append(sorted(number for number, *_ in getattr(stepper, "_captured", ())))
-        return found
+        return result
 
     sizes: list[list[int]] = []
     expected = losses(plain)
@@ -287,7 +287,7 @@ def test_another_shape_is_captured_without_an_eager_step_unless_it_must_compile(
     data, calls = rows(64), []
 
     def losses(stepper):
-        loss, found = mean_loss(stepper.model), []
+        loss, result = mean_loss(stepper.model), []
 
         def counted(micro):
             calls.append(len(micro))
@@ -295,13 +295,13 @@ def test_another_shape_is_captured_without_an_eager_step_unless_it_must_compile(
 
         for number, size in enumerate((8, 8, 6, 6), start=1):
             micro_batches = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(counted, micro_batches, num_samples=size, step=number).loss))
-        return found
+            result.append(float(stepper(counted, micro_batches, num_samples=size, step=number).loss))
+        return result
 
     expected = losses(plain)
     calls.clear()
     assert losses(graphed) == expected
-    # Run, captured and looked at; the second shape is captured and looked at.
+    # Run, captured and checked; the second shape is captured and checked.
     assert (calls.count(8), calls.count(6)) == (3, 3 if is_compiled else 2)
 
 
@@ -310,7 +310,7 @@ def test_a_shape_that_cannot_be_captured_at_once_runs_eagerly_first():
     data, calls = rows(64), []
 
     def losses(stepper):
-        loss, found = mean_loss(stepper.model), []
+        loss, result = mean_loss(stepper.model), []
 
         def fails_once(micro):
             calls.append(len(micro))
@@ -320,8 +320,8 @@ def test_a_shape_that_cannot_be_captured_at_once_runs_eagerly_first():
 
         for number, size in enumerate((8, 8, 6, 6, 8, 6), start=1):
             micro_batches = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(fails_once, micro_batches, num_samples=size, step=number).loss))
-        return found
+            result.append(float(stepper(fails_once, micro_batches, num_samples=size, step=number).loss))
+        return result
 
     expected = losses(plain)
     calls.clear()
@@ -330,7 +330,7 @@ def test_a_shape_that_cannot_be_captured_at_once_runs_eagerly_first():
     assert graphed.num_captured == 2
 
 
-# --- what cannot be captured ------------------------------------------------------------------------------------------
+# --- steps that cannot be captured ------------------------------------------------------------------------------------
 
 
 class Restless(Norm):
@@ -367,7 +367,7 @@ def reads_ids(model, micro):
         (Norm, depends_on_values, "waits for the device, at index"),
         (Norm, draws_in_python, "draws from a generator on the host"),
         (Norm, draws_in_numpy, "draws from a generator on the host"),
-        (Norm, reads_ids, "reads micro.ids"),
+        (Norm, reads_ids, "reads sample_ids"),
         (Restless, plain_loss, "replaces the buffer 'calls'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights of convolutions with channels last: the same training, the same checkpoints, exact resume, and no trace."""
+"""Convolution weights in channels_last: the same training, the same checkpoints, exact resume."""
 
 import pytest
 import torch
@@ -85,8 +85,8 @@ def test_a_run_with_channels_last_that_is_resumed_ends_with_the_same_bits(tmp_pa
     train(tmp_path / "parts", overrides=overrides, epochs_per_session=1)
     resumed, _, _, result = train(tmp_path / "parts", overrides=overrides, epochs_per_session=1)
     assert result.state == "done"
-    expected, found = weights_of(whole), weights_of(resumed)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, actual = weights_of(whole), weights_of(resumed)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
     first, second = newest_state(tmp_path / "whole"), newest_state(tmp_path / "parts")
     assert any(name.startswith("ema/") for name in first)
@@ -108,8 +108,8 @@ def test_the_same_is_trained_as_without_and_checkpoints_hold_the_same_numbers(tm
     assert other.first.weight.is_contiguous()
 
 
-def test_a_model_of_yours_that_lies_with_channels_last_is_resumed_exactly(tmp_path):
-    """With no setting at all: what is read from disk must lie as the weights do, or fused kernels mix it up."""
+def test_a_user_model_in_channels_last_is_resumed_exactly(tmp_path):
+    """Without overrides: state from disk must have the layout of the weights, or fused kernels mix it up."""
 
     def change(model):
         model.to(memory_format=torch.channels_last)
@@ -118,11 +118,11 @@ def test_a_model_of_yours_that_lies_with_channels_last_is_resumed_exactly(tmp_pa
     train(tmp_path / "parts", overrides={"threads": 1}, change=change, epochs_per_session=1)
     resumed, *_ = train(tmp_path / "parts", overrides={"threads": 1}, change=change, epochs_per_session=1)
     assert resumed.first.weight.stride() == (27, 1, 9, 3)
-    expected, found = weights_of(whole), weights_of(resumed)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, actual = weights_of(whole), weights_of(resumed)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-def test_afterwards_the_weights_and_the_state_of_an_optimizer_of_yours_lie_as_before():
+def test_the_layout_of_weights_and_optimizer_state_is_restored_afterwards():
     model, optimizer, seen, _ = train(optimizer=lambda model: torch.optim.AdamW(model.parameters(), fused=True))
     assert set(seen) == {(27, 1, 9, 3)}
     assert model.first.weight.stride() == (27, 9, 3, 1)
@@ -130,12 +130,12 @@ def test_afterwards_the_weights_and_the_state_of_an_optimizer_of_yours_lie_as_be
 
 
 def a_rig(model, data, loss, optimizer=None):
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     training = parse_training_config(TRAINING)
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
-    overrides = {"optimizer_kernels": "your optimizer"} if isinstance(optimizer, torch.optim.Optimizer) else {}
+    overrides = {"optimizer_kernels": "yours"} if isinstance(optimizer, torch.optim.Optimizer) else {}
     plan = make_plan(
-        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, conditions=conditions
+        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, system_state=system_state
     )
     return LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan)
 
@@ -167,7 +167,7 @@ def test_measuring_both_layouts_in_turns_leaves_no_trace(is_yours):
                 kept = optimizer.state[model.first.weight]["exp_avg"]
                 assert kept.stride() == model.first.weight.stride()
         assert seen == [(27, 9, 3, 1), (27, 1, 9, 3)] * 2
-        assert [len(found) for found in places.values()] == [1, 1], "captured steps need each weight in its place"
+        assert [len(actual) for actual in places.values()] == [1, 1], "captured steps need each weight in its place"
         last.close()
     assert model.first.weight.stride() == (27, 9, 3, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(model).items())

@@ -1,4 +1,4 @@
-"""Clipping at once: the bits of torch's own function, and only where they can be."""
+"""Foreach clipping: the bits of torch's function, and only where they are equal."""
 
 from collections.abc import Callable
 
@@ -37,14 +37,55 @@ def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missi
             assert torch.equal(one.grad.view(torch.int32), other.grad.view(torch.int32))
 
 
-def test_a_step_without_any_gradient_has_the_norm_that_torch_says() -> None:
+def test_the_norm_of_a_step_without_gradients_is_torchs() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     assert torch.equal(clip_foreach(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
 
 
+def test_groups_are_clipped_in_the_order_of_the_model() -> None:
+    """As in clip_grad_norm_(model.parameters()): the order of the sum rounds the norm."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = 5 * torch.randn(16, 3, generator=draw), torch.randn(16, 1, generator=draw)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *[part for _ in range(30) for part in (nn.Linear(3, 3), nn.LayerNorm(3))], nn.Linear(3, 1)
+        )
+        weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=1e-2)
+
+    model, optimizer = make()
+    loss = nn.functional.mse_loss
+    whet.train(
+        model,
+        (x, y),
+        loss=loss,
+        optimizer=optimizer,
+        clip=0.1,
+        epochs=20,
+        global_batch_size=16,
+        shuffle=False,
+        device="cpu",
+        measure=False,
+        on_event=None,
+        overrides={"threads": 1},
+    )
+    plain, plain_optimizer = make()
+    for _ in range(20):
+        plain_optimizer.zero_grad()
+        loss(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        plain_optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
     class Marked(nn.Parameter):
-        """A parameter that may behave otherwise."""
+        """A parameter subclass that may behave differently."""
 
     plain = nn.Parameter(torch.zeros(2))
     assert can_clip_foreach([plain, nn.Parameter(torch.zeros(3))])
@@ -63,7 +104,7 @@ def train(model: nn.Linear, optimizer: torch.optim.Optimizer, *, before_step: Ca
 
 
 @pytest.mark.parametrize("is_of", ["class", "instance"])
-def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to(is_of: str) -> None:
+def test_zero_grad_of_the_optimizer_is_called(is_of: str) -> None:
     dropped = []
 
     class Counting(torch.optim.SGD):
@@ -96,8 +137,8 @@ def test_gradients_of_a_parameter_that_was_replaced_do_not_add_up() -> None:
     assert all(torch.equal(gradient, torch.ones(1, 3)) for gradient in seen)
 
 
-def test_a_group_of_parameters_that_comes_later_is_refused_in_words() -> None:
+def test_a_parameter_group_added_later_is_refused() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    with pytest.raises(UsageError, match="other parameter groups"):
+    with pytest.raises(UsageError, match="parameter groups of the optimizer changed"):
         train(model, optimizer, before_step=lambda number: number and optimizer.add_param_group({"params": model.bias}))

@@ -76,11 +76,11 @@ def test_a_run_with_graphs_equals_one_without_and_resumes_bit_for_bit(graphs, tm
 
 
 def test_an_uncapturable_run_logs_the_reason_once_and_in_its_plan(graphs, tmp_path):
-    told = []
-    run(tmp_path / "run", loss=waits, on_event=lambda kind, fields: told.append((kind, fields)))
+    logged = []
+    run(tmp_path / "run", loss=waits, on_event=lambda kind, fields: logged.append((kind, fields)))
     reason = "the step waits for the device, at _local_scalar_dense"
     assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
-    assert [fields["message"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
+    assert [fields["message"] for kind, fields in logged if kind == "plan"] == changes_of(tmp_path / "run")
     setting = whet.open_run(tmp_path / "run").plan["settings"]["graph"]
     assert (setting["value"], setting["reason"]) == ("off", reason)
 
@@ -100,7 +100,7 @@ def test_a_run_with_graphs_rolls_back_from_nan(graphs, tmp_path):
         calls = []
 
         def breaks_once(model, micro, calls=calls):
-            calls.append(len(micro))
+            calls.append(len(micro.sample_ids))
             return functional.cross_entropy(model(micro.x), micro.y)
 
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_a_wrong_replay_rolls_back_and_the_run_ends_correctly(graphs, tmp_path):
             overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
         ) as session:
             for batch in session:
-                # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
+                # Changes from the fourth step on, deep in an object: replay 4, of step 5, is checked.
                 deep.factor = 2.0 if session.state.step >= 4 else 1.0
                 session.step(loss, batch)
         finals.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
@@ -173,7 +173,7 @@ def test_out_of_memory_releases_graphs(graphs, tmp_path, samples, failing, reaso
     calls = []
 
     def hungry(model, micro):
-        calls.append(len(micro))
+        calls.append(len(micro.sample_ids))
         if calls[-1] == samples and calls.count(samples) in failing:
             raise RuntimeError("CUDA out of memory.")
         return plain_loss(model, micro)
@@ -194,12 +194,12 @@ def a_rig(model, loss, data):
     from whet.training.workload import describe_workload
 
     training = parse_training_config({"global_batch_size": 16, "epochs": 2, "ema": True})
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     plan = make_plan(
         machine,
         describe_workload(model, data, training, recipe="net"),
         overrides={"device": "cpu"},
-        conditions=conditions,
+        system_state=system_state,
     )
     return LocalStepBench(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
 

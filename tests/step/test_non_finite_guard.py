@@ -1,4 +1,4 @@
-"""A step whose numbers are not finite: left out if it is so again, made again if not; nothing else changes."""
+"""Non-finite steps: skipped if reproducible, repeated if not; nothing else changes."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ BAD_STEP = 7
 
 
 class Spoilt:
-    """A loss that is NaN, or has an infinite gradient, at chosen steps; so often, or always."""
+    """A loss that is NaN, or has an infinite gradient, at chosen steps, a number of times or always."""
 
     def __init__(
         self, model: nn.Module, session: whet.Session, *, how: str, times: float, steps: tuple[int, ...]
@@ -38,7 +38,7 @@ class Spoilt:
             self.left[step] -= 1
             if self.how == "loss":
                 return value * math.nan
-            # Finite itself, with an infinite slope.
+            # Finite, with an infinite gradient.
             return value + (self.model[0].weight.sum() * 0).abs().sqrt()
         return value
 
@@ -79,7 +79,7 @@ def test_a_fault_of_the_moment_leaves_no_trace(tmp_path: Path, how: str) -> None
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_step_that_is_bad_again_is_left_out_and_everything_else_is_as_if_it_had_not_been(
+def test_a_reproducible_bad_step_is_skipped_without_other_effects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     state, session = train(tmp_path / "cut", how=how, times=math.inf)
@@ -98,7 +98,7 @@ def test_a_step_that_is_bad_again_is_left_out_and_everything_else_is_as_if_it_ha
 def test_the_verdict_survives_a_resume(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", times=math.inf)
     train(tmp_path / "cut", times=math.inf, epochs_per_session=2)
-    # Back to before the bad step: who goes on from there must not make it.
+    # Roll back to before the bad step: the resumed run must skip it.
     for step in (10, 12):
         whet_store().delete_checkpoint(open_run(tmp_path / "cut").checkpoints, step=step)
     state, session = train(tmp_path / "cut", times=0)
@@ -127,7 +127,7 @@ def test_the_last_step_counts_too(tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in state.values() if tensor.is_floating_point())
 
 
-def test_without_a_folder_it_says_what_is_missing() -> None:
+def test_without_a_folder_the_error_names_it() -> None:
     with pytest.raises(WhetError, match="it has no checkpoint"):
         train(None, times=1)
 
@@ -136,13 +136,13 @@ def test_without_a_folder_it_says_what_is_missing() -> None:
 
 
 def losses(seed: int, *, steps: int = 500) -> list[float]:
-    """A falling curve with noise whose tails are heavier than a normal distribution's, as real losses have."""
+    """A falling curve with heavy-tailed noise, as real losses have."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(steps, generator=generator) * torch.rand(steps, generator=generator).add(0.5)
     return (2 * torch.exp(-torch.arange(steps) / 200) + 0.5 + 0.15 * noise).tolist()
 
 
-def test_a_spike_is_told_and_usual_losses_are_not() -> None:
+def test_a_spike_is_reported_and_usual_losses_are_not() -> None:
     false_alarms = 0
     for seed in range(20):
         watch = NonFiniteGuard(has_scaler=False)
@@ -152,6 +152,6 @@ def test_a_spike_is_told_and_usual_losses_are_not() -> None:
         watch = NonFiniteGuard(has_scaler=False)
         for step, loss in enumerate(losses(seed, steps=300), 1):
             watch.observe(step, loss)
-        said = watch.observe(301, losses(seed, steps=300)[-1] + 10 * 0.3)
-        assert said is not None
-        assert "the last 128 were" in said
+        reported = watch.observe(301, losses(seed, steps=300)[-1] + 10 * 0.3)
+        assert reported is not None
+        assert "the last 128 were" in reported

@@ -1,6 +1,6 @@
-"""Memory runs out at any operator of a step: the step is undone and made again, and nothing else changes.
+"""Out of memory at any operator of a step: the step is rolled back and repeated, and nothing else changes.
 
-Simulated: the error is raised in place of an operator; tests/virtual_mac has one that a full memory raises.
+Simulated: the error is raised in place of an operator; tests/virtual_mac has real out-of-memory errors.
 """
 
 import gc
@@ -35,7 +35,7 @@ class RunsOut(TorchDispatchMode):
         self.at, self.count = at, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.copy_.default):  # in place: asks for no memory
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.copy_.default):  # in place: allocates nothing
             return func(*args, **(kwargs or {}))
         self.count += 1
         if self.count == self.at:
@@ -60,7 +60,7 @@ def train_once(
     max_steps: int = 4,
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], int, dict[int, list[int]]]:
-    """Trains a little; the weights and everything else that lasts, the operators of the chosen step, the samples."""
+    """Train a little. Return weights, other persistent state, the operators of the chosen step, and the samples."""
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -77,7 +77,7 @@ def train_once(
             if session.state.step + 1 == fails_in_step and loss_fails > 0:
                 loss_fails -= 1
                 raise RuntimeError(OUT_OF_MEMORY)
-            # Draws from every generator: each must go back.
+            # Draws from every generator: each must be restored.
             noise = 1 + 1e-3 * (random.random() + float(np.random.rand()))
             return nn.functional.cross_entropy(model(micro.x * noise), micro.y)
 
@@ -113,7 +113,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("micro_batch", [16, 4], ids=["whole", "cut"])
 @pytest.mark.parametrize("make_optimizer", [None, loop_adamw, adafactor], ids=["fused", "loop", "adafactor"])
 @pytest.mark.parametrize("step", [1, 2, 4], ids=["first", "second", "last"])
-def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
+def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_repeated_exactly(
     tmp_path: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
     overrides = {"micro_batch": micro_batch, "threads": 1}
@@ -127,16 +127,16 @@ def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
         different = [name for name in whole if not torch.equal(whole[name], state[name])]
         assert state.keys() == whole.keys()
         assert not different, f"at operator {at} of {count}: {different}"
-        told = [event.step for event in read_events(open_run(tmp_path / f"at-{at}"), kinds=("oom",))]
-        assert told in ([step], [])
-        num_silent += not told
-    # After the first step is done, what it changed is looked at: where that fails, nothing has to be done again.
+        logged = [event.step for event in read_events(open_run(tmp_path / f"at-{at}"), kinds=("oom",))]
+        assert logged in ([step], [])
+        num_silent += not logged
+    # The changes of the first step are inspected after it; a failure there must not repeat the step.
     assert num_silent <= (6 if step == 1 else 0)
     report_count(f"out of memory at {len(points)} of {count} operators")
 
 
 def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard the step made again draws other numbers."""
+    """Without the rollback, the repeated step draws other numbers."""
     from whet.step.rollback import StepRollback
 
     options = {"fails_in_step": 2, "overrides": {"micro_batch": 16, "threads": 1}}
@@ -148,7 +148,7 @@ def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["convnet", "tokens"])
 def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, name: str) -> None:
-    """Twice out of memory in one step: fewer at once from then on, the same samples, the same weights to rounding."""
+    """Out of memory twice in one step: a smaller micro-batch, the same samples, equal weights to rounding."""
     finals, seen = [], []
     for fails in (False, True):
         torch.manual_seed(1)
@@ -185,12 +185,13 @@ def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, nam
     assert (finals[0] - finals[1]).norm() <= 1e-6 * finals[0].norm()
 
 
-def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: Path) -> None:
-    options = {"make_model": convnet, "overrides": {"micro_batch": 16}}
+def test_the_smaller_micro_batch_stays_on_resume_simulated(tmp_path: Path) -> None:
+    options = {"make_model": convnet, "overrides": {"micro_batch": 16}, "split_batch": True}
     train_once(tmp_path / "run", fails_in_step=2, loss_fails=2, max_steps=3, **options)
     model = convnet()
     x, y = images(64, seed=0)
     settings: dict[str, Any] = {"global_batch_size": 16, "epochs": 9, "max_steps": 6, "ema": True, "clip": 1.0}
+    settings["split_batch"] = True
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-2),
@@ -205,8 +206,8 @@ def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: 
         assert "ran out of memory at step 2" in session.plan.settings["micro_batch"].reason
 
 
-def test_a_model_with_batchnorm_is_not_cut_simulated(tmp_path: Path) -> None:
-    """Activations are computed again instead; the weights stay the same. When that is not enough, it says so."""
+def test_a_model_with_batchnorm_is_not_split_simulated(tmp_path: Path) -> None:
+    """Activations are recomputed instead, and the weights stay the same. If that is not enough, an error is raised."""
     options = {"fails_in_step": 2, "overrides": {"threads": 1}, "ema": False}
     whole, _, _ = train_once(None, **options)
     state, _, _ = train_once(tmp_path / "twice", loss_fails=2, **options)
@@ -216,7 +217,7 @@ def test_a_model_with_batchnorm_is_not_cut_simulated(tmp_path: Path) -> None:
         train_once(tmp_path / "thrice", loss_fails=100, **options)
 
 
-def test_what_is_no_lack_of_memory_goes_through(tmp_path: Path) -> None:
+def test_errors_other_than_out_of_memory_are_raised(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="CUDA is out of luck"):
         train_with_error(tmp_path / "run", RuntimeError("CUDA is out of luck"))
 
@@ -266,8 +267,8 @@ def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp
     def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, float]:
         right = []
         for micro in micro_batches:
-            sizes.append(len(micro))
-            if len(micro) > 8:
+            sizes.append(len(micro.sample_ids))
+            if sizes[-1] > 8:
                 raise RuntimeError(OUT_OF_MEMORY)
             right += (model(micro.x).argmax(1) == micro.y).tolist()
         assert len(right) == 64

@@ -1,4 +1,4 @@
-"""What the browser looks at: a real server, a real training, and runs that mean harm or are damaged."""
+"""The server, the training and the hostile or damaged runs of the browser tests."""
 
 import json
 import os
@@ -28,14 +28,14 @@ run_cache.LiveHistory = lambda *given, **named: (time.sleep(3), really(*given, *
 main()
 """,
 )
-"""whet where reading a log for the first time takes longer than a request waits."""
+"""whet with a simulated slow first read of a log, longer than a request waits."""
 RECORDED_PLAN = Path(__file__).parent / "recordings" / "browser" / "measured_plan.json"
 
 
 def start(
     *words: str, folder: Path, program: tuple[str, ...] = AS_INSTALLED, **options: object
 ) -> subprocess.Popen[str]:
-    """`whet WORDS` as a process of its own."""
+    """Start `whet WORDS` as a separate process."""
     environment = {**os.environ, "WHET_HOME": str(folder / "home")}
     command = [sys.executable, *program, *words]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **options)  # type: ignore[call-overload]
@@ -44,20 +44,20 @@ def start(
 def start_server(
     folder: Path, *, program: tuple[str, ...] = AS_INSTALLED, port: int = 0
 ) -> tuple[subprocess.Popen[str], dict[str, str]]:
-    """`whet watch`, and what it says about itself."""
+    """Start `whet watch` and return its JSON description."""
     words = ("watch", "--no-browser", "--json", "--port", str(port))
     with (folder / "server.log").open("w") as log:
         server = start(*words, folder=folder, program=program, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None
     with server.stdout:
-        told = server.stdout.readline()
-    if not told:
+        logged = server.stdout.readline()
+    if not logged:
         raise AssertionError(f"the server ended with {server.wait()}: {(folder / 'server.log').read_text()}")
-    return server, json.loads(told)
+    return server, json.loads(logged)
 
 
 class Training:
-    """The text recipe in a group of processes that can be held still."""
+    """Start the text recipe in a process group that can be stopped."""
 
     def __init__(self, folder: Path, *words: str, run: str) -> None:
         self._log = folder / f"{run}.log"
@@ -67,7 +67,7 @@ class Training:
             self._process = start("train", "text", *words, "--run", f"runs/{run}", folder=folder, **options)
 
     def hold(self) -> None:
-        """Lets it make no further step after its first ones, so that it cannot end while it is looked at."""
+        """Stop it after its first steps, so that it cannot end while the page is tested."""
         events = self.run / EVENTS_FILE
         while not (events.exists() and b'"kind":"step"' in events.read_bytes()):
             assert self._process.poll() is None, self._log.read_text()
@@ -78,7 +78,7 @@ class Training:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def wait(self) -> Path:
-        """The run, once it is done."""
+        """Return the finished run."""
         assert self._process.wait(timeout=600) == 0, self._log.read_text()
         return self.run
 
@@ -89,7 +89,7 @@ class Training:
 
 
 def make_evil(runs: Path) -> Path:
-    """A run that tries to be more than text everywhere a run can say something."""
+    """A run with markup and control characters in every text field."""
     run = create_run(
         runs / EVIL_NAME,
         recipe=EVIL,
@@ -123,7 +123,7 @@ def make_torn(runs: Path) -> Path:
 
 
 def make_sibling(run: Path) -> Path:
-    """A finished run once more, with another learning rate, and the recorded plan of a run that was measured."""
+    """A copy of a finished run with another learning rate and the recorded plan of a measured run."""
     draft = run.with_name(".text-002")
     shutil.copytree(run, draft)
     config = json.loads((run / "config.json").read_text())

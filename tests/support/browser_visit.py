@@ -1,4 +1,4 @@
-"""A visit to a page in a real browser, and everything that went wrong during it."""
+"""A visit to a page in a real browser, with everything that went wrong during it."""
 
 import os
 from pathlib import Path
@@ -61,7 +61,7 @@ _TOGGLE = """(isOpen) => Promise.all([...document.querySelectorAll("details")].m
 
 
 class Visit:
-    """One page; `faults` are errors on its console, failed scripts, dialogs, and requests to anywhere else."""
+    """One page. `faults` are console errors, failed scripts, dialogs, and requests to other servers."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Visit:
         self.page.on("request", lambda asked: self.requests.append(asked.url))
         self.page.on("request", lambda asked: self._note(f"left home: {asked.url}", not asked.url.startswith(home)))
 
-    def _listen(self, said: ConsoleMessage) -> None:
-        self._note(f"console: {said.text} ({said.location['url']})", said.type in ("error", "warning"))
+    def _listen(self, reported: ConsoleMessage) -> None:
+        self._note(f"console: {reported.text} ({reported.location['url']})", reported.type in ("error", "warning"))
 
     def _note(self, fault: str, is_fault: bool = True) -> None:
         if is_fault:
@@ -99,11 +99,11 @@ class Visit:
 
     @property
     def state(self) -> StorageState:
-        """The cookies, for another visit."""
+        """Return the cookies, for another visit."""
         return self._context.storage_state()
 
     def picture(self, name: str, *, whole: bool = False, of: str | None = None) -> None:
-        """Keeps what is seen now, the whole page, or one element."""
+        """Take a screenshot of the view, the whole page, or one element."""
         self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         path = self._pictures / f"{name}.png"
         if of is None:
@@ -112,27 +112,27 @@ class Visit:
             self.page.locator(of).screenshot(path=path)
 
     def open_all(self, is_open: bool = True) -> None:
-        """Opens everything that can be opened, or closes it again; what is inside is there afterwards."""
+        """Open or close everything that can be expanded."""
         self.page.evaluate(_TOGGLE, is_open)
 
     @property
     def too_wide(self) -> list[str]:
-        """What reaches over the right edge, so that one would have to scroll sideways."""
+        """Return the elements beyond the right edge, which would need horizontal scrolling."""
         wide = self.page.evaluate("() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth")
         return [*([f"the page by {wide} pixels"] if wide > 0 else []), *self.page.evaluate(_TOO_WIDE)]
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """Texts whose contrast with what is behind them is below 4.5 to 1."""
-        found: dict[str, str] = self.page.evaluate(_UNREADABLE)
-        return found
+        """Return texts with a contrast below 4.5 to 1."""
+        result: dict[str, str] = self.page.evaluate(_UNREADABLE)
+        return result
 
     def close(self) -> None:
         self._context.close()
 
 
 def pictures_folder(otherwise: Path) -> Path:
-    """Where pictures are kept: $WHET_SCREENSHOTS, else where the test run puts its files."""
+    """Return the folder for screenshots: $WHET_SCREENSHOTS, or a temporary folder."""
     folder = Path(os.environ.get("WHET_SCREENSHOTS") or otherwise)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

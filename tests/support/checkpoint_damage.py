@@ -1,4 +1,4 @@
-"""A checkpoint changed in many ways: damage that hashes must find, and well-formed lies with hashes that are right."""
+"""A checkpoint changed in many ways: damage that hashes must detect, and forgeries with correct hashes."""
 
 import copy
 import hashlib
@@ -32,7 +32,7 @@ def write_files(folder: Path, files: Files) -> None:
 
 
 def flip(files: Files, other: Files, draw: random.Random) -> Files:
-    """One bit."""
+    """Flip one bit."""
     name = draw.choice(sorted(files))
     data = bytearray(files[name])
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -58,7 +58,7 @@ def zero(files: Files, other: Files, draw: random.Random) -> Files:
 
 
 def repeat(files: Files, other: Files, draw: random.Random) -> Files:
-    """A sector written twice, over its neighbour."""
+    """A sector written twice, over the adjacent one."""
     name = draw.choice(sorted(files))
     data = bytearray(files[name])
     start = draw.randrange(max(1, len(data) - 1024))
@@ -67,7 +67,7 @@ def repeat(files: Files, other: Files, draw: random.Random) -> Files:
 
 
 def swap(files: Files, other: Files, draw: random.Random) -> Files:
-    """A file of another checkpoint, or one in another's place."""
+    """A file of another checkpoint, or a file in place of another."""
     name = draw.choice(sorted(files))
     source = draw.choice((other[name], files[draw.choice(sorted(files.keys() - {name}))]))
     return {**files, name: source}
@@ -79,7 +79,7 @@ def drop(files: Files, other: Files, draw: random.Random) -> Files:
 
 
 def add(files: Files, other: Files, draw: random.Random) -> Files:
-    """A file that nobody named."""
+    """A file that the manifest does not name."""
     name = draw.choice(("extra.json", "optimizer.pt", ".hidden", "state.safetensors.bak", "pytorch_model.bin"))
     return {**files, name: draw.choice((b"", b"x", files[TENSORS]))}
 
@@ -91,7 +91,7 @@ DAMAGE = (flip, flip, flip, truncate, append, zero, repeat, swap, drop, add)
 
 
 def rehash(files: Files, *, manifest: Callable[[dict[str, Any]], None] = lambda fields: None) -> Files:
-    """Hashes and sizes made right again, after `manifest` has changed what it likes."""
+    """Correct hashes and sizes after `manifest` has made its changes."""
     fields = json.loads(files[MANIFEST])
     fields.pop("sha256")
     for name in fields["files"]:
@@ -200,7 +200,7 @@ LIES: dict[str, Callable[[Files], Files]] = {
     "facts that are no JSON": with_facts(b"\x80\x04\x95"),
     "facts with a name twice": with_facts(b'{"step":4,"step":4}'),
 }
-"""Every one must be passed over for the older checkpoint."""
+"""Each of these must be rejected in favor of the older checkpoint."""
 
 FUTURE = in_manifest("format_version", value=4)
 PAST = in_manifest("format_version", value=1)

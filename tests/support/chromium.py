@@ -1,4 +1,4 @@
-"""Where is a browser that can be driven? `python tests/support/chromium.py` prints its path, or fails.
+"""Find a browser to drive. `python tests/support/chromium.py` prints its path, or fails.
 
 Playwright would download its own; the tests use what the system has, so that they need no network.
 """
@@ -18,7 +18,7 @@ MISSING = "no chromium or chrome is installed: try `apt-get install chromium`, o
 
 def find_chromium() -> str | None:
     """The browser to drive, or None."""
-    on_path = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
+    on_path = next((result for name in _PROGRAMS if (result := shutil.which(name))), None)
     return on_path or next((app for app in _MAC_APPS if os.access(app, os.X_OK) and Path(app).is_file()), None)
 
 

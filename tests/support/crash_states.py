@@ -1,4 +1,4 @@
-"""What may lie on a disk after a power cut? A model of one: synced is kept, the rest may be there, torn or missing.
+"""A model of a disk after a power cut: synced data is kept, other data may be complete, torn or missing.
 
 A recorded trace of calls is played into the model up to any point. Then any choice of what was not synced may have
 reached the medium: data of a file wholly, in part or not at all, and changes of a folder's names in any subset.
@@ -19,7 +19,7 @@ Change = Callable[[dict[str, int]], None]
 
 
 class Recorder(Disk):
-    """The real calls, written down as they return."""
+    """Records the real calls as they return."""
 
     def __init__(self, root: Path) -> None:
         self.trace: list[tuple[Any, ...]] = []
@@ -71,7 +71,7 @@ class Recorder(Disk):
 
 @dataclass
 class Node:
-    """A file or folder; `names` and `data` are what surely lies on the medium."""
+    """A file or folder; `names` and `data` are certainly on the medium."""
 
     is_folder: bool
     data: bytes = b""
@@ -89,7 +89,7 @@ class Model:
         self.nodes: dict[int, Node] = {0: Node(is_folder=True)}
 
     def play(self, call: tuple[Any, ...]) -> None:
-        """Takes in one call of the trace."""
+        """Apply one call of the trace."""
         what, *arguments = call
         if what in ("create", "make_folder"):
             folder, name = self._split(arguments[0])
@@ -114,7 +114,7 @@ class Model:
             self._change(folder, lambda names: (names.pop(old, None), names.update({new: number})))
 
     def crash(self, draw: random.Random, *, keeps: float | None) -> "Model":
-        """One legal state after a cut; `keeps` is the chance of what was not synced, None draws anew for each node."""
+        """Return a legal state after a cut. Unsynced data stays with probability `keeps`; None draws it per node."""
         after = Model()
         after.nodes = {}
         for number, node in self.nodes.items():
@@ -130,7 +130,7 @@ class Model:
         return after
 
     def materialise(self, place: Path, number: int = 0) -> None:
-        """Puts what surely lies on the medium into a real folder."""
+        """Write the data that is certainly on the medium to a real folder."""
         place.mkdir()
         for name, inside in self.nodes[number].names.items():
             if self.nodes[inside].is_folder:

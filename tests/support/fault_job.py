@@ -1,6 +1,6 @@
-"""A tiny training that tests run, break and resume as a process of its own: `main([JSON])`.
+"""A tiny training that tests run, break and resume in a separate process: `main([JSON])`.
 
-It tells a side file what it does, a line at a time, so that a test knows where it was when it died.
+It logs its actions to a side file, line by line, so that a test knows where it was when it died.
 """
 
 import json
@@ -38,9 +38,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Noisy(Dataset):
-    """Samples with augmentation: what is drawn depends on the epoch and the sample.
+    """Samples with augmentation: draws depend on the epoch and the sample.
 
-    `harm` is what befalls the process that reads a sample: {"sample": 17, "how": "SIGKILL", "times": 1, "mark": PATH}.
+    `harm` is a fault in the process that reads a sample: {"sample": 17, "how": "SIGKILL", "times": 1, "mark": PATH}.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, harm: dict[str, Any] | None = None) -> None:
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     def tell(line: str) -> None:
         os.write(descriptor, f"{line}\n".encode())
 
-    # Saves of a few bytes are sooner done in a pause; what is tested here is the thread.
+    # Saves of a few bytes would be faster in the foreground, but the writer thread is tested here.
     WriteMode.is_background = True  # type: ignore[assignment,method-assign]
     plant(options.pop("mutant", None))
     tell("begin")
@@ -182,7 +182,7 @@ def watch_saves(tell: Any) -> None:
 
 
 def act(what: str | None, run: Path) -> None:
-    """What befalls the disk in the middle of a run."""
+    """A fault of the disk in the middle of a run."""
     if what is None:
         return
     for thread in threading.enumerate():

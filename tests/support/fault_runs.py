@@ -1,4 +1,4 @@
-"""Starting, breaking and judging lives of the job: a run is what its lives together leave behind."""
+"""Start, break and check processes of the job. A run is the result of all its processes."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ BOUNDED, ALL = "bounded", pytest.param("all", marks=pytest.mark.slow)
 
 @dataclass
 class Started:
-    """One life and what it tells."""
+    """One process and its output."""
 
     life: ForkedProcess
     side: Path
@@ -35,7 +35,7 @@ class Started:
         return self.side.read_text().splitlines() if self.side.exists() else []
 
     def wait_for(self, word: str, *, seconds: float = TIMEOUT_SECONDS) -> bool:
-        """Whether the life has told a line that begins so, before it ended."""
+        """Return whether the process printed a line with this prefix before it ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             lines = self.lines()
@@ -46,25 +46,25 @@ class Started:
             time.sleep(0.003)
         raise AssertionError(f"no {word!r} in {seconds} s")
 
-    def said(self, word: str) -> list[str]:
-        """The rest of all lines that begin so."""
+    def reported(self, word: str) -> list[str]:
+        """Return the rest of all lines with this prefix."""
         return [line[len(word) :].strip() for line in self.lines() if line.split(" ")[0] == word]
 
     @property
     def is_inside_save(self) -> bool:
-        """Whether the life ended between the begin and the end of a save, the removal of old ones included."""
-        told = [line.split(" ")[0] for line in self.lines()]
-        last = [word for word in told if word in ("save", "saved", "retain", "retained")][-1:]
+        """Return whether the process ended during a save, including the deletion of old checkpoints."""
+        logged = [line.split(" ")[0] for line in self.lines()]
+        last = [word for word in logged if word in ("save", "saved", "retain", "retained")][-1:]
         return last in (["save"], ["retain"])
 
     @property
     def resumed_from(self) -> int:
-        """The step it went on from; 0 for one that began."""
-        return int((self.said("resume") or ["0"])[0].split(" ")[0])
+        """Return the step it resumed from; 0 for a new run."""
+        return int((self.reported("resume") or ["0"])[0].split(" ")[0])
 
 
 class FaultRuns:
-    """Starts lives in a folder."""
+    """Starts processes in a folder."""
 
     def __init__(self, fork_server: ForkServer, folder: Path, **options: Any) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class FaultRuns:
         return Started(self._fork_server.start(JOB, words), side)
 
     def finish(self, run: Path, **options: Any) -> Started:
-        """One more life, which must reach the end."""
+        """Start one more process, which must reach the end."""
         started = self.start(run, **options)
         code, errors = started.life.wait()
         assert code == 0, errors
@@ -94,13 +94,13 @@ SMALL = partial(FaultRuns, samples=32, epochs=1, eval_every=3, overrides={"check
 
 
 def digest(run: Path) -> str:
-    """All that must be the same: every tensor by sorted name, all facts, all losses, all evaluations."""
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    total = hashlib.sha256(encoding.dump_json(found.snapshot.facts))
-    for name in sorted(found.snapshot.tensors):
+    """Return everything that must be equal: tensors by name, facts, losses and evaluations."""
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    total = hashlib.sha256(encoding.dump_json(result.snapshot.facts))
+    for name in sorted(result.snapshot.tensors):
         total.update(name.encode())
-        total.update(as_bytes(found.snapshot.tensors[name]))
+        total.update(as_bytes(result.snapshot.tensors[name]))
     losses = {e.step: e.get("loss") for e in read_events(run, kinds=("step",))}
     scores = {e.step: e.get("accuracy") for e in read_events(run, kinds=("eval",))}
     total.update(repr((sorted(losses.items()), sorted(scores.items()))).encode())
@@ -108,7 +108,7 @@ def digest(run: Path) -> str:
 
 
 def published(run: Path) -> tuple[list[int], list[int]]:
-    """The steps of whole checkpoints and of torn ones among those that have their name."""
+    """Return the steps of complete checkpoints and of torn ones."""
     whole: list[int] = []
     torn: list[int] = []
     if (run / RUN_FILE).exists():
@@ -130,7 +130,7 @@ def assert_kept(run: Path, started: Started) -> None:
     once there were two."""
     whole, torn = published(run)
     assert torn == []
-    acknowledged = [int(step) for step in started.said("saved")]
+    acknowledged = [int(step) for step in started.reported("saved")]
     if acknowledged:
         assert whole, "an acknowledged checkpoint is gone"
         assert max(whole) >= max(acknowledged)

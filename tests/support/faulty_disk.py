@@ -1,4 +1,4 @@
-"""A disk on which any single call can be refused, cut short or be the last one: it stands in for whet.run.disk.Disk."""
+"""A replacement for whet.run.disk.Disk in which any single call can fail, be cut short or be the last one."""
 
 import errno
 import os
@@ -12,10 +12,10 @@ from whet.run.disk import Disk
 
 
 class FaultyDisk(Disk):
-    """Counts every call from 1, and does at call `at` what `fault` says.
+    """Counts calls from 1, and applies `fault` at call `at`.
 
     before, after   the process is killed (SIGKILL) before or after the call
-    short           a write writes half; any other call is left alone
+    short           a write writes half; other calls are unchanged
     ENOSPC, ...     the call is refused with that error, and nothing is done
     none            calls are only counted
     """
@@ -41,7 +41,7 @@ class FaultyDisk(Disk):
             return super().write(descriptor, data[: max(1, len(data) // 2)])
         if self._fault.startswith("E"):
             if name == "close":
-                # A close that fails has closed all the same.
+                # A failed close still closes the descriptor.
                 super().close(*arguments)
             code = getattr(errno, self._fault)
             raise OSError(code, os.strerror(code))

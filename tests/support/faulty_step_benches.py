@@ -13,7 +13,7 @@ from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 
 HANGS_SECONDS = 600
-"""Far longer than anything here waits."""
+"""Far longer than any timeout here."""
 
 
 class FaultyStepBench:

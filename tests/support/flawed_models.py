@@ -1,4 +1,4 @@
-"""Small models, each with one planted problem; the line that is to be named says so."""
+"""Small models, each with one planted problem. A comment marks the line that must be reported."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Made = tuple[Any, ...]
 
 
 class Net(nn.Module):
-    """A linear layer, and a forward of one's own."""
+    """A linear layer with a custom forward."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def mixed_dtypes() -> Made:
 
 
 def changing_dtype() -> Made:
-    """The optimizer's state keeps the old format: seen in the second step only, and on no line of the model."""
+    """The optimizer state keeps the old dtype: visible only in the second step, and on no line of the model."""
 
     class Narrowing(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def many_rows() -> Made:
 
 
 def decides_by_value() -> Made:
-    """Fake tensors go neither way: with False it refuses, with True too; a few real samples do."""
+    """Fake tensors fail with both values of the condition; a few real samples work."""
 
     class Deciding(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def decides_by_value() -> Made:
 
 
 def host_only() -> Made:
-    """What was copied to the host may be of any format there: only the copy is told."""
+    """Data copied to the host may have any dtype there; only the copy is reported."""
 
     class Watching(Net):
         def forward(self, x: Tensor) -> Tensor:

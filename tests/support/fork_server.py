@@ -1,7 +1,7 @@
-"""Many short-lived training processes for tests: torch is imported once, each life is a fork of that.
+"""Many short-lived training processes for tests: torch is imported once, and each process is a fork.
 
 `import torch` costs seconds; a fork costs milliseconds. The parent never starts threads before it forks.
-As a program this is the parent: it reads one JSON request a line and answers each with one line.
+As a program this is the parent: it reads one JSON request per line and answers each with one line.
 """
 
 import gc
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIMEOUT_SECONDS = 600
-"""For what ends by itself, however busy the machine is: only a hang takes so long."""
+"""Timeout for processes that end by themselves on a busy machine; only a hang takes this long."""
 
 
 class ProcessExit(NamedTuple):
@@ -37,13 +37,13 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
     def wait(self, *, seconds: float = TIMEOUT_SECONDS) -> ProcessExit:
-        answer = self._fork_server.ask({"wait": self.pid, "seconds": seconds})
+        answer = self._fork_server.send({"wait": self.pid, "seconds": seconds})
         assert answer["code"] is not None, f"the process did not end in {seconds} s: {self._errors.read_text()}"
         return ProcessExit(answer["code"], self._errors.read_text())
 
 
 class ForkServer:
-    """Starts `main(arguments)` of Python files as processes of their own."""
+    """Starts `main(arguments)` of Python files as separate processes."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -53,7 +53,7 @@ class ForkServer:
         )
 
     def new_file(self, ending: str) -> Path:
-        """An empty file: made here, since a life may be killed before it could."""
+        """Create an empty file here, because the process may be killed before it could."""
         self._count += 1
         file = Path(self._folder.name) / f"{self._count}.{ending}"
         file.touch()
@@ -62,10 +62,10 @@ class ForkServer:
     def start(self, file: Path, *arguments: object) -> ForkedProcess:
         errors = self.new_file("errors")
         words = [str(argument) for argument in arguments]
-        answer = self.ask({"file": str(file), "arguments": words, "errors": str(errors)})
+        answer = self.send({"file": str(file), "arguments": words, "errors": str(errors)})
         return ForkedProcess(self, answer["pid"], errors)
 
-    def ask(self, request: dict) -> dict:
+    def send(self, request: dict) -> dict:
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         self._parent.stdin.write(json.dumps(request) + "\n")
@@ -94,7 +94,7 @@ def _serve() -> None:
         getattr(whet, name)
     # The first optimizer imports a great deal of torch.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
-    # Its objects stay for good: no child looks at them when it collects.
+    # Its objects are permanent, so exclude them from garbage collection in children.
     gc.collect()
     gc.freeze()
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""Hostile files: each wants to run code, reach outside its folder, or use up memory and time.
+"""Hostile files: each tries to run code, escape its folder, or exhaust memory and time.
 
-A maker writes its specimen at a path. What would run code makes the canary file.
+A maker writes its file at a path. Executed code creates the canary file.
 """
 
 import io
@@ -22,7 +22,7 @@ from whet.checkpoint import encoding
 from whet.checkpoint.encoding import encode_tensors
 
 Maker = Callable[[Path, Path], None]
-"""Called with where to write, and where the canary would appear."""
+"""Called with the path to write and the path of the canary."""
 
 
 class Call:
@@ -149,7 +149,7 @@ def _storage(name: str, *, numel: int, size: tuple[int, ...], stride: tuple[int,
 
 
 def _laughs() -> bytes:
-    """A map of maps of maps, each held ten times by the next: small, until somebody walks through it."""
+    """Nested dicts, each contained ten times in the next: small on disk, huge when traversed."""
     value: dict[str, Any] = {"w": 1}
     for _ in range(15):
         value = {str(number): value for number in range(10)}
@@ -394,7 +394,7 @@ def _crafted_index(run: Path, canary: Path) -> None:
 
 
 def _modules(run: Path, canary: Path) -> None:
-    """Files that Python would import in the place of its own."""
+    """Files that Python would import in place of its own modules."""
     for name in ("json", "torch", "yaml", "typer", "whet", "sitecustomize", "numpy"):
         (run / f"{name}.py").write_text(touch(canary))
 

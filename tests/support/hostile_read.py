@@ -1,6 +1,6 @@
-"""One hostile file at one door of whet, in a process that ends at once when something is executed: `main([JSON])`.
+"""One hostile file at one entry point of whet, in a process that exits when anything is executed: `main([JSON])`.
 
-Exit codes: whet's own, or 99 when the audit hook saw what must not happen.
+Exit codes: whet's own, or 99 if the audit hook detected a violation.
 """
 
 import importlib
@@ -21,7 +21,7 @@ LIBRARIES = str(Path(pytest.__file__).parent.parent)
 CAUGHT = 99
 
 PROGRAMS = ("nvidia-smi", "sysctl", "sw_vers", "system_profiler", "ioreg", "pmset", "lscpu", "caffeinate", "uname")
-"""What whet and Python's platform module ask about the machine."""
+"""Programs that whet and Python's platform module run to describe the machine."""
 
 SAFE_GLOBALS = ("torch", "collections", "numpy", "_codecs")
 """Where the globals of plain weights come from; whatever torch's own reader resolves beyond them is a finding."""
@@ -30,7 +30,7 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile
 
 
 def watch(findings: Path, *, allowed_code: tuple[str, ...]) -> None:
-    """From here on, whatever is executed that is not whet's, Python's or a library's own ends this process."""
+    """From now on, executing code other than whet's, Python's or a library's ends this process."""
     homes = (WHET, TESTS, LIBRARIES, sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "<", *allowed_code)
 
     def caught(what: str) -> None:
@@ -70,16 +70,16 @@ def main(arguments: list[str]) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF)
     code = DOORS[options["door"]](options)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    told = {
+    logged = {
         "cpu": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
         "rss": used.ru_maxrss - before.ru_maxrss,
     }
-    Path(options["told"]).write_text(json.dumps(told))
+    Path(options["logged"]).write_text(json.dumps(logged))
     return code
 
 
 def forget() -> None:
-    """What may lie around is imported anew: the parent of this process has imported whet's whole command line."""
+    """Import modules again that may be shadowed: the parent has already imported whet's command line."""
     for name in [name for name in sys.modules if name.startswith(("typer", "yaml", "whet.cli"))]:
         del sys.modules[name]
 
@@ -91,7 +91,7 @@ def limit(*, seconds: int, gigabytes: int) -> None:
 
 
 def unpack_here() -> None:
-    """The process of `whet import` as a fork of this one: torch is there already, and so is the audit hook."""
+    """The process of `whet import` as a fork of this one, with torch imported and the audit hook installed."""
     from whet.checkpoint import importer, unpickle
 
     def run(file: Any, words: list[str], *, seconds: int) -> tuple[int, bytes]:
@@ -117,7 +117,7 @@ def unpack_here() -> None:
 
 
 def plant(fault: str | None) -> None:
-    """A reader that whet must not have; the harness must notice what it does."""
+    """A reader that whet must not have; the harness must detect it."""
     import pickle
 
     import torch

@@ -1,4 +1,4 @@
-"""Faults in whet itself, planted in the process of one life: each must be noticed by a test."""
+"""Faults in whet itself, planted in one process: each must be detected by a test."""
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ def _no_hash() -> None:
 
 
 def _forget(role: str) -> None:
-    """What is saved of it is what a new run would have."""
+    """The saved state of a new run instead of the current one."""
     real = snapshot.take_snapshot
 
     def take(*arguments: Any, **options: Any) -> snapshot.Snapshot:
@@ -99,7 +99,7 @@ def _remove_first() -> None:
 
 
 def _no_copy() -> None:
-    """The next steps change what is being written; slowly, so that they surely do."""
+    """Later steps change the state while it is being written, slowly enough to be certain."""
     writer.StagingBuffer.copy = lambda self, taken: taken  # type: ignore[method-assign]
     real = store.save_checkpoint
 

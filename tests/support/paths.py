@@ -8,7 +8,7 @@ SUPPORT = Path(__file__).parent
 """Helpers of the tests, and programs that tests start."""
 ROOT = SUPPORT.parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
-"""Runs `whet WORDS` and gives what came out."""
+"""Runs `whet WORDS` and returns the completed process."""
 
 ReportCount = Callable[[str], None]
 """Shows a line at the end of the test run."""

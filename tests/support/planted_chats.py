@@ -112,8 +112,8 @@ DEFECTS: dict[str, tuple[bytes, str]] = {
 def talk(number: int, *, words: int = 8) -> dict[str, Any]:
     """A conversation unlike the others."""
     asked = " ".join(f"word{number * 7 + place}" for place in range(words))
-    said = [{"from": "human", "value": f"What of {asked}?"}, {"from": "gpt", "value": f"Of {number}: {asked}."}]
-    return {"id": f"c{number}", "conversations": said}
+    reported = [{"from": "human", "value": f"What of {asked}?"}, {"from": "gpt", "value": f"Of {number}: {asked}."}]
+    return {"id": f"c{number}", "conversations": reported}
 
 
 def write_array(path: Path, records: list[Any]) -> Path:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own: made, started, restarted and removed from the installed programs."""
+"""A temporary PostgreSQL server: created, started, restarted and removed with the installed programs."""
 
 import getpass
 import os
@@ -16,8 +16,8 @@ import pytest
 
 def programs() -> Path | None:
     """Where initdb and pg_ctl are."""
-    found = shutil.which("pg_ctl")
-    places = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    result = shutil.which("pg_ctl")
+    places = [Path(result).parent] if result else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     return next((place for place in reversed(places) if (place / "initdb").exists()), None)
 
 
@@ -32,12 +32,12 @@ class Server:
     def run(self, program: str, *words: str) -> None:
         as_user = {"user": self._user} if os.geteuid() == 0 else {}
         # Its own files: a server that inherits a pipe keeps the test waiting.
-        with (self._home / "told").open("ab") as told:
+        with (self._home / "logged").open("ab") as logged:
             subprocess.run(
                 [str(self._bin / program), *words],
                 check=True,
-                stdout=told,
-                stderr=told,
+                stdout=logged,
+                stderr=logged,
                 cwd=self._home,
                 timeout=600,
                 **as_user,
@@ -58,7 +58,7 @@ class Server:
 
 @contextmanager
 def postgres() -> Iterator[Server]:
-    """A running server; skips where there are no programs for one, or no user that may run them."""
+    """A running server; skipped if the programs or a suitable user are missing."""
     pytest.importorskip("psycopg", reason="the driver of PostgreSQL is not installed (extra postgres)")
     folder = programs()
     if folder is None:
@@ -68,10 +68,10 @@ def postgres() -> Iterator[Server]:
     try:
         if os.geteuid() == 0:
             try:
-                found = pwd.getpwnam(user)
+                result = pwd.getpwnam(user)
             except KeyError:
                 pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
-            os.chown(home, found.pw_uid, found.pw_gid)
+            os.chown(home, result.pw_uid, result.pw_gid)
         server = Server(home, folder, user)
         server.make()
         server.start()

@@ -23,11 +23,11 @@ class Disk:
         self.mount()
 
     def mount(self) -> None:
-        """The journal is replayed, as after a power cut."""
+        """Mount again, which replays the journal as after a power cut."""
         _run("mount", "-o", "loop", self._image, self.place)
 
     def cut(self) -> None:
-        """From now on nothing reaches the medium, not even what the journal holds in memory."""
+        """From now on nothing reaches the medium, not even data that the journal holds in memory."""
         descriptor = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, EXT4_SHUTDOWN, struct.pack("I", WITHOUT_JOURNAL_FLUSH))
@@ -42,7 +42,7 @@ class Disk:
 
 
 def why_not(folder: Path) -> str | None:
-    """Why power cannot be cut here; None when it can."""
+    """Return why power cannot be cut here; None if it can."""
     if os.geteuid() != 0:
         return "only root may mount a filesystem"
     try:

@@ -15,7 +15,7 @@ from whet.plan.workload import Workload
 from whet.recipes.recipe import Recipe
 
 DRAWN = int.from_bytes(os.urandom(2), "little")
-"""Another number in every process."""
+"""Return a different number in every process."""
 
 
 class Config(CommonConfig):

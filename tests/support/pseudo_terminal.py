@@ -1,4 +1,4 @@
-"""A command in a real pseudo-terminal: what a person would see on it, and keys typed into it."""
+"""A command in a real pseudo-terminal: its screen, and keys typed into it."""
 
 import fcntl
 import os
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _OURS = re.compile(r"\x1b\[(?:[0-9;]*m|H|2J|\?25[hl]|\?1049[hl])")
-"""What a live view may send: colours, home, clear, cursor on and off, the alternate screen."""
+"""Sequences that a live view may send: colors, home, clear, cursor on and off, the alternate screen."""
 
 
 class PseudoTerminal:
-    """Runs a command in a terminal of a given size; `screen` is what was drawn last, without colours."""
+    """Runs a command in a terminal of a given size; `screen` is the last picture, without colors."""
 
     def __init__(
         self, command: Sequence[str], *, columns: int, rows: int, cwd: Path, env: dict[str, str] | None = None
@@ -49,25 +49,25 @@ class PseudoTerminal:
 
     @property
     def sent(self) -> str:
-        """All that came so far."""
+        """All output so far."""
         while select.select([self._ours], [], [], 0)[0]:
             self._data += os.read(self._ours, 65536)
         return self._data.decode(errors="replace")
 
     @property
     def screen(self) -> list[str]:
-        """The lines of the last picture that came whole."""
+        """The lines of the last complete picture."""
         pictures = self.sent.split("\x1b[H")
         picture = pictures[-1] if len(pictures) < 3 else max(pictures[-2:], key=lambda text: text.count("\n"))
         return [_OURS.sub("", line).rstrip() for line in picture.split("\r\n")]
 
     @property
     def steered(self) -> list[str]:
-        """Control characters that came from elsewhere than a live view."""
+        """Control characters that a live view does not send."""
         return [char for char in _OURS.sub("", self.sent) if not char.isprintable() and char not in "\r\n"]
 
     def wait_for(self, is_seen: Callable[[str], bool], *, seconds: float = 120.0) -> str:
-        """The screen as soon as it shows something; fails with what it shows instead."""
+        """Wait until the screen shows a text and return it; fail with the actual screen."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             text = "\n".join(self.screen)
@@ -77,7 +77,7 @@ class PseudoTerminal:
         raise AssertionError("not seen in time; the screen is\n" + "\n".join(self.screen))
 
     def end(self, *, seconds: float = 120.0) -> int:
-        """The exit code, when it has ended by itself."""
+        """The exit code of a process that ended by itself."""
         deadline = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < deadline:
             _ = self.sent

@@ -60,8 +60,8 @@ def main(arguments: list[str]) -> int:
     x, y = torch.randn(SAMPLES, 6, generator=draw), torch.randint(0, 3, (SAMPLES,), generator=draw)
     _pause_where(options.get("pause"), rank, tell)
     if options.get("beside"):
-        # As where a device has memory of its own: the state is copied, and written by a thread.
-        StagingBuffer.has_room = lambda _self, _num_bytes: True
+        # As on a device with separate memory: the state is copied, and a thread writes it.
+        StagingBuffer.has_capacity = lambda _self, _num_bytes: True
         WriteMode.is_background = True
 
     heartbeat.MIN_STALL_SECONDS = options.get("least_seconds", heartbeat.MIN_STALL_SECONDS)
@@ -113,9 +113,9 @@ def main(arguments: list[str]) -> int:
         warmup_steps=3,
     ) as session:
         if options.get("saves_again"):
-            # What was restored, written once more as these processes hold it.
+            # Save the restored state again, as these ranks hold it.
             session.run.checkpointer._saved_step = None
-            session._save("last")
+            session._loop._save("last")
         for batch in session:
             session.step(loss, batch)
             tell(f"step {session.state.step} {' '.join(str(int(i)) for i in batch.ids)}")
@@ -124,13 +124,13 @@ def main(arguments: list[str]) -> int:
             if session.due("evaluate"):
                 session.evaluate(evaluate, (x, y))
     tell("left")
-    # A fork of the fork_server ends without what Python does at its end.
+    # A fork of the fork server exits without Python's exit handlers.
     atexit._run_exitfuncs()
     return session.exit_code
 
 
 def _pause_where(place: str | None, rank: int, tell: Any) -> None:
-    """Waits a while in the middle of saving or loading, once it has said so: somebody comes and kills."""
+    """Wait for a while during saving or loading, after reporting it, so that a test can kill the process."""
     if place is None:
         return
     what, _, who = place.partition(" ")

@@ -1,4 +1,4 @@
-"""Starting several processes that train together, and judging what they leave: real processes, gloo, forks of one."""
+"""Start several processes that train together, and check their results: real processes, gloo, forks of one."""
 
 import contextlib
 import itertools
@@ -21,13 +21,13 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Ranks:
-    """The processes of one sitting, and what they told."""
+    """The processes of one session and their output."""
 
     lives: list[ForkedProcess]
     side: Path
 
-    def said(self, word: str, *, rank: int = 0) -> list[str]:
-        """The rest of all lines of a process that begin so."""
+    def reported(self, word: str, *, rank: int = 0) -> list[str]:
+        """Return the rest of all lines of a process with this prefix."""
         lines = self.side.read_text().splitlines() if self.side.exists() else []
         start = f"{rank} {word} "
         return [line[len(start) :] for line in lines if f"{line} ".startswith(start)]
@@ -73,28 +73,28 @@ def start(fork_server: ForkServer, run: Path, size: int, **options: Any) -> Rank
 
 
 def train(fork_server: ForkServer, run: Path, size: int, **options: Any) -> Ranks:
-    """Until it ends, or stops where `stop_at` says."""
+    """Run until the end, or until `stop_at`."""
     return start(fork_server, run, size, **options).finish(*((143,) if "stop_at" in options else ()))
 
 
 def state(run: Path, step: int | None = None) -> store.Snapshot:
-    """The newest checkpoint, or that of a step, as one process reads it: whole."""
+    """Return the newest checkpoint, or that of a step, as a single process reads it."""
     folder = open_run(run).checkpoints
     if step is not None:
         return store.load_checkpoint(folder / store.checkpoint_name(step))
-    found = store.load_newest(folder)
-    assert found is not None
-    assert not found.rejected
-    return found.snapshot
+    result = store.load_newest(folder)
+    assert result is not None
+    assert not result.rejected
+    return result.snapshot
 
 
 def trained(snapshot: store.Snapshot) -> dict[str, torch.Tensor]:
-    """Weights, averages and the optimizer's state; generators are each process's own."""
+    """Weights, EMA and optimizer state; each process has its own generators."""
     return {name: t for name, t in snapshot.tensors.items() if not name.startswith("rng/")}
 
 
 def is_same(ours: store.Snapshot, theirs: store.Snapshot) -> bool:
-    """Bit for bit."""
+    """Assert equality bit for bit."""
     one, two = trained(ours), trained(theirs)
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
@@ -109,6 +109,6 @@ def distance(ours: store.Snapshot, theirs: store.Snapshot) -> float:
 
 
 def order(*sittings: Ranks) -> dict[int, str]:
-    """Which samples each step had, as the first process tells it; later sittings count."""
-    told = (line.partition(" ") for sitting in sittings for line in sitting.said("step"))
-    return {int(step): ids for step, _, ids in told}
+    """Return the samples of each step, as rank 0 reports them; later sessions take precedence."""
+    logged = (line.partition(" ") for session in sittings for line in session.reported("step"))
+    return {int(step): ids for step, _, ids in logged}

@@ -31,16 +31,16 @@ def main(arguments: list[str]) -> int:
     out = Path(folder)
     with planted(fault):
         for name in names.split(","):
-            found, numbers = SCENES[name](out, int(steps))
+            actual, numbers = SCENES[name](out, int(steps))
             if rank == "0":
-                whole = {key: tensor.detach().cpu().clone() for key, tensor in found.items()}
+                whole = {key: tensor.detach().cpu().clone() for key, tensor in actual.items()}
                 save_file(whole, out / f"{name}-{size}.safetensors")
             (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(numbers))
     current_group().barrier()
     return 0
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -56,7 +56,7 @@ class Small(nn.Module):
 
 
 class Again:
-    """Samples that can only be read one after the other."""
+    """Samples that can only be read in order."""
 
     def __init__(self, samples: list[Any]) -> None:
         self._samples = samples
@@ -70,7 +70,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
     Means over a table, sums with weights over a dataset that is read sample by sample, means over a stream.
     """
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     losses: dict[str, float] = {}
     torch.manual_seed(7)
     rows, labels, weights = torch.randn(11, 6), torch.randint(0, 3, (11,)), torch.rand(11) * 5
@@ -87,12 +87,12 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             for name, parameter in model.named_parameters():
                 assert (parameter.grad is None) == name.startswith("unused")
                 if parameter.grad is not None:
-                    found[f"{kind}/{len(steps)}/{name}"] = parameter.grad.detach().clone()
+                    actual[f"{kind}/{len(steps)}/{name}"] = parameter.grad.detach().clone()
 
         optimizer.register_step_pre_hook(keep)
 
         def tell(event: str, fields: dict[str, Any], kind: str = kind) -> None:
-            # At the end of an epoch; others are told by the clock.
+            # At the end of an epoch; others are logged by time.
             if event == "step" and fields["step"] % 3 == 0:
                 losses[f"{kind}/{fields['step']}"] = fields["loss"]
 
@@ -107,18 +107,20 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             optimizer=optimizer,
             global_batch_size=5,
             overrides={"micro_batch": 2, "precision": "fp32"},
+            # The check of the loss would find some of the planted faults before the first step.
+            split_batch=True,
             epochs=2,
             clip=0.5,
             on_event=tell,
             device=DEVICE,
         )
         assert len(steps) == 6
-    return found, losses
+    return actual, losses
 
 
 def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     """Gradients where samples of one kind reach parameters that no other reaches, and some steps have none of them."""
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     torch.manual_seed(3)
     rows, labels, kinds = torch.randn(48, 6), torch.randint(0, 3, (48,)), torch.zeros(48, dtype=torch.int64)
     # Of the batches of 8: the first sample, the last one, all, two in the middle, none, one. Two processes make the
@@ -133,7 +135,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         steps.append(1)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[f"{len(steps)}/{name}"] = parameter.grad.detach().clone()
+                actual[f"{len(steps)}/{name}"] = parameter.grad.detach().clone()
 
     optimizer.register_step_pre_hook(keep)
 
@@ -157,7 +159,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         device=DEVICE,
     )
     assert len(steps) == 12
-    return found | dict(model.named_parameters()), []
+    return actual | dict(model.named_parameters()), []
 
 
 def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Path, int], tuple[dict[str, Tensor], Any]]:
@@ -166,7 +168,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
         from whet.recipes.recipe import load_recipe
 
         recipe = load_recipe(name)
-        said = [
+        reported = [
             *words(folder),
             f"max_steps={steps}",
             "dropout=0",
@@ -175,7 +177,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             "threads=1",
             "eval_every=50",
         ]
-        resolved = resolve_config(recipe.Config, said)
+        resolved = resolve_config(recipe.Config, reported)
         made = prepare_recipe(recipe, resolved.config)
         first = [parameter.detach().clone() for parameter in made.model.parameters()]
         overrides = {"precision": "fp32", **resolved.overrides, **({"sharding": sharding} if sharding != "off" else {})}
@@ -195,10 +197,10 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             **made.training,
         )
         assert result.step == steps
-        found = {key: gathered(tensor) for key, tensor in made.model.named_parameters()}
-        moved = sum(float((now.cpu() - then).abs().sum()) for now, then in zip(found.values(), first, strict=True))
+        actual = {key: gathered(tensor) for key, tensor in made.model.named_parameters()}
+        moved = sum(float((now.cpu() - then).abs().sum()) for now, then in zip(actual.values(), first, strict=True))
         whole = sum(float(then.abs().sum()) for then in first)
-        return found, {**result.metrics, "moved": moved / whole}
+        return actual, {**result.metrics, "moved": moved / whole}
 
     return scene
 
@@ -231,7 +233,7 @@ def _hex(_: Path) -> list[str]:
     return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=99"]
 
 
-# --- how it is evaluated ---------------------------------------------------------------------------------------------
+# --- evaluation ------------------------------------------------------------------------------------------------------
 
 
 class Ids:
@@ -241,7 +243,7 @@ class Ids:
         return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
     def partial_metrics(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> list[int]:
-        return [int(number) for micro in micro_batches for number in micro.ids]
+        return [int(number) for micro in micro_batches for number in micro.sample_ids]
 
     def merge_metrics(self, model: nn.Module, parts: list[list[int]]) -> dict[str, float]:
         seen = [number for part in parts for number in part]
@@ -253,10 +255,13 @@ def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(0)
     model = Small()
     rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
-    found = []
+    actual = []
     for number in (7, 1):
         for val in ({"rows": rows[:number]}, [{"rows": row} for row in rows[:number]]):
-            for evaluate in (Ids(), lambda model, micro_batches: {"seen": sum(len(micro) for micro in micro_batches)}):
+            for evaluate in (
+                Ids(),
+                lambda model, micro_batches: {"seen": sum(len(micro.sample_ids) for micro in micro_batches)},
+            ):
                 result = whet.train(
                     model,
                     {"rows": rows, "labels": labels},
@@ -271,15 +276,15 @@ def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
                     measure=False,
                     device=DEVICE,
                 )
-                found.append(result.metrics)
-    return {}, found
+                actual.append(result.metrics)
+    return {}, actual
 
 
 def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
-    """What each process draws in its steps."""
+    """The random draws of each process in its steps."""
     torch.manual_seed(0)
     model, drawn = Small(), []
-    # Else the first step would be made twice, and draw twice.
+    # Otherwise the first step would run twice and draw twice.
     model.unused = nn.Identity()
     rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
 
@@ -293,6 +298,7 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             {"rows": rows, "labels": labels},
             loss=loss,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            split_batch=True,
             global_batch_size=4,
             epochs=2,
             overrides={"micro_batch": 4},
@@ -320,6 +326,7 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         {"rows": rows, "labels": labels},
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        split_batch=True,
         global_batch_size=4,
         overrides={"micro_batch": 4},
         on_event=None,
@@ -330,18 +337,18 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
 
 def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
-    """A sample that is no number: the run goes back to its last checkpoint and leaves that step out."""
+    """A NaN sample: the run rolls back to its last checkpoint and skips that step."""
     torch.manual_seed(0)
-    model, told = Small(), []
+    model, logged = Small(), []
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
 
     def bad_loss(micro: MicroBatch) -> Tensor:
         loss = nn.functional.cross_entropy(model(micro.rows), micro.labels)
-        return loss * float("nan") if 13 in micro.ids else loss
+        return loss * float("nan") if 13 in micro.sample_ids else loss
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind == "skip" or "rollback_reason" in fields:
-            told.append(kind)
+            logged.append(kind)
 
     whet.train(
         model,
@@ -350,16 +357,17 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=5,
         overrides={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
+        split_batch=True,
         run=folder / f"bad-{current_group().ranks.size}",
         on_event=on_event,
         measure=False,
         device=DEVICE,
     )
-    return dict(model.named_parameters()), told
+    return dict(model.named_parameters()), logged
 
 
 def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
-    """Until somebody is asked to stop."""
+    """Run until one rank receives a stop signal."""
     torch.manual_seed(0)
     model = Small()
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
@@ -422,10 +430,13 @@ def planted(fault: str) -> Any:
 
         return mock.patch.object(split, "replace", lambda micro, **_: micro)
     if fault == "everybody sees all":
+        from whet.data.split import RankShare
         from whet.training import evaluator
 
-        real_own = evaluator.Evaluator.batches
-        return mock.patch.object(evaluator.Evaluator, "_own_batches", real_own)
+        def see_all(self: Any, data: Any) -> Any:
+            return self._micro_batches(data, RankShare())
+
+        return mock.patch.object(evaluator.Evaluator, "_own_batches", see_all)
     assert fault == "none", fault
     return mock.MagicMock()
 

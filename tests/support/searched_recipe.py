@@ -1,7 +1,7 @@
-"""A recipe that is searched in tests: tiny, with slow steps, so that there is time to kill it.
+"""A tiny recipe for tests of the search, with slow steps, so that there is time to kill it.
 
-What is best is known: its score is -(log10(lr) + 2)^2 from the first evaluation on, and one less if it is worse.
-torch is imported where it is needed: workers, which are killed again and again, do without.
+The optimum is known: the score is -(log10(lr) + 2)^2 from the first evaluation on, and one less if it is worse.
+torch is imported where it is needed, because workers, which are killed repeatedly, do not need it.
 """
 
 import math
@@ -80,7 +80,7 @@ class Searched(Recipe):
         return nn.functional.mse_loss(model(micro.x).squeeze(1), micro.y)
 
     def evaluate(self, model, micro_batches):
-        assert sum(len(micro) for micro in micro_batches) == 8, "the dev part is whole"
+        assert sum(len(micro.sample_ids) for micro in micro_batches) == 8, "the dev part is whole"
         return {"score": float(model.score)}
 
     def metadata(self, config, data):

@@ -1,4 +1,4 @@
-"""Processes of one training, simulated by threads: each holds its rows of a state, and they talk through a map."""
+"""Ranks of one training, simulated by threads: each holds its rows of a state, and they communicate through a dict."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from whet.distributed.strategies import RowRange, rows_of_rank
 
 @dataclass
 class Board:
-    """Texts by name, for all."""
+    """Texts by name, shared by all ranks."""
 
     texts: dict[str, str] = field(default_factory=dict)
     change: threading.Condition = field(default_factory=threading.Condition)
@@ -68,7 +68,7 @@ def is_shared(name: str) -> bool:
 
 
 def snapshot_of(rank: int, size: int, *, step: int) -> Snapshot:
-    """What one process would take."""
+    """The state of a single process."""
     whole = whole_state(step)
     rows = {name: rows_of_rank(len(t), rank=rank, size=size) for name, t in whole.items() if is_shared(name)}
     tensors = {name: t[rows[name].start : rows[name].stop] if name in rows else t for name, t in whole.items()}
@@ -86,7 +86,7 @@ def save_with(
     steps: dict[int, int] | None = None,
     seconds: float = 10.0,
 ) -> list[BaseException | None]:
-    """All simulated processes save; what each of them raised."""
+    """All simulated ranks save. Return the error of each."""
     board, errors = board or Board(), [None] * size
 
     def one(rank: int) -> None:

@@ -55,7 +55,7 @@ def plan(**more: Any) -> dict[str, Any]:
             "device": setting("mps", "6.1x the CPU", "measured"),
             "precision": setting("fp32", "bf16 was 4 % slower here (5 repeats, spread 1 %)", "measured"),
             "micro_batch": setting(16, "32 would leave 0.3 GB free", "measured", step_bytes=3 * GB),
-            "workers": setting(0, "you said so; the rule says 2", "you"),
+            "workers": setting(0, "your override; the rule chooses 2", "you"),
             "compile": setting("off", "38 s to compile, would save 21 s of this run", "measured"),
             "checkpoint_minutes": setting(3, "a save costs 0.4 s", rule="C1"),
         },

@@ -62,7 +62,7 @@ class SimulatedPreparedStep:
 class SimulatedStepBench:
     plan: Plan
     seconds: Callable[[Plan], float]
-    """What a step truly takes."""
+    """The true duration of a step."""
     noise: Noise = quiet
     preparation: Callable[[Plan], float] = lambda _plan: 0.2
     bytes: Callable[[Plan], int | None] = lambda _plan: None
@@ -70,11 +70,11 @@ class SimulatedStepBench:
     agrees: Callable[[Plan], bool] = lambda _plan: True
     agreement_seconds: float = 0.1
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
-    """How preparing ends badly; a "timeout" takes all the seconds it was given."""
+    """How preparing fails; a "timeout" uses all the seconds it was given."""
     ends_at: float | None = None
     tick: Callable[[], None] | None = None
     recovery_seconds: float = 0.0
-    """Added when something is prepared or stepped after a failure, as where a process must be started again."""
+    """Extra time after a failure, as if a process had to be restarted."""
     batch_spread: float = 0.2
     seed: int = 0
     now: float = 0.0
@@ -153,7 +153,7 @@ GRID: dict[str, list] = {
     "threads": [1, 2],
     "precision": ["fp32", "bf16"],
     "micro_batch": [1, 2, 4, 8, 16, 32],
-    "lengths": ["packed", "sorted", "few shapes", "fixed"],
+    "lengths": ["packed", "sorted", "bucketed", "fixed"],
     "optimizer_kernels": ["fused", "foreach", "loop"],
     "compile": ["off", "blocks", "on"],
 }

@@ -1,4 +1,4 @@
-"""Small things to talk with: a tokenizer, models of a few thousand weights, and a folder of prepared conversations."""
+"""Small chat fixtures: a tokenizer, models of a few thousand weights, and a folder of prepared conversations."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SHAPES = (
     {"kind": "gpt"},
     {"kind": "gpt", "match": "parameters", "tied": True},
 )
-"""Models that differ in all that recursion can be."""
+"""Models with every variant of recursion."""
 WORDS = ("arch.hidden_size=32", "arch.L_layers=1", "arch.num_heads=2", "arch.seq_len=64", "threads=1")
 THINGS = ("tea", "pie", "soup", "milk", "rice", "beans", "corn", "salt")
 
@@ -39,7 +39,7 @@ def small_speaker(**shape: object) -> Responder:
 
 
 def prepared(folder: Path, *, num_talks: int = 32) -> Path:
-    """As many short conversations, whose second answer is in the first question."""
+    """This many short conversations, whose second answer is in the first question."""
     talks = [
         [f"I want {thing}.", "Yes.", f"What? {number}", f"You want {thing}."] for number in range(4) for thing in THINGS
     ]

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Predicts the next token; `tokens` has one place more than it reads."""
+    """Predicts the next token; `tokens` has one position more than the model reads."""
 
     def __init__(self, *, width: int = 32, heads: int = 4, layers: int = 2, length: int = 64) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def micro_of(num_samples: int = 8, *, length: int = 17) -> MicroBatch:
 
 @contextmanager
 def leaking_attention(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Simulated: with is_causal=True, place 5 of the first head sees place 6 too; in one number format, or in all."""
+    """Simulated: with is_causal=True, position 5 of the first head sees position 6, in one dtype or in all."""
     original = functional.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **more):

@@ -1,4 +1,4 @@
-"""Models without a problem: about them nothing may be reported."""
+"""Models without a problem: nothing may be reported for them."""
 
 from typing import Any
 

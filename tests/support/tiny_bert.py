@@ -27,7 +27,7 @@ def write_tiny_bert(folder: Path) -> Path:
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=NUM_POSITIONS,
-        # Far from nothing, so that words and halves of a pair make a difference from the first step.
+        # Large enough that words and halves of a pair matter from the first step on.
         initializer_range=0.3,
     )
     torch.manual_seed(1)
@@ -44,8 +44,8 @@ def write_tiny_bert(folder: Path) -> Path:
     engine.add_special_tokens(SPECIAL)
     engine.save(str(folder / "tokenizer.json"))
     names = {f"{name[1:-1].lower()}_token": name for name in SPECIAL}
-    told = {"tokenizer_class": "BertTokenizer", "model_max_length": NUM_POSITIONS, **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    logged = {"tokenizer_class": "BertTokenizer", "model_max_length": NUM_POSITIONS, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(logged))
     return folder
 
 
@@ -55,7 +55,7 @@ def write_rows(file: Path, *, num_rows: int, has_pairs: bool = False) -> Path:
     rows = []
     for number in range(num_rows):
         label = list(kinds)[number % 3]
-        # Eight fillers and 29 lengths: no number that three divides, so that nothing but these words tells.
+        # Eight fillers and 29 lengths, neither divisible by three, so that only these words predict the class.
         words = [WORDS[(number * 5 + place * place) % 8] for place in range(2 + number * 11 % 29)]
         words[number % 2 :: 2] = [kinds[label]] * len(words[number % 2 :: 2])
         row = {"text": " ".join(words) + f" {WORDS[13 + number % 10]}", "label": label}

@@ -1,7 +1,7 @@
-"""A small training that tests run as a process of its own.
+"""A small training that tests run in a separate process.
 
-`python training_job.py RUN [--slow] [--hot] [hold=STEP] [key=value...]`; with --hot a simulated sensor says so. With
-hold it makes RUN.holds in the middle of that step, and stays there until there is RUN.goes.
+`python training_job.py RUN [--slow] [--hot] [hold=STEP] [key=value...]`; --hot simulates heat. hold
+creates RUN.holds in the middle of that step and waits until RUN.goes exists.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from torch import nn
 
 import whet
 from small_models import convnet, images
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         val=images(40, seed=1),
         run=path,
         goal="accuracy",
-        read_sensors=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
+        read_sensors=(lambda: SystemState(thermal="heavy")) if "--hot" in words else None,
         overrides={"threads": 1, **options.pop("overrides", {})},
         **{
             "global_batch_size": 16,

@@ -1,4 +1,4 @@
-"""Kernels in triton's interpreter: what they compute can be seen without a GPU, in a process of its own."""
+"""Kernels in triton's interpreter, in a separate process: their results can be tested without a GPU."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 def complaints(program: str) -> str:
-    """Runs a program beside these tests: the end of what it raised, if any; skips where triton cannot interpret."""
+    """Run a program in a separate process and return the end of its error, if any; skip if triton cannot interpret."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
     words = [sys.executable, "-c", program]

@@ -1,4 +1,4 @@
-"""What a process with a virtual Mac is started with."""
+"""The environment of a process with a virtual Mac."""
 
 import os
 from pathlib import Path

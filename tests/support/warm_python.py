@@ -1,7 +1,7 @@
-"""Python programs in processes of their own that need not import torch again: each is a fork of one that has.
+"""Python programs in separate processes, forked from one that has imported torch.
 
-`run("-m", "whet", "train", ...)` does what `subprocess.run([sys.executable, "-m", "whet", "train", ...])` does, within
-milliseconds instead of seconds. How a program starts, and what it imports, is for tests that really start it.
+`run("-m", "whet", "train", ...)` is like `subprocess.run([sys.executable, "-m", "whet", "train", ...])`, but takes
+milliseconds instead of seconds. Tests of imports and of the start of a program must start a real process.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from fork_server import TIMEOUT_SECONDS, ForkedProcess, ForkServer
 
 
 class Program:
-    """A Python that was started."""
+    """A started Python process."""
 
     def __init__(self, words: list[str], life: ForkedProcess, out: Path) -> None:
         self.pid = life.pid
@@ -33,16 +33,16 @@ class Program:
 
 
 class WarmPython:
-    """Starts `python WORDS`: of Python's own options, -m, -c, a file, -P and -W are understood."""
+    """Start `python WORDS`. Of Python's own options, -m, -c, a file, -P and -W are supported."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
 
     def start(self, *words: object, cwd: Path, env: dict[str, str] | None = None) -> Program:
         out = self._fork_server.new_file("out")
-        said = [str(word) for word in words]
-        asked = {"words": said, "cwd": str(cwd), "env": dict(os.environ) if env is None else env, "out": str(out)}
-        return Program(said, self._fork_server.start(Path(__file__), json.dumps(asked)), out)
+        reported = [str(word) for word in words]
+        asked = {"words": reported, "cwd": str(cwd), "env": dict(os.environ) if env is None else env, "out": str(out)}
+        return Program(reported, self._fork_server.start(Path(__file__), json.dumps(asked)), out)
 
     def run(
         self, *words: object, cwd: Path, env: dict[str, str] | None = None, timeout: float = TIMEOUT_SECONDS
@@ -55,7 +55,7 @@ class WarmPython:
 
 def main(arguments: list[str]) -> int:
     asked = json.loads(arguments[0])
-    # Else the fork would read what its parent is asked.
+    # Otherwise the fork would read the requests of its parent.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(asked["out"], os.O_WRONLY), 1)
     os.chdir(asked["cwd"])
@@ -88,7 +88,7 @@ def _run(words: list[str]) -> int:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    # What an interpreter does that comes to its end.
+    # Run the usual exit handlers of an interpreter.
     threading._shutdown()
     atexit._run_exitfuncs()
     return code

@@ -1,4 +1,4 @@
-"""A client that can say what no well-behaved one would, and a server in a process of its own."""
+"""A client that can send malformed requests, and a server in a separate process."""
 
 import contextlib
 import http.client
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PATIENCE_SECONDS = 120
-"""For an answer that comes: a server of low priority on a busy machine is slow, and only a hang takes so long."""
+"""Timeout for a response: a low-priority server on a busy machine is slow, but only a hang takes this long."""
 Headers = Mapping[str, str] | list[tuple[str, str]]
 
 
@@ -41,8 +41,8 @@ class Served:
     port: int
     token: str
     link: str
-    said: list[str] = field(default_factory=list)
-    """What it wrote, line by line, as it comes."""
+    reported: list[str] = field(default_factory=list)
+    """Its output, line by line."""
 
     @property
     def bearer(self) -> dict[str, str]:
@@ -51,11 +51,11 @@ class Served:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS)
 
-    def ask(self, path: str = "/", method: str = "GET", headers: Headers = (), *, body: bytes = b"") -> Answer:
+    def request(self, path: str = "/", method: str = "GET", headers: Headers = (), *, body: bytes = b"") -> Answer:
         """A request by the owner of the token."""
-        return self.ask_bare(path, method, [*_pairs(headers), *self.bearer.items()], body=body)
+        return self.request_bare(path, method, [*_pairs(headers), *self.bearer.items()], body=body)
 
-    def ask_bare(
+    def request_bare(
         self,
         path: str = "/",
         method: str = "GET",
@@ -74,8 +74,8 @@ class Served:
             return exchange(connection, head + body, method=method)
 
     def cookie(self, link: str) -> str:
-        """What a browser gets for a link."""
-        answer = self.ask_bare(link.removeprefix(f"http://127.0.0.1:{self.port}"))
+        """The response that a browser gets for a link."""
+        answer = self.request_bare(link.removeprefix(f"http://127.0.0.1:{self.port}"))
         return answer.headers["set-cookie"].partition(";")[0]
 
 
@@ -93,20 +93,20 @@ def exchange(connection: socket.socket, data: bytes, *, method: str = "GET") -> 
 
 @contextlib.contextmanager
 def serving(*words: str, home: Path, cwd: Path, **environment: str) -> Iterator[Served]:
-    """A server process that tells its link in one line of JSON and leaves its token in `home`."""
+    """Start a server process that prints its link as one line of JSON and writes its token to `home`."""
     env = {**os.environ, **environment, "WHET_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    said: list[str] = []
-    listening = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+    reported: list[str] = []
+    listening = threading.Thread(target=lambda: reported.extend(process.stdout or ()), daemon=True)
     try:
-        told = _first_json(process, said)
+        logged = _first_json(process, reported)
         listening.start()
         files = [json.loads(path.read_text()) for path in (home / "servers").glob("*.json")]
-        token = next(file["token"] for file in files if file["pid"] == told["pid"])
-        port = int(told["url"].rpartition(":")[2].strip("/"))
-        yield Served(process=process, port=port, token=token, link=told["link"], said=said)
+        token = next(file["token"] for file in files if file["pid"] == logged["pid"])
+        port = int(logged["url"].rpartition(":")[2].strip("/"))
+        yield Served(process=process, port=port, token=token, link=logged["link"], reported=reported)
     finally:
         process.terminate()
         process.wait(PATIENCE_SECONDS)
@@ -116,12 +116,12 @@ def serving(*words: str, home: Path, cwd: Path, **environment: str) -> Iterator[
             process.stdout.close()
 
 
-def _first_json(process: subprocess.Popen[str], said: list[str]) -> dict:
+def _first_json(process: subprocess.Popen[str], reported: list[str]) -> dict:
     for line in process.stdout or ():
-        said.append(line)
+        reported.append(line)
         if line.startswith("{"):
             return json.loads(line)
-    raise AssertionError("".join(said))
+    raise AssertionError("".join(reported))
 
 
 def _pairs(headers: Headers) -> list[tuple[str, str]]:
@@ -129,7 +129,7 @@ def _pairs(headers: Headers) -> list[tuple[str, str]]:
 
 
 def until(is_so, *, seconds: float = PATIENCE_SECONDS) -> bool:
-    """Waits for something to become true."""
+    """Wait for a condition to become true."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if is_so():

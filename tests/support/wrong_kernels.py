@@ -1,6 +1,6 @@
-"""Replaces one kernel of a device by a wrong one and asks `whet compare`; prints JSON. A process of its own.
+"""Replaces one kernel of a device with a wrong one, runs `whet compare` and prints JSON. A separate process.
 
-Arguments: the operator, where the program goes that shows it, and the device (the CPU if not given).
+Arguments: the operator, the path of the reproducer, and the device (by default the CPU).
 """
 
 import json
@@ -63,12 +63,12 @@ def main(operator: str, program: str, device: str = "cpu") -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl(operator, KERNELS[operator], device.upper())
     x = torch.randn(9, 5)
-    found = compare(
+    result = compare(
         Net(), (x,), lambda model, x: model(x).square().mean(), devices=[device], steps=2, precisions=[], out=program
     )
     stdout, sys.stdout = sys.stdout, sys.stderr
     code = exit_code(program)
-    print(json.dumps({**found.as_json(), "exit_code": code}), file=stdout, flush=True)
+    print(json.dumps({**result.as_json(), "exit_code": code}), file=stdout, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The test part is judged by the weights that were best on the dev part, and the training does not notice."""
+"""The test split is evaluated with the best weights on the validation split, and the training is unchanged."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "max") -> list[float]:
-    """Trains a line; dev says that step 8 of 24 was best. What the test part saw: the weight, once."""
+    """Train a line; step 8 of 24 is best on validation. Return the weights that the test evaluation saw."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     data = {"x": torch.linspace(-1, 1, 32)[:, None], "y": torch.linspace(-3, 3, 32)[:, None]}
@@ -40,7 +40,7 @@ def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "m
 
 
 @pytest.mark.parametrize(("ema", "mode"), [(False, "max"), (True, "min")])
-def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, mode: str) -> None:
+def test_the_test_split_is_evaluated_with_the_best_weights(tmp_path: Path, ema: bool, mode: str) -> None:
     (seen,) = train(tmp_path / "run", ema=ema, mode=mode)
     evaluations = list(read_events(open_run(tmp_path / "run"), kinds=("eval",)))
     assert [event.step for event in evaluations] == [8, 16, 24, 24]
@@ -60,7 +60,7 @@ def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, 
         assert torch.equal(ours[1].tensors[name], tensor), name
 
 
-def test_a_best_checkpoint_that_is_damaged_is_told_and_the_newest_weights_are_judged(
+def test_a_damaged_best_checkpoint_is_reported_and_the_newest_weights_are_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = store.load_checkpoint

@@ -1,4 +1,4 @@
-"""Callbacks of the user's: what they are called with, what their actions do, and that their state is kept."""
+"""Callbacks of the user: their arguments, the effects of their actions, and that their state is kept."""
 
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def test_state_that_is_not_json_is_refused_before_the_first_step(tmp_path: Path)
     assert "Odd" in str(refused.value)
 
 
-def test_what_is_no_callback_is_refused() -> None:
+def test_objects_that_are_not_callbacks_are_refused() -> None:
     with pytest.raises(UsageError, match="must be an instance"):
         fit(None, print)
 

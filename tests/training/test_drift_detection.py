@@ -1,4 +1,4 @@
-"""Slow-downs are seen in real step times, and quiet runs raise no alarm; the slow-downs are simulated by arithmetic."""
+"""Slowdowns are detected in real step times, and quiet runs raise no alarm; slowdowns are simulated."""
 
 import random
 import sys
@@ -20,7 +20,7 @@ SEEDS = range(20)
 
 
 def on_fake_clock(seconds) -> list[float]:
-    """What a device whose clock moves only when told says about steps that take so long."""
+    """Run the detector on a simulated clock with these step times."""
     device, seen = FakeDevice(), []
     for value in seconds:
         start = device.mark()
@@ -45,33 +45,33 @@ def test_a_simulated_slow_down_of_30_percent_is_reported_within_60_steps(seed: i
 
 
 def test_simulated_spikes_are_no_slow_down() -> None:
-    """Three steps in a hundred take five times as long: an evaluation, a collection of garbage, a neighbour."""
+    """Three steps in a hundred take five times as long: an evaluation, a garbage collection, another process."""
     for seed in SEEDS:
         chance = random.Random(seed)
         seconds = [value * (5 if chance.random() < 0.03 else 1) for value in draw(QUIET, 500, seed=seed)]
         assert first_report(seconds) is None, seed
 
 
-def test_a_real_neighbour_is_reported_too() -> None:
-    """What the detector cannot tell apart: other programs that take the cores look like heat."""
+def test_a_real_busy_process_is_reported() -> None:
+    """A limit of the detector: other programs that use the cores look like heat."""
     assert first_report(DISTURBED) is not None
 
 
-def test_the_verdict_says_how_much_and_since_when_and_ends() -> None:
-    drift, said = SlowdownDetector(), {}
+def test_a_slowdown_has_a_factor_a_start_and_an_end() -> None:
+    drift, reported = SlowdownDetector(), {}
     for step in range(1, 601):
         verdict = drift.observe(step, 0.02 * (1.5 if 200 < step <= 400 else 1.0) * (1 + 0.01 * (step % 3)))
-        said[step] = verdict
-    first = next(step for step, verdict in said.items() if verdict)
+        reported[step] = verdict
+    first = next(step for step, verdict in reported.items() if verdict)
     assert 200 < first <= 200 + WINDOW
-    assert said[first].since_step in range(199, 205)
-    assert said[300] == Slowdown(factor=pytest.approx(1.5, abs=0.02), since_step=said[first].since_step)
-    assert said[400] is not None
-    assert said[400 + WINDOW + 8] is None, "cool again"
-    assert said[600] is None
+    assert reported[first].since_step in range(199, 205)
+    assert reported[300] == Slowdown(factor=pytest.approx(1.5, abs=0.02), since_step=reported[first].since_step)
+    assert reported[400] is not None
+    assert reported[400 + WINDOW + 8] is None, "cool again"
+    assert reported[600] is None
 
 
-def test_the_first_steps_and_impossible_times_say_nothing() -> None:
+def test_the_first_steps_and_impossible_times_are_ignored() -> None:
     drift = SlowdownDetector()
     for step in range(WARMUP_STEPS):
         drift.observe(step, 9.0)

@@ -1,4 +1,4 @@
-"""What is refused between two steps costs no step: those before it are saved, and the run goes on from there."""
+"""An error between two steps loses no step: earlier steps are saved, and the run resumes from there."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +20,13 @@ UPSET_AFTER = 3
 
 
 class NoRateError(Exception):
-    """Of a schedule of yours."""
+    """A custom schedule."""
 
 
 def train(
     folder: Path, *, upset: Upset | None = None, checkpoint_steps: int | None = None, fails_at: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Two layers of three are trained, each in a group of its own, for two epochs of four steps."""
+    """Two of three layers are trained, each in its own parameter group, for two epochs of four steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = Adam([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.05}], lr=0.01)
@@ -60,7 +60,7 @@ def last_saved(folder: Path) -> int:
 
 
 def assert_goes_on(folder: Path, *, after: int, whole: Path, checkpoint_steps: int | None = None) -> None:
-    """The corrected program goes on there, to the bits of one that was right from the beginning."""
+    """The corrected program resumes and ends with the bits of one that was correct from the start."""
     ended = train(folder, checkpoint_steps=checkpoint_steps)
     (resumed,) = read_events(open_run(folder), kinds=("resume",))
     assert resumed.step == after
@@ -88,9 +88,9 @@ def a_scheduler_steps(_model: nn.Sequential, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("upset", "what"),
     [
-        (a_group_comes, "other parameter groups"),
-        (a_foreign_group_comes, "other parameter groups"),
-        (a_scheduler_steps, "something else changes the learning rate"),
+        (a_group_comes, "parameter groups of the optimizer changed"),
+        (a_foreign_group_comes, "parameter groups of the optimizer changed"),
+        (a_scheduler_steps, "the learning rate was changed outside of the session"),
     ],
 )
 def test_the_steps_before_a_refusal_are_saved(
@@ -110,9 +110,9 @@ def test_the_steps_before_a_failure_of_your_schedule_are_saved(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
-def test_without_a_group_that_is_gone_nothing_is_saved(checkpoint_steps: int | None, tmp_path: Path) -> None:
-    """Nobody could go on from such a checkpoint: the one before stays the newest."""
-    with pytest.raises(UsageError, match="other parameter groups"):
+def test_nothing_is_saved_after_a_rank_is_lost(checkpoint_steps: int | None, tmp_path: Path) -> None:
+    """No run could resume from such a checkpoint, so the previous one stays the newest."""
+    with pytest.raises(UsageError, match="parameter groups of the optimizer changed"):
         train(tmp_path / "run", upset=a_group_goes, checkpoint_steps=checkpoint_steps)
     assert last_saved(tmp_path / "run") == 0
     assert_goes_on(tmp_path / "run", after=0, whole=tmp_path / "whole", checkpoint_steps=checkpoint_steps)

@@ -1,4 +1,4 @@
-"""What a run writes down beside its losses: health, norms of gradients, confusion matrices and samples."""
+"""Values that a run logs besides its losses: health, gradient norms, confusion matrices and samples."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import whet
 from small_models import convnet, images
 from whet.base.errors import UsageError
 from whet.device.fake import FakeDevice
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.machine.load import ProcessUsage, Usage
 from whet.run.curve import downsample_curves
 from whet.run.event import Event
@@ -43,7 +43,7 @@ def events(run: Path, kind: str) -> list[Event]:
     return list(read_events(run, kinds=(kind,)))
 
 
-SEEN = Conditions(
+SEEN = SystemState(
     memory_available_bytes=3_000, swap_used_bytes=7, thermal="moderate", memory_pressure="warn", gpu_busy_percent=37.0
 )
 
@@ -59,10 +59,10 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
     pairs = zip(without.state_dict().values(), with_health.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
-    found = events(tmp_path / "with", "health")
-    assert [event.step for event in found] == list(range(1, 21))
-    assert [event.get("samples") for event in found] == [8 * event.step for event in found]
-    first, last = found[0], found[-1]
+    actual = events(tmp_path / "with", "health")
+    assert [event.step for event in actual] == list(range(1, 21))
+    assert [event.get("samples") for event in actual] == [8 * event.step for event in actual]
+    first, last = actual[0], actual[-1]
     assert "samples_per_second" not in first.fields, "there is nothing to compare the first with"
     assert 0 < last.number("samples_per_second") < 1e7
     memory = last.get("memory")
@@ -84,11 +84,11 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
 OUTCOME = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=())
 
 
-def test_speed_is_told_of_the_time_of_work_alone() -> None:
-    """On a simulated clock: an evaluation of 4 s between two readings is no slow training."""
-    now, told = 100.0, []
-    recorder = Recorder(None, FakeDevice(), on_event=lambda kind, fields: told.append((kind, fields)))
-    thermal: Any = SimpleNamespace(conditions=Conditions(), heat="hot")
+def test_speed_excludes_pauses() -> None:
+    """On a simulated clock: an evaluation of 4 s between two readings does not count as slow training."""
+    now, logged = 100.0, []
+    recorder = Recorder(None, FakeDevice(), on_event=lambda kind, fields: logged.append((kind, fields)))
+    thermal: Any = SimpleNamespace(system_state=SystemState(), heat="hot")
     healths = health.Health(recorder, FakeDevice(), thermal, memory_bytes=None, clock=lambda: now, usage=Usage)
     for second in range(1, 13):
         now = 100.0 + second
@@ -96,18 +96,18 @@ def test_speed_is_told_of_the_time_of_work_alone() -> None:
             recorder.spent("evaluate", 4.0)
         healths.after_step(State(step=second, samples=10 * second), OUTCOME)
     recorder.read()
-    assert [(kind, fields["step"]) for kind, fields in told] == [("health", 1), ("health", 6), ("health", 11)]
-    assert [fields.get("samples_per_second") for _, fields in told] == [None, 10.0, 50.0]
-    assert told[0][1].keys() == {"step", "samples", "memory", "utilization", "heat"}, "what is unknown is left out"
-    assert (told[0][1]["heat"], told[0][1]["utilization"]) == ("hot", {})
+    assert [(kind, fields["step"]) for kind, fields in logged] == [("health", 1), ("health", 6), ("health", 11)]
+    assert [fields.get("samples_per_second") for _, fields in logged] == [None, 10.0, 50.0]
+    assert logged[0][1].keys() == {"step", "samples", "memory", "utilization", "heat"}, "unknown values are omitted"
+    assert (logged[0][1]["heat"], logged[0][1]["utilization"]) == ("hot", {})
 
 
-def test_what_this_process_takes_is_read_from_the_system() -> None:
-    ask = ProcessUsage()
+def test_usage_of_this_process_is_read_from_the_system() -> None:
+    usage = ProcessUsage()
     held = bytearray(b"x") * 80_000_000
-    before = ask()
+    before = usage()
     del held
-    after = ask()
+    after = usage()
     assert before.process_bytes is not None
     assert after.process_bytes is not None
     assert before.process_bytes - after.process_bytes > 60_000_000
@@ -117,14 +117,14 @@ def test_the_norm_of_the_gradient_is_taken_now_and_then_without_clipping(tmp_pat
     train(tmp_path / "plain", epochs=2)
     norms = {event.step: event.number("grad_norm") for event in events(tmp_path / "plain", "step")}
     assert [step for step, norm in norms.items() if norm is not None] == [NORM_EVERY, 2 * NORM_EVERY]
-    # A bound that no gradient reaches changes nothing, and takes every norm.
+    # A bound that no gradient reaches changes nothing, but computes every norm.
     train(tmp_path / "clipped", epochs=2, clip=1e9)
     clipped = {event.step: event.number("grad_norm") for event in events(tmp_path / "clipped", "step")}
     assert all(norm is not None and norm > 0 for norm in clipped.values())
     assert norms[NORM_EVERY] == pytest.approx(clipped[NORM_EVERY], rel=1e-6)
 
 
-def test_an_evaluation_may_tell_more_than_numbers(tmp_path: Path) -> None:
+def test_an_evaluation_may_log_more_than_numbers(tmp_path: Path) -> None:
     def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, Any]:
         samples = [{"input": "x" * 1_000, "expected": "a", "predicted": number} for number in range(40)]
         confusion = {"labels": ["a", "b"], "counts": torch.tensor([[3, 1], [0, 4]])}
@@ -138,7 +138,7 @@ def test_an_evaluation_may_tell_more_than_numbers(tmp_path: Path) -> None:
         val=val,
         test=val,
         goal="accuracy",
-        on_event=lambda *told: shown.append(told),
+        on_event=lambda *logged: shown.append(logged),
     )
     assert result.metrics == {"accuracy": 0.875, "test_accuracy": 0.875}
     on_dev, on_test = events(tmp_path / "run", "eval")
@@ -157,8 +157,8 @@ def test_of_many_classes_the_rarest_become_one() -> None:
     for truth in range(size):
         counts[truth][truth] = truth
         counts[truth][0] += 1
-    found = metrics.normalize_metrics({"confusion": {"labels": [f"c{n}" for n in range(size)], "counts": counts}})
-    confusion = found["confusion"]
+    actual = metrics.normalize_metrics({"confusion": {"labels": [f"c{n}" for n in range(size)], "counts": counts}})
+    confusion = actual["confusion"]
     assert len(confusion["labels"]) == len(confusion["counts"]) == metrics.MAX_CLASSES
     assert confusion["labels"][-1] == metrics.OTHER_CLASS
     assert confusion["labels"][-2] == f"c{size - 1}"
@@ -171,7 +171,7 @@ def test_of_many_classes_the_rarest_become_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "what"),
+    ("actual", "what"),
     [
         ({"accuracy": "high"}, "'accuracy' is not a number"),
         ({"accuracy": None}, "'accuracy' is not a number"),
@@ -187,7 +187,7 @@ def test_of_many_classes_the_rarest_become_one() -> None:
         ({"samples": ["text"]}, "samples must be dicts"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(found: dict[str, Any], what: str) -> None:
+def test_invalid_metrics_are_refused(actual: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        metrics.normalize_metrics(found)
+        metrics.normalize_metrics(actual)
     assert what in str(caught.value)

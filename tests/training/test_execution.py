@@ -47,7 +47,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 def test_a_loss_may_compute_gradients_itself_while_it_is_measured() -> None:
-    """As a penalty on the gradient of the inputs does; and nothing of it stays in memory."""
+    """Like a penalty on the gradient of the inputs; nothing of it stays in memory."""
     torch.manual_seed(0)
     model, alive = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
 
@@ -55,10 +55,10 @@ def test_a_loss_may_compute_gradients_itself_while_it_is_measured() -> None:
         x = micro.x.clone().requires_grad_()
         inner = model[:2](x)
         alive.append(weakref.ref(inner))
-        found = nn.functional.cross_entropy(model[2](inner), micro.y)
-        (slope,) = torch.autograd.grad(found, x, create_graph=True)
+        result = nn.functional.cross_entropy(model[2](inner), micro.y)
+        (slope,) = torch.autograd.grad(result, x, create_graph=True)
         assert slope.requires_grad
-        return found + slope.square().sum()
+        return result + slope.square().sum()
 
     train(model, (torch.randn(16, 3), torch.randint(0, 2, (16,))), loss=loss, global_batch_size=8)
     assert len(alive) == 4, "measured twice, then two steps"
@@ -127,7 +127,7 @@ def test_recomputing_needs_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-def test_a_compiled_model_is_asked_for_and_stays_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_on_keeps_the_same_model_object(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
     def as_it_is(graph: torch.fx.GraphModule, _: object):
@@ -159,7 +159,7 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object(monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-def test_a_simulated_missing_compiler_is_said_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_missing_compiler_is_an_error_of_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise RuntimeError("No working C++ compiler found\nand many lines more")
 
@@ -188,8 +188,8 @@ print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
 @pytest.mark.slow
-def test_what_was_compiled_is_there_at_the_next_start(tmp_path: Path) -> None:
-    """Two processes; the second finds in whet's own caches what the first one compiled."""
+def test_compiled_code_is_cached_for_the_next_start(tmp_path: Path) -> None:
+    """Two processes: the second reuses the compiled code of the first from whet's cache."""
     import os
     import subprocess
     import sys

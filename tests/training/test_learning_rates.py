@@ -1,4 +1,4 @@
-"""The learning rates are the run's own, also where it goes on from a checkpoint."""
+"""Learning rates follow the schedule of the run, also after a resume."""
 
 import math
 from pathlib import Path
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.torch
 LR = 0.1
 
 
-def train(folder: Path, *, lr: float = LR, bad_step: int | None = None, max_steps: int = 8) -> list[float]:
-    """The rates of all steps of the run, whose schedule falls; the loss of a bad step is once no number."""
+def train(folder: Path, *, bad_step: int | None = None, max_steps: int = 8) -> list[float]:
+    """Return the rates of all steps; the schedule falls, and one step has a NaN loss once."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     left = 0 if bad_step is None else 1
     with whet.Session(
         model,
-        torch.optim.SGD(model.parameters(), lr=lr),
+        torch.optim.SGD(model.parameters(), lr=LR),
         (torch.randn(32, 3), torch.randn(32, 1)),
         run=folder,
         device="cpu",
@@ -44,13 +44,8 @@ def train(folder: Path, *, lr: float = LR, bad_step: int | None = None, max_step
     return [event.get("lr") for event in read_events(open_run(folder), kinds=("step",))]
 
 
-def test_rates_are_those_of_the_checkpoint_and_not_of_the_optimizer_that_is_given(tmp_path: Path) -> None:
-    train(tmp_path / "run", max_steps=3)
-    assert train(tmp_path / "run", lr=7 * LR) == [LR * (1 / number) for number in range(1, 9)]
-
-
 @pytest.mark.parametrize("bad_step", [4, 5])
-def test_going_back_is_not_taken_for_somebody_elses_schedule(bad_step: int, tmp_path: Path) -> None:
+def test_a_rollback_is_not_mistaken_for_another_scheduler(bad_step: int, tmp_path: Path) -> None:
     assert train(tmp_path / "run", bad_step=bad_step) == [LR * (1 / number) for number in range(1, 9)]
     (resumed,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
     assert (resumed.step, "rollback_reason" in resumed.fields) == (3, True)

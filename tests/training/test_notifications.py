@@ -1,4 +1,4 @@
-"""Notifications: texts arrive as texts, whatever is in them; what is missing is said once."""
+"""Notifications: any text is passed literally, and a missing program is reported once."""
 
 import json
 import os
@@ -18,28 +18,28 @@ HOSTILE = "--help $(touch pwned) `touch pwned` '\" <b>x</b>\x1b]0;gone\x07\n-e \
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs that write down their arguments, where notify-send and osascript are looked for."""
+    """Programs that record their arguments, in place of notify-send and osascript."""
     for name in ("notify-send", "osascript"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(
             f"#!{sys.executable}\nimport json, sys\n"
-            f"open({str(tmp_path / 'told')!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+            f"open({str(tmp_path / 'logged')!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
         )
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "told"
+    return tmp_path / "logged"
 
 
-def told(file: Path) -> list[list[str]]:
+def logged(file: Path) -> list[list[str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_hostile_text_reaches_a_stand_in_of_notify_send_as_text(stand_in: Path, tmp_path: Path) -> None:
     assert notify(HOSTILE, HOSTILE) is None
-    ((name, end, title, text),) = told(stand_in)
+    ((name, end, title, text),) = logged(stand_in)
     assert (name, end) == ("--app-name=whet", "--")
     assert title == "help $(touch pwned) `touch pwned` '\" <b>x</b> ]0;gone -e \\"
     assert text == "help $(touch pwned) `touch pwned` '\" &lt;b&gt;x&lt;/b&gt; ]0;gone -e \\"
@@ -78,7 +78,7 @@ def test_without_a_desktop_the_terminal_notifies(kind: str, seen: bytes, monkeyp
     os.close(master)
 
 
-def test_a_program_that_is_missing_or_fails_is_said(stand_in: Path) -> None:
+def test_a_missing_or_failing_program_is_reported(stand_in: Path) -> None:
     assert notify("a", "b", run=lambda command, any_exit=False: None) == f"{stand_in.parent / 'bin/notify-send'} failed"
     (stand_in.parent / "bin" / "notify-send").unlink()
     assert notify("a", "b") == "no notify-send here"
@@ -86,15 +86,15 @@ def test_a_program_that_is_missing_or_fails_is_said(stand_in: Path) -> None:
         assert notify("a", "b", terminal=file) == "no notify-send here"
 
 
-def test_a_run_tells_its_end_and_each_trouble_once() -> None:
-    sent, shown, said = list[tuple[str, str]](), list[str](), list[str]()
+def test_a_run_reports_its_end_and_each_problem_once() -> None:
+    sent, shown, reported = list[tuple[str, str]](), list[str](), list[str]()
 
     def send(title: str, text: str) -> str | None:
         sent.append((title, text))
         return "no desktop"
 
     on_event = DesktopNotifier(
-        "text", on_event=lambda kind, fields: shown.append(kind), print_line=said.append, send=send
+        "text", on_event=lambda kind, fields: shown.append(kind), print_line=reported.append, send=send
     )
     on_event("start", {"step": 0})
     on_event("step", {"step": 1, "loss": 0.25})
@@ -111,12 +111,12 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
         ("whet: text done", "step 9, loss 0.25, accuracy 0.5"),
     ]
     assert len(shown) == 11
-    assert said == ["text: no notification: no desktop"]
+    assert reported == ["text: no notification: no desktop"]
     on_event("end", {"step": 9, "state": "failed", "reason": "the loss is not a number"})
     assert sent[-1] == ("whet: text failed", "the loss is not a number; step 9")
 
 
-def test_a_training_that_was_killed_is_told_by_its_parent(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_training_is_reported_by_its_parent(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = KilledError("the training was killed", got="SIGKILL", try_="again", code=-9)
 
     def live(words: str, *, is_wanted: bool) -> None:
@@ -127,7 +127,7 @@ def test_a_training_that_was_killed_is_told_by_its_parent(stand_in: Path, capsys
     for words, is_wanted in (("the training was killed by SIGKILL; it goes on", True), ("not told", False)):
         with pytest.raises(KilledError):
             live(words, is_wanted=is_wanted)
-    assert [words[2:] for words in told(stand_in)] == [
+    assert [words[2:] for words in logged(stand_in)] == [
         ["whet: text needs attention", "the training was killed by SIGKILL; it goes on"],
         ["whet: text failed", "the training was killed: SIGKILL"],
     ]

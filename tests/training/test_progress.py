@@ -1,4 +1,4 @@
-"""How a run shows itself: few lines however many epochs, and one display in a notebook."""
+"""Progress output: few lines for any number of epochs, and a single display in a notebook."""
 
 import io
 import sys
@@ -22,7 +22,7 @@ def live(line: ProgressLine) -> None:
         line("epoch", {"epoch": epoch, "epoch_seconds": 0.01})
         if epoch == EPOCHS // 2:
             line("warning", {"reason": "the disk is full", "retry": "soon"})
-    line("end", {"step": EPOCHS, "state": "stopped"})
+    line("end", {"step": EPOCHS, "state": "stopped", "reason": "stopped by Ctrl-C"})
 
 
 def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
@@ -34,14 +34,16 @@ def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
     assert "text: the disk is full; tried again soon; training continues" in lines
     assert lines[-3].startswith("text  step 3,000")
     assert lines[-2].startswith("text  epoch 3000/3000 took")
-    assert lines[-1] == "text: stopped after step 3,000; the same call resumes"
+    assert lines[-1] == "text: stopped by Ctrl-C, at step 3,000; the same call resumes"
 
 
-def test_who_stops_at_once_is_told_that_nothing_more_was_saved() -> None:
+def test_an_immediate_stop_reports_that_nothing_more_was_saved() -> None:
     stream = io.StringIO()
-    ProgressLine("text", stream=stream)("end", {"step": 3, "state": "stopped", "reason": "KeyboardInterrupt: "})
-    told = "text: stopped after step 3, and nothing more was saved; the same call resumes from the last checkpoint\n"
-    assert stream.getvalue() == told
+    ProgressLine("text", stream=stream)(
+        "end", {"step": 3, "state": "stopped", "reason": "stopped by Ctrl-C, and nothing more was saved"}
+    )
+    logged = "text: stopped by Ctrl-C, and nothing more was saved, at step 3; the same call resumes\n"
+    assert stream.getvalue() == logged
 
 
 def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
@@ -64,12 +66,12 @@ def test_after_many_lines_there_is_one_now_and_then(monkeypatch: pytest.MonkeyPa
     for epoch in range(1, 201):
         now[0] += 1
         line("epoch", {"epoch": epoch, "epoch_seconds": 1.0})
-    told = [int(said.split()[2]) for said in stream.getvalue().splitlines()]
-    assert told == [*range(1, 41), *range(51, 201, 11)]
+    logged = [int(reported.split()[2]) for reported in stream.getvalue().splitlines()]
+    assert logged == [*range(1, 41), *range(51, 201, 11)]
 
 
 class SimulatedShell:
-    """What a notebook's shell does with a display: writes down what is published."""
+    """A simulated notebook shell that records published displays."""
 
     kernel = True
 
@@ -94,14 +96,14 @@ def test_in_a_simulated_notebook_there_is_one_display(shell: SimulatedShell) -> 
     assert len({display for _, display, _ in shell.published}) == 1
     assert len(shell.published) < 30
     last = shell.published[-1][0]
-    assert last["text/plain"].splitlines()[-1].endswith("stopped after step 3,000; the same call resumes")
+    assert last["text/plain"].splitlines()[-1].endswith("stopped by Ctrl-C, at step 3,000; the same call resumes")
     assert len(last["text/plain"].splitlines()) == 13
     assert "<script>" not in last["text/html"]
     assert "\x1b" not in last["text/plain"] + last["text/html"]
     assert any("<progress" in data["text/html"] for data, _, _ in shell.published)
 
 
-def test_a_stream_of_yours_is_no_notebook(shell: SimulatedShell) -> None:
+def test_a_custom_stream_is_not_a_notebook(shell: SimulatedShell) -> None:
     assert isinstance(open_screen(None, io.StringIO()), NotebookScreen)
     assert isinstance(open_screen(io.StringIO(), io.StringIO()), PlainScreen)
     del SimulatedShell.kernel  # IPython in a terminal has none.

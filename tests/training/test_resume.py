@@ -1,4 +1,4 @@
-"""The same command goes on where it stopped, as if nothing had happened."""
+"""The same command resumes exactly where the run stopped."""
 
 import dataclasses
 import json
@@ -35,13 +35,13 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    """Until the log tells of it, which reaches the disk once a second."""
+    """Wait until the log contains it; the log reaches the disk once a second."""
     log = run / "events.jsonl"
     until(lambda: log.exists() and any(e.step >= step for e in read_events(open_run(run), kinds=("step",))))
 
 
 def held(fork_server: ForkServer, run: Path, step: int, *words: str) -> ForkedProcess:
-    """A training that stays in the middle of a step until it is let go."""
+    """A training that waits in the middle of a step until it is released."""
     process = fork_server.start(JOB, run, f"hold={step}", *words)
     until(Path(f"{run}.holds").exists)
     return process
@@ -56,9 +56,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def final(run: Path) -> store.Snapshot:
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    return found[1]
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    return result[1]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def assert_same(run: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_run_ends_as_if_nothing_had_happened(
+def test_an_interrupted_run_resumes_to_the_same_result(
     fork_server: ForkServer, uninterrupted: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     run = tmp_path / "cut"
@@ -104,21 +104,21 @@ def test_two_interrupts_stop_at_once(fork_server: ForkServer, tmp_path: Path) ->
     assert process.wait().code != 0
 
 
-def test_sittings_add_up(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path) -> None:
+def test_sessions_add_up(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "sittings"
-    for sitting in range(4):
+    for session in range(4):
         assert finish(fork_server, run, "epochs_per_session=1") == 0
         state = json.loads((run / "result.json").read_text())
-        assert state == {"state": "done" if sitting == 3 else "stopped", "step": 10 * (sitting + 1)}
+        assert state == {"state": "done" if session == 3 else "stopped", "step": 10 * (session + 1)}
     assert_same(run, uninterrupted)
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
+def test_a_killed_run_resumes_from_its_last_checkpoint(
     fork_server: ForkServer, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "killed"
     process = held(fork_server, run, 14, 'overrides={"checkpoint_steps": 3}')
-    # It may still be written beside the steps after it.
+    # It may still be written during later steps.
     until(lambda: 12 in store.list_steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     assert process.wait().code == -signal.SIGKILL
@@ -142,7 +142,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
 
 
 def damage(checkpoint: Path) -> None:
-    """One bit, so that all sizes are right."""
+    """Flip one bit, so that all sizes stay correct."""
     data = bytearray((checkpoint / store.TENSORS).read_bytes())
     data[-3] ^= 1
     (checkpoint / store.TENSORS).write_bytes(data)
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(
     assert_same(run, uninterrupted)
 
 
-def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_displace_a_complete_one(fork_server: ForkServer, tmp_path: Path) -> None:
     run, overrides = tmp_path / "damaged", 'overrides={"checkpoint_steps": 40, "keep": 3}'
     assert finish(fork_server, run, "epochs_per_session=1", overrides) == 0
     folder = open_run(run).checkpoints
@@ -206,7 +206,7 @@ def test_only_one_process_trains_in_a_folder(fork_server: ForkServer, tmp_path: 
 
 @pytest.mark.parametrize("forgotten", ["rng", "ema", "optimizer", "position", "schedule"])
 def test_the_comparison_can_fail(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path, forgotten: str) -> None:
-    """A checkpoint that forgets something is noticed: the fault is planted in the saved state."""
+    """A checkpoint that omits something is detected: the fault is planted in the saved state."""
     run = tmp_path / "mutant"
     assert finish(fork_server, run, "epochs_per_session=1") == 0
     folder = open_run(run).checkpoints

@@ -68,7 +68,7 @@ def test_no_checkpoint_is_vouched_for_that_was_removed(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:
-    """As in a notebook: the interrupt reaches the process, the call returns, and the same call goes on."""
+    """As in a notebook: the interrupt reaches the process, the call returns, and the same call resumes."""
     import os
     import signal
 
@@ -80,7 +80,7 @@ def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:
         model = convnet(dropout=0.3)
 
         def loss(micro):
-            seen.append(len(micro))
+            seen.append(len(micro.sample_ids))
             if len(seen) == interrupt_at:
                 os.kill(os.getpid(), signal.SIGINT)
             return nn.functional.cross_entropy(model(micro.x), micro.y)
@@ -91,12 +91,12 @@ def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:
     whole, expected = cell("whole", 0)
     seen.clear()
     stopped, _ = cell("cut", 11)
-    done, found = cell("cut", 11)
+    done, actual = cell("cut", 11)
     assert (stopped.state, stopped.exit_code) == ("stopped", 130)
     assert stopped.step < 24
     assert (done.state, done.step) == (whole.state, whole.step) == ("done", 24)
     for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, actual[name]), name
 
 
 def test_the_final_state_is_saved_although_its_folder_was_damaged(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def test_the_final_state_is_saved_although_its_folder_was_damaged(tmp_path: Path
     (folder / store.checkpoint_name(16) / store.TENSORS).write_bytes(b"damaged")
     result = train(convnet(), images(64, seed=0), **options)
     assert result.step == 16
-    found = store.load_newest(folder)
-    assert found is not None
-    assert (found[0], found[2]) == (16, [])
+    actual = store.load_newest(folder)
+    assert actual is not None
+    assert (actual[0], actual[2]) == (16, [])
 
 
 def test_rates_come_from_the_run_and_not_from_a_used_optimizer(tmp_path: Path) -> None:
-    """The same objects, called twice in one process: the second call goes on with the schedule of the first."""
+    """The same objects, called twice in one process: the second call resumes with the schedule of the first."""
     model = convnet()
     optimizer = sgd(model, lr=0.1)
     rates: list[float] = []
@@ -131,7 +131,7 @@ def test_rates_come_from_the_run_and_not_from_a_used_optimizer(tmp_path: Path) -
     assert rates == [0.1 * (1 / step) for step in range(1, 9)]
 
 
-def test_wishes_of_a_run_stay(tmp_path: Path) -> None:
+def test_overrides_of_a_run_are_kept(tmp_path: Path) -> None:
     options = {"run": tmp_path / "run", "epochs": 1}
     train(convnet(), images(64, seed=0), max_steps=2, overrides={"micro_batch": 4}, **options)
     with pytest.raises(WhetError, match="another micro_batch"):
@@ -161,10 +161,10 @@ def test_parts_in_eval_mode_stay_so() -> None:
     assert int(model[1].num_batches_tracked) == 0
 
 
-def test_the_progress_line_tells_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_line_shows_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     train(convnet(), images(16, seed=0), epochs=2, on_event="line")
-    told = capsys.readouterr().err
-    assert "epoch 2/2 took" in told
+    logged = capsys.readouterr().err
+    assert "epoch 2/2 took" in logged
     train(convnet(), images(16, seed=0), on_event=None)
     assert capsys.readouterr().err == ""
 
@@ -185,9 +185,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_spares_the_checkpoints(tm
     assert report.state == "failed"
     from whet.checkpoint import store
 
-    found = store.load_newest(open_run(tmp_path / "run").checkpoints)
-    assert found is not None
-    assert all(t.isfinite().all() for name, t in found[1].tensors.items() if name.startswith("model/"))
+    actual = store.load_newest(open_run(tmp_path / "run").checkpoints)
+    assert actual is not None
+    assert all(t.isfinite().all() for name, t in actual[1].tensors.items() if name.startswith("model/"))
 
 
 def test_a_hostile_optimizer_state_does_not_reach_the_kernels(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
 
     def loss(micro):
-        # The square root of zero has an infinite slope: a finite loss, and no finite gradient.
-        return (model(micro.x) * 0).abs().sqrt().mean()
+        # The square root of zero has an infinite gradient: a finite loss without a finite gradient.
+        return (model(micro) * 0).abs().sqrt().mean()
 
     with pytest.raises(WhetError, match="the gradient is not finite"):
         train(model, torch.randn(16, 1), loss=loss, run=tmp_path / "run", epochs=50)

@@ -1,15 +1,17 @@
 """Data of a session: streams, ragged columns, workers, arrays."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import whet
 from small_models import convnet, images
 from small_training import small_workload, train
 from whet.base.errors import WhetError
-from whet.data.adapters import StatefulIterable
+from whet.data.streams import StatefulIterable
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 class Counting:
-    """A stream that can say where it stands."""
+    """A stream that can return its position."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -37,7 +39,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_a_stream_goes_on_where_it_was(tmp_path: Path, has_state: bool) -> None:
+def test_a_stream_resumes_at_its_position(tmp_path: Path, has_state: bool) -> None:
     seen: list[list[float]] = []
     model = nn.Linear(1, 2)
 
@@ -60,7 +62,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path, has_state: bool) -> None:
 
 
 class list_stream:  # noqa: N801
-    """An iterable that starts anew each time and cannot say where it stands."""
+    """An iterable that restarts each time and cannot return its position."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -70,7 +72,7 @@ class list_stream:  # noqa: N801
 
 
 def test_a_first_micro_batch_in_which_nothing_counts_does_no_harm() -> None:
-    """Weights 0, then 2: the step is that of the samples that count."""
+    """Weights 0, then 2: only the samples with a weight determine the step."""
     finals = []
     for micro_batch in (4, 2):
         torch.manual_seed(0)
@@ -91,7 +93,7 @@ def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
     model = nn.Linear(3, 1)
     before = model.weight.detach().clone()
     for weight in (torch.tensor(0.0), 0.0):
-        train(model, torch.randn(8, 3), loss=lambda m, w=weight: (model(m.x).sum() * 0, w))
+        train(model, torch.randn(8, 3), loss=lambda m, w=weight: (model(m).sum() * 0, w))
     assert torch.equal(model.weight, before)
 
 
@@ -103,7 +105,7 @@ def test_several_ragged_columns_are_padded_each_to_its_own_length() -> None:
     short = Ragged.of([torch.arange(n) for n in (1, 2, 3, 1)])
     long = Ragged.of([torch.arange(n) + 10 for n in (9, 2, 4, 7)])
     source = open_source({"short": short, "long": long}, CpuDevice(), global_batch_size=4, seed=0)
-    for how in ("fixed", "sorted", "few shapes"):
+    for how in ("fixed", "sorted", "bucketed"):
         for batch in source.batches(Position()):
             for micro in source.micro_batches(batch, micro_batch=3, length_mode=how):
                 for name, column in (("short", short), ("long", long)):
@@ -124,8 +126,8 @@ def test_other_data_is_refused_and_shorter_data_does_not_hang(tmp_path: Path) ->
 def test_a_stream_with_a_state_can_stop_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     model = nn.Linear(1, 2)
     options = {"epochs": 3, "global_batch_size": 4, "epochs_per_session": 1, "run": tmp_path / "run"}
-    for sitting in (1, 2, 3):
-        assert train(model, Counting(8), **options).step == 2 * sitting
+    for session in (1, 2, 3):
+        assert train(model, Counting(8), **options).step == 2 * session
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -133,10 +135,13 @@ def test_workers_survive_an_interrupt(start: str) -> None:
     import os
     import signal
 
-    from whet.data.adapters import LoaderConfig, MapStyleSource
+    from whet.data.adapters import LoadingConfig, open_source
     from whet.data.batch import Position
+    from whet.device.cpu import CpuDevice
 
-    source = MapStyleSource(Squares(), global_batch_size=4, seed=0, loading=LoaderConfig(workers=1, start=start))
+    source = open_source(
+        Squares(), CpuDevice(), global_batch_size=4, seed=0, loading=LoadingConfig(workers=1, start=start)
+    )
     batches = source.batches(Position())
     first = next(batches)
     assert source.workers is not None
@@ -201,3 +206,47 @@ def test_every_row_of_a_small_table_counts_in_its_fingerprint(tmp_path: Path) ->
     changed[123] += 1e-3
     with pytest.raises(WhetError, match="not what the run was started with"):
         train(convnet(), (changed, y), run=tmp_path / "run", max_steps=4)
+
+
+@pytest.mark.parametrize("form", ["list", "tuple", "dict"])
+def test_a_collate_function_gets_rows(form: str) -> None:
+    rows = [torch.arange(1.0, 2 + n % 3) for n in range(12)]
+    x, y = torch.randn(12, 3), torch.randn(12, 1)
+    data = {"list": rows, "tuple": (x, y), "dict": {"x": x, "y": y, "name": list("abcdefghijkl")}}[form]
+    seen: list[object] = []
+
+    def collate(samples: list[Any]) -> Tensor:
+        seen.extend(samples)
+        first = [sample if form == "list" else sample["x" if form == "dict" else 0] for sample in samples]
+        return nn.utils.rnn.pad_sequence(first, batch_first=True)[:, :1]
+
+    model = nn.Linear(1, 1)
+    result = whet.train(
+        model,
+        data,
+        loss=lambda batch: model(batch).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        collate_fn=collate,
+        global_batch_size=4,
+        val=data,
+        overrides={"workers": 0},
+        on_event=None,
+    )
+    assert result.step == 3
+    assert "val_loss" in result.metrics
+    assert {type(sample) for sample in seen} == {{"list": Tensor, "tuple": tuple, "dict": dict}[form]}
+
+
+def test_a_list_of_tensors_is_refused_because_it_is_ambiguous() -> None:
+    # [x, y] is written for (x, y), and a short list of samples looks the same.
+    model = nn.Linear(3, 1)
+    with pytest.raises(WhetError, match="may be a list of samples or of columns") as refused:
+        whet.train(
+            model,
+            [torch.randn(3) for _ in range(3)],
+            loss=lambda batch: model(batch).square().mean(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            global_batch_size=3,
+            on_event=None,
+        )
+    assert "torch.stack(data)" in str(refused.value)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop says at once that it has heard; asked twice it stops, with that signal's exit code."""
+"""A stop request is acknowledged immediately; a second one stops the run with the exit code of the signal."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ SAID = {
     signal.SIGINT: "stopping after this step; Ctrl-C once more stops at once",
     signal.SIGTERM: "SIGTERM: stopping after this step; a second one stops at once",
 }
-Told = list[tuple[str, dict[str, Any]]]
+Logged = list[tuple[str, dict[str, Any]]]
 
 
 def train(
@@ -59,24 +59,24 @@ def train(
     )
 
 
-def words(told: Told) -> list[str]:
-    return [fields["message"] for kind, fields in told if kind == "stopping"]
+def words(logged: Logged) -> list[str]:
+    return [fields["message"] for kind, fields in logged if kind == "stopping"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_answered_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    told: Told = []
+    logged: Logged = []
     at_once: list[str] = []
 
     def ask(call: int) -> None:
         if call == 3:
             os.kill(os.getpid(), number)
-            at_once.extend(words(told))
+            at_once.extend(words(logged))
 
-    result = train(tmp_path / "run", on_event=lambda kind, fields: told.append((kind, fields)), in_loss=ask)
+    result = train(tmp_path / "run", on_event=lambda kind, fields: logged.append((kind, fields)), in_loss=ask)
     assert (result.state, result.step, result.exit_code) == ("stopped", 3, 128 + number)
-    assert at_once == [SAID[number]], "said in the middle of the step"
-    assert words(told) == at_once, "once"
+    assert at_once == [SAID[number]], "reported in the middle of the step"
+    assert words(logged) == at_once, "once"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
@@ -84,50 +84,50 @@ def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_firs
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
-    told: Told = []
+    logged: Logged = []
     heard_at: list[str] = []
 
     def ask(call: int) -> None:
         if call == 1:
             os.kill(os.getpid(), signal.SIGINT)
-            heard_at.extend(kind for kind, _ in told)
+            heard_at.extend(kind for kind, _ in logged)
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
-        told.append((kind, fields))
+        logged.append((kind, fields))
 
     result = train(tmp_path / "run", on_event=on_event, in_loss=ask, overrides={"compile": "on"})
     assert (result.step, result.exit_code) == (1, 130)
     assert heard_at[-1] == "stopping"
-    compared = [str(fields.get("message")) for kind, fields in told if kind == "plan"]
+    compared = [str(fields.get("message")) for kind, fields in logged if kind == "plan"]
     assert any(line.startswith("compiled: ") for line in compared)
-    assert not any(str(e.get("message")).startswith("compiled") for k, e in told[: len(heard_at)] if k == "plan")
+    assert not any(str(e.get("message")).startswith("compiled") for k, e in logged[: len(heard_at)] if k == "plan")
 
 
 def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> None:
-    told: Told = []
+    logged: Logged = []
     depth = 0
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
-        assert depth == 1, "a screen is not told of two things at a time"
+        assert depth == 1, "one message at a time"
         if kind == "eval":
             os.kill(os.getpid(), signal.SIGTERM)
             # Here the handler runs.
             time.sleep(0.01)
-        told.append((kind, fields))
+        logged.append((kind, fields))
         depth -= 1
 
     options: dict[str, Any] = {"evaluate": lambda _model, _micros: {"a": 1.0}, "val": images(8, seed=1)}
     result = train(tmp_path / "run", on_event=on_event, in_loss=lambda _call: None, eval_every=2, **options)
     assert result.step == 2
-    kinds = [kind for kind, _ in told]
+    kinds = [kind for kind, _ in logged]
     assert kinds[kinds.index("eval") + 1] == "stopping"
-    assert words(told) == [SAID[signal.SIGTERM]]
+    assert words(logged) == [SAID[signal.SIGTERM]]
 
 
 def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(tmp_path: Path) -> None:
-    told: Told = []
+    logged: Logged = []
     refusals = 0
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(t
         if kind == "stopping" and not refusals:
             refusals += 1
             raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
-        told.append((kind, fields))
+        logged.append((kind, fields))
 
     def ask(call: int) -> None:
         if call == 2:
@@ -143,13 +143,13 @@ def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(t
 
     train(tmp_path / "run", on_event=on_event, in_loss=ask)
     assert refusals == 1
-    assert words(told) == [SAID[signal.SIGINT]]
-    assert told[-1][0] == "end", "and all else is shown"
+    assert words(logged) == [SAID[signal.SIGINT]]
+    assert logged[-1][0] == "end", "and all else is shown"
     assert not [event for event in read_events(open_run(tmp_path / "run")) if event.kind == "warning"]
 
 
 def test_after_the_last_step_nothing_is_promised_of_one(tmp_path: Path) -> None:
-    told: Told = []
+    logged: Logged = []
 
     def evaluate(_model: nn.Module, _micros: Any) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -157,14 +157,14 @@ def test_after_the_last_step_nothing_is_promised_of_one(tmp_path: Path) -> None:
 
     result = train(
         tmp_path / "run",
-        on_event=lambda kind, fields: told.append((kind, fields)),
+        on_event=lambda kind, fields: logged.append((kind, fields)),
         in_loss=lambda _call: None,
         epochs=1,
         evaluate=evaluate,
         val=images(8, seed=1),
     )
     assert (result.state, result.exit_code) == ("done", 0)
-    assert words(told) == ["stopping once all is evaluated and saved; Ctrl-C once more stops at once"]
+    assert words(logged) == ["stopping once all is evaluated and saved; Ctrl-C once more stops at once"]
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)])
@@ -199,14 +199,14 @@ def test_the_command_ends_with_the_code_of_the_signal(
     words = ("train", "mine.py", "--run", "run", "--device", "cpu", "--no-measure", "--max-restarts", "0")
     ended = warm_whet(*words, *switches, cwd=tmp_path)
     assert ended.returncode == code, ended.stderr
-    said = f"mine: {SAID[number]}\n"
-    assert ended.stderr.count(said) == (0 if switches else 1)
+    reported = f"mine: {SAID[number]}\n"
+    assert ended.stderr.count(reported) == (0 if switches else 1)
     assert "stopping" not in ended.stdout, "results only: a program may read it"
     assert "Traceback" not in ended.stderr
     assert "error:" not in ended.stderr
 
 
-def test_a_program_of_yours_that_is_terminated_twice_ends_with_its_code(warm_python: Any, tmp_path: Path) -> None:
+def test_a_script_that_is_terminated_twice_exits_with_the_signals_code(warm_python: Any, tmp_path: Path) -> None:
     program = """
 import os, signal, torch, whet
 model = torch.nn.Linear(2, 2)
@@ -228,9 +228,9 @@ def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pyt
     with search._stop_on_signals(stop) as heard:
         signal.raise_signal(signal.SIGTERM)
         assert (heard, stop.is_set()) == ([signal.SIGTERM], True)
-        said = capsys.readouterr()
-        assert said.err == "SIGTERM: stopping once the running trials are saved; a second one stops at once\n"
-        assert not said.out
+        reported = capsys.readouterr()
+        assert reported.err == "SIGTERM: stopping once the running trials are saved; a second one stops at once\n"
+        assert not reported.out
         with pytest.raises(TerminatedError) as second:
             signal.raise_signal(signal.SIGTERM)
     assert second.value.code == 143

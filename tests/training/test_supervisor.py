@@ -1,4 +1,4 @@
-"""A training that is killed goes on by itself; real processes, real signals."""
+"""A killed training restarts by itself; real processes, real signals."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def child_after(process: subprocess.Popen[str], run: Path, *, step: int) -> psut
     raise AssertionError("the training did not get there")
 
 
-def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
+def test_a_killed_training_restarts_and_ends_with_the_same_bits(
     table: Path, tmp_path: Path, warm_python: WarmPython
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -94,7 +94,7 @@ def test_one_ctrl_c_to_the_parent_saves_and_stops(table: Path, tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does it on Linux; elsewhere a thread, within a second")
-def test_who_kills_the_parent_kills_the_training(table: Path, tmp_path: Path) -> None:
+def test_killing_the_parent_kills_the_training(table: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*words(table, run))
     child = child_after(process, run, step=25)
@@ -104,7 +104,7 @@ def test_who_kills_the_parent_kills_the_training(table: Path, tmp_path: Path) ->
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-# --- what is decided about a run whose process is gone ---------------------------------------------------------------
+# --- decisions about a run whose process died ------------------------------------------------------------------------
 
 
 def killed_run(
@@ -138,13 +138,13 @@ def test_killed_soon_again_or_under_pressure_means_fewer_samples_at_once(
     tmp_path: Path, began: int, reached: int, is_first: bool, pressure: bool, micro_batch: int
 ) -> None:
     run = killed_run(tmp_path / "run", began=began, reached=reached, pressure=pressure)
-    said = prepare_restart(run, killer="SIGKILL", is_first=is_first)
+    reported = prepare_restart(run, killer="SIGKILL", is_first=is_first)
     plan = read_plan(open_run(run).plan, where="plan")
     assert plan.micro_batch == micro_batch
     assert micro_batch == 32 or plan.accumulation == 2
     (restart,) = read_events(open_run(run), kinds=("restart",))
     is_lowered = micro_batch == 16
-    assert ("micro-batch 16 instead of 32" in said) == is_lowered
+    assert ("micro-batch 16 instead of 32" in reported) == is_lowered
     assert (restart.get("exact") is False) == is_lowered
     assert summarize(run).inexact_since == (reached if is_lowered else None)
 
@@ -155,7 +155,7 @@ def test_a_model_with_batchnorm_keeps_its_micro_batch(tmp_path: Path) -> None:
     assert read_plan(open_run(run).plan, where="plan").micro_batch == 32
 
 
-def test_a_crash_is_no_lack_of_memory_and_your_word_stays(tmp_path: Path) -> None:
+def test_a_crash_is_not_out_of_memory_and_overrides_stay(tmp_path: Path) -> None:
     crashed = killed_run(tmp_path / "crashed", began=40, reached=41)
     assert prepare_restart(crashed, killer="SIGSEGV", is_first=False) == "it resumes with the same plan"
     wished = killed_run(tmp_path / "wished", began=40, reached=41, overrides={"micro_batch": 32})
@@ -173,7 +173,7 @@ def test_under_nohup_a_lost_terminal_changes_nothing(table: Path, tmp_path: Path
     assert process.returncode == 0, errors
 
 
-def test_who_is_killed_before_it_began_says_so(table: Path, tmp_path: Path) -> None:
+def test_a_kill_before_the_start_is_reported(table: Path, tmp_path: Path) -> None:
     process = start(*words(table, tmp_path / "run"), "--quiet")
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not psutil.Process(process.pid).children() and time.monotonic() < deadline:
@@ -185,7 +185,7 @@ def test_who_is_killed_before_it_began_says_so(table: Path, tmp_path: Path) -> N
 
 
 CODES = {"2>/dev/full": 0, "2>&-": 0, ">&- 2>&-": 0, ">/dev/full": 1}
-"""Only what was asked for and could not be written is a failure."""
+"""Only a requested save that could not be written is a failure."""
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from paths import SUPPORT
 from small_models import convnet, images
 from whet.data.batch import GlobalBatch, Position
 from whet.device.fake import FakeDevice
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
@@ -45,7 +45,7 @@ from whet.training.callbacks.thermal import (
 pytestmark = pytest.mark.torch
 
 JOB = SUPPORT / "training_job.py"
-COOL, HOT = Conditions(thermal="nominal"), Conditions(thermal="heavy")
+COOL, HOT = SystemState(thermal="nominal"), SystemState(thermal="heavy")
 PLANS = {
     policy: make_plan(
         load_machine("m2-air-8gb"),
@@ -56,7 +56,7 @@ PLANS = {
 }
 
 readings = st.builds(
-    Conditions,
+    SystemState,
     thermal=st.sampled_from([None, "nominal", "moderate", "heavy", "trapping"]),
     memory_pressure=st.sampled_from([None, "normal", "warn", "critical"]),
     power_source=st.sampled_from([None, "mains", "battery"]),
@@ -72,12 +72,12 @@ class Stage:
 
     def __init__(self, policy: str, *, while_resting=lambda stage: None) -> None:
         self.now, self.step = 1000.0, 0
-        self.told: list[tuple[float, str, dict]] = []
+        self.logged: list[tuple[float, str, dict]] = []
         self.saved: list[float] = []
         self.rests: list[float] = []
         self.while_resting = while_resting
         recorder = Recorder(
-            None, FakeDevice(), on_event=lambda kind, fields: self.told.append((self.now, kind, fields))
+            None, FakeDevice(), on_event=lambda kind, fields: self.logged.append((self.now, kind, fields))
         )
         recorder.spent = lambda phase, seconds: self.rests.append(seconds)
         self.thermal = ThermalPolicy(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
@@ -86,7 +86,7 @@ class Stage:
         self.now += seconds
         self.while_resting(self)
 
-    def live(self, reading: Conditions, *, seconds: float = 5.0, step_seconds: float = 0.1, steps: int = 20) -> None:
+    def live(self, reading: SystemState, *, seconds: float = 5.0, step_seconds: float = 0.1, steps: int = 20) -> None:
         """Some steps, and then a reading."""
         self.thermal.take_step_times(
             [(self.step + i, step_seconds * (1 + 0.01 * (i % 3))) for i in range(1, steps + 1)]
@@ -100,17 +100,17 @@ class Stage:
         self.thermal.before_step(state)
 
     def events(self, kind: str, about: str | None = None) -> list[tuple[float, dict]]:
-        return [(at, f) for at, k, f in self.told if k == kind and (about is None or f.get("cause") == about)]
+        return [(at, f) for at, k, f in self.logged if k == kind and (about is None or f.get("cause") == about)]
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- reports ---------------------------------------------------------------------------------------------------------
 
 
-def test_slow_steps_are_told_once_and_their_end_once() -> None:
+def test_slow_steps_are_reported_once_and_their_end_once() -> None:
     stage = Stage("warn")
     for count, factor in ((10, 1.0), (20, 1.35), (20, 1.0)):
         for _ in range(count):
-            stage.live(Conditions(), step_seconds=0.1 * factor)
+            stage.live(SystemState(), step_seconds=0.1 * factor)
     (_, slow), (_, over) = stage.events("throttle", "heat")
     assert (slow["state"], over["state"]) == ("hot", "cool")
     assert slow["factor"] == pytest.approx(1.35, abs=0.02)
@@ -120,7 +120,7 @@ def test_slow_steps_are_told_once_and_their_end_once() -> None:
     assert stage.rests == stage.saved == []
 
 
-def test_a_sensor_that_says_nominal_makes_it_slow_and_not_hot() -> None:
+def test_a_nominal_sensor_means_slow_and_not_hot() -> None:
     for policy in PLANS:
         stage = Stage(policy)
         for factor in [1.0] * 10 + [1.5] * 20:
@@ -131,10 +131,12 @@ def test_a_sensor_that_says_nominal_makes_it_slow_and_not_hot() -> None:
         assert stage.rests == [], "resting would not help"
 
 
-def test_battery_and_low_power_mode_are_told_at_the_start_and_at_changes() -> None:
+def test_battery_and_low_power_mode_are_reported_at_the_start_and_at_changes() -> None:
     stage = Stage("warn")
-    battery = Conditions(power_source="battery", low_power_mode=False)
-    for reading in [battery] * 10 + [Conditions()] * 10 + [Conditions(power_source="mains", low_power_mode=True)] * 10:
+    battery = SystemState(power_source="battery", low_power_mode=False)
+    for reading in (
+        [battery] * 10 + [SystemState()] * 10 + [SystemState(power_source="mains", low_power_mode=True)] * 10
+    ):
         stage.live(reading)
     first, second = (fields["reason"] for _, fields in stage.events("throttle", "power"))
     assert "on battery" in first
@@ -142,29 +144,29 @@ def test_battery_and_low_power_mode_are_told_at_the_start_and_at_changes() -> No
     assert "on mains" in second
     assert "low-power mode is on" in second
     quiet = Stage("warn")
-    quiet.live(Conditions(power_source="mains", low_power_mode=False))
+    quiet.live(SystemState(power_source="mains", low_power_mode=False))
     assert quiet.events("throttle") == []
 
 
-def test_memory_pressure_is_told_and_a_critical_one_saves_at_once() -> None:
+def test_memory_pressure_is_reported_and_critical_pressure_saves_immediately() -> None:
     stage = Stage("warn")
-    stage.live(Conditions(memory_pressure="warn", memory_available_bytes=2**30, swap_used_bytes=2**31))
+    stage.live(SystemState(memory_pressure="warn", memory_available_bytes=2**30, swap_used_bytes=2**31))
     assert stage.saved == []
-    stage.live(Conditions(memory_pressure="critical"))
+    stage.live(SystemState(memory_pressure="critical"))
     assert stage.saved == [stage.now], "the checkpoint does not wait, although the line does"
     began = stage.now
     while stage.now < began + PRESSURE_SAVE_SECONDS - 10:
-        stage.live(Conditions(memory_pressure="critical"))
+        stage.live(SystemState(memory_pressure="critical"))
     assert len(stage.saved) == 1
-    stage.live(Conditions(memory_pressure="critical"))
-    stage.live(Conditions(memory_pressure="critical"))
+    stage.live(SystemState(memory_pressure="critical"))
+    stage.live(SystemState(memory_pressure="critical"))
     assert len(stage.saved) == 2
-    said = [fields for _, fields in stage.events("pressure")]
-    assert [fields["level"] for fields in said] == ["warn", "critical"]
-    assert "1 GB left, 2 GB swapped out" in said[0]["reason"]
+    reported = [fields for _, fields in stage.events("pressure")]
+    assert [fields["level"] for fields in reported] == ["warn", "critical"]
+    assert "1 GB left, 2 GB swapped out" in reported[0]["reason"]
 
 
-# --- what is done ----------------------------------------------------------------------------------------------------
+# --- actions ---------------------------------------------------------------------------------------------------------
 
 
 def test_pace_rests_a_share_of_the_time_more_while_hot_and_less_while_cool() -> None:
@@ -185,7 +187,7 @@ def test_pace_rests_a_share_of_the_time_more_while_hot_and_less_while_cool() -> 
 def test_pace_without_a_sensor_never_rests_much() -> None:
     stage = Stage("pace")
     for factor in [1.0] * 10 + [1.5] * 100:
-        stage.live(Conditions(), step_seconds=0.1 * factor)
+        stage.live(SystemState(), step_seconds=0.1 * factor)
     assert 0 < sum(stage.rests) / (stage.now - 1050) < 0.25
 
 
@@ -208,7 +210,7 @@ def test_pause_saves_first_and_ends_when_the_sensor_is_back_to_normal() -> None:
 def test_a_pause_without_a_sensor_is_a_fixed_rest() -> None:
     stage = Stage("pause")
     for factor in [1.0] * 10 + [1.5] * 3:
-        stage.live(Conditions(), step_seconds=0.1 * factor)
+        stage.live(SystemState(), step_seconds=0.1 * factor)
     assert stage.rests == [pytest.approx(REST_SECONDS_WITHOUT_SENSOR, abs=1)]
     assert stage.events("throttle", "heat")[1][1]["reason"] == "resumed after a rest of 2 min"
 
@@ -222,7 +224,7 @@ def test_a_machine_that_never_cools_down_still_trains() -> None:
     assert "still hot after a rest of 15 min" in stage.events("throttle", "heat")[1][1]["reason"]
 
 
-def test_somebody_who_wants_to_stop_ends_a_rest() -> None:
+def test_a_stop_request_ends_a_pause() -> None:
     for policy in ("pace", "pause"):
         stage = Stage(policy)
         stage.live(HOT, seconds=0.5)
@@ -276,7 +278,7 @@ class Simulated(ThermalPolicy):
         self._now += seconds
 
     def after_step(self, state: State, outcome: Outcome) -> Action:
-        reading, step_seconds = next(self._life, (Conditions(), 0.1))
+        reading, step_seconds = next(self._life, (SystemState(), 0.1))
         self.take_step_times([(state.step, step_seconds)] * 40)
         self._pass_time(31.0)
         self.take(reading)
@@ -306,11 +308,11 @@ def undisturbed(tmp_path_factory) -> tuple[dict[str, torch.Tensor], list[float]]
     return fit(tmp_path_factory.mktemp("undisturbed") / "run")
 
 
-def assert_same(found, expected) -> None:
-    assert found[1] == expected[1]
-    assert found[0].keys() == expected[0].keys()
+def assert_same(result, expected) -> None:
+    assert result[1] == expected[1]
+    assert result[0].keys() == expected[0].keys()
     for name, tensor in expected[0].items():
-        assert torch.equal(found[0][name], tensor), name
+        assert torch.equal(result[0][name], tensor), name
 
 
 @settings(max_examples=50)
@@ -322,13 +324,13 @@ def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, un
     Simulated.life = life
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whet.training.setup.ThermalPolicy", Simulated)
-        found = fit(tmp_path_factory.mktemp("governed") / "run", policy=policy)
-    assert_same(found, undisturbed)
+        result = fit(tmp_path_factory.mktemp("governed") / "run", policy=policy)
+    assert_same(result, undisturbed)
 
 
-def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_a_simulated_hot_run_pauses_saves_and_reports_it(tmp_path: Path, monkeypatch) -> None:
     """Guards the test above: the simulated sensors do reach the run."""
-    Simulated.life = [(HOT, 0.1)] * 4 + [(Conditions(thermal="nominal", memory_pressure="critical"), 0.1)] * 12
+    Simulated.life = [(HOT, 0.1)] * 4 + [(SystemState(thermal="nominal", memory_pressure="critical"), 0.1)] * 12
     monkeypatch.setattr("whet.training.setup.ThermalPolicy", Simulated)
     fit(tmp_path / "run", policy="pause")
     report = whet.summarize(tmp_path / "run")
@@ -365,7 +367,7 @@ def test_one_thread_watches_and_none_is_left(tmp_path: Path) -> None:
 def test_a_reader_that_fails_does_not_end_a_run() -> None:
     asked = []
 
-    def broken() -> Conditions:
+    def broken() -> SystemState:
         asked.append(1)
         raise OSError("no such sensor")
 
@@ -405,8 +407,8 @@ def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> Non
 @pytest.mark.slow
 def test_a_forked_child_can_leave() -> None:
     for _ in range(100):
-        # The reader takes no time, so that the thread is often caught with its own lock in hand.
-        with SensorThread(Conditions, lambda _reading: None, every_seconds=0.0) as thread:
+        # The reader takes no time, so the thread often holds its lock when it is interrupted.
+        with SensorThread(SystemState, lambda _reading: None, every_seconds=0.0) as thread:
             child = os.fork()
             if child == 0:
                 thread.__exit__(None, None, None)
@@ -421,7 +423,7 @@ def test_a_forked_child_can_leave() -> None:
             assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
-def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, fork_server) -> None:
+def test_ctrl_c_ends_a_real_pause_and_the_run_resumes_unchanged(tmp_path: Path, fork_server) -> None:
     """The sensor is simulated; process, signal, pause and clock are real. The pause would last 15 minutes."""
     assert fork_server.start(JOB, tmp_path / "whole").wait().code == 0
     process = fork_server.start(JOB, tmp_path / "paused", "--hot", 'overrides={"on_heat": "pause"}')
@@ -464,7 +466,7 @@ def test_step_times_exclude_data_evaluation_and_rests() -> None:
     assert seen == [(1, 1.0), (2, 1.0)]
 
 
-def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) -> None:
+def test_on_heat_may_change_and_an_older_plan_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     fit(run, epochs_per_session=1)
     saved = json.loads((run / "plan.json").read_text())
@@ -479,7 +481,7 @@ def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) ->
 # --- on the screen ---------------------------------------------------------------------------------------------------
 
 
-def test_the_line_says_cool_and_hot() -> None:
+def test_the_line_shows_cool_and_hot() -> None:
     screen = io.StringIO()
     line = ProgressLine("text", stream=screen)
 
@@ -490,20 +492,20 @@ def test_the_line_says_cool_and_hot() -> None:
 
     stage = Stage("warn")
     for factor in [1.0] * 10 + [1.3] * 10 + [1.0] * 10:
-        stage.live(Conditions(thermal="nominal" if factor == 1 else "moderate"), step_seconds=0.1 * factor)
+        stage.live(SystemState(thermal="nominal" if factor == 1 else "moderate"), step_seconds=0.1 * factor)
     shown = []
-    for _, kind, fields in stage.told:
+    for _, kind, fields in stage.logged:
         line(kind, fields)
         shown.append(last_words())
     assert shown == ["cool", "hot 1.3x slower", "cool"]
-    said = screen.getvalue()
-    assert "text: steps take 1.3x as long since step 2" in said
-    assert "the machine is hot (thermal pressure moderate)" in said
+    reported = screen.getvalue()
+    assert "text: steps take 1.3x as long since step 2" in reported
+    assert "the machine is hot (thermal pressure moderate)" in reported
     line("throttle", {"step": 9, "cause": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
     assert last_words() == "hot"
     unseen = {"step": 9, "cause": "heat", "reason": "no sensor"}
     line("throttle", {**unseen, "state": "hot", "factor": 1.62})
-    assert last_words() == "1.6x slower", "nobody knows whether it is heat"
+    assert last_words() == "1.6x slower", "the cause may not be heat"
     line("throttle", {**unseen, "state": "cool"})
     assert last_words().endswith("samples/s")
     line("throttle", {"step": 9, "cause": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})

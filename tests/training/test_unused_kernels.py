@@ -1,4 +1,4 @@
-"""Kernels of whet's own that were asked for and would have nothing to do are refused, with what they are for."""
+"""Requested kernels of whet that would not be used are refused, with what they support."""
 
 import pytest
 
@@ -10,27 +10,27 @@ from whet.plan.workload import Workload
 from whet.recipes.hex.config import HexConfig, describe_hex
 from whet.recipes.text.config import TextConfig
 from whet.recipes.text.config import describe as describe_text
-from whet.training.checks import check_own_attention, check_own_norms
+from whet.training.checks import check_whet_attention, check_whet_norms
 
 pytestmark = pytest.mark.torch
 
 
 def planned(workload: Workload, **overrides: Scalar) -> Plan:
     workload = workload.model_copy(update={"num_samples": 10_000, "num_steps": 1_000})
-    return make_plan(load_machine("h200"), workload, overrides={"attention": "own", "precision": "bf16", **overrides})
+    return make_plan(load_machine("h200"), workload, overrides={"attention": "whet", "precision": "bf16", **overrides})
 
 
 def refusal(lengths: str) -> UsageError | None:
     try:
-        check_own_attention(planned(describe_text(TextConfig()), lengths=lengths))
+        check_whet_attention(planned(describe_text(TextConfig()), lengths=lengths))
     except UsageError as error:
         return error
     return None
 
 
-def test_texts_side_by_side_have_no_such_attention_and_the_way_out_is_said() -> None:
-    refused = {lengths: refusal(lengths) for lengths in ("fixed", "sorted", "few shapes", "packed", "packed few")}
-    assert [lengths for lengths, error in refused.items() if error is None] == ["packed", "packed few"]
+def test_padded_texts_are_refused_with_a_fix() -> None:
+    refused = {lengths: refusal(lengths) for lengths in ("fixed", "sorted", "bucketed", "packed", "packed_bucketed")}
+    assert [lengths for lengths, error in refused.items() if error is None] == ["packed", "packed_bucketed"]
     error = refused["sorted"]
     assert error is not None
     assert "packed sequences" in str(error)
@@ -40,24 +40,24 @@ def test_texts_side_by_side_have_no_such_attention_and_the_way_out_is_said() -> 
 
 def test_float32_has_none() -> None:
     with pytest.raises(UsageError, match="half precision") as refused:
-        check_own_attention(planned(describe_text(TextConfig()), lengths="packed", precision="fp32"))
+        check_whet_attention(planned(describe_text(TextConfig()), lengths="packed", precision="fp32"))
     assert "precision=fp32" in str(refused.value.got)
 
 
 def test_a_model_without_attention_has_none() -> None:
     with pytest.raises(UsageError, match="the model has no attention"):
-        check_own_attention(planned(describe_hex(HexConfig())))
+        check_whet_attention(planned(describe_hex(HexConfig())))
 
 
 def test_norms_of_our_own_are_refused_where_they_have_nothing_to_do() -> None:
     bert, hex_net = describe_text(TextConfig(model="bert-base-uncased")), describe_hex(HexConfig(size=13))
-    check_own_norms(planned(bert, attention="torch", norms="own"))
-    check_own_norms(planned(hex_net, attention="torch", norms="own"))
+    check_whet_norms(planned(bert, attention="torch", norms="whet"))
+    check_whet_norms(planned(hex_net, attention="torch", norms="whet"))
     refused = {
-        "no norms that": planned(describe_text(TextConfig()), norms="own"),
-        "need channels_last": planned(hex_net, norms="own", layout="contiguous"),
-        "half precision": planned(bert, norms="own", precision="fp32"),
+        "no norms that": planned(describe_text(TextConfig()), norms="whet"),
+        "need channels_last": planned(hex_net, norms="whet", layout="contiguous"),
+        "half precision": planned(bert, norms="whet", precision="fp32"),
     }
     for words, plan in refused.items():
         with pytest.raises(UsageError, match=words):
-            check_own_norms(plan)
+            check_whet_norms(plan)

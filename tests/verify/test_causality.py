@@ -17,7 +17,7 @@ from small_models import TokenModel, ragged_tokens
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import MicroBatch, Padded
 from whet.device.cpu import CpuDevice
-from whet.device.kernels.switches import is_own_kernel_on
+from whet.device.kernels.switches import is_whet_kernel_on
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.verify.isolation import preserve_model_and_rng
@@ -52,15 +52,15 @@ def test_planted_leak_of_one_position_in_one_bf16_head_is_found() -> None:
     model = Gpt()
     with leaking_attention(torch.bfloat16):
         assert probed(model, model.outputs, micro_of(), "fp32") is None
-        found = probed(model, model.outputs, micro_of(), "bf16")
-    assert found is not None
-    assert (found.position, found.changed_from) == (5, 6)
-    assert "position 5" in str(found)
-    assert "from position 6 on" in str(found)
+        result = probed(model, model.outputs, micro_of(), "bf16")
+    assert result is not None
+    assert (result.position, result.changed_from) == (5, 6)
+    assert "position 5" in str(result)
+    assert "from position 6 on" in str(result)
 
 
 def test_planted_leak_behind_zero_initialized_weights_is_found() -> None:
-    """Many models start with zeros in the output projections: nothing would move, whatever leaks."""
+    """Many models start with zeros in the output projections: no output would change, whatever leaks."""
     torch.manual_seed(0)
     model = Gpt()
     for block in model.blocks:
@@ -115,9 +115,9 @@ def test_padded_samples() -> None:
 
     assert isinstance(tokens, Padded)
     assert find_leak(causal, micro) is None
-    found = find_leak(looks_at_the_end, micro)
-    assert found is not None
-    assert found.position < found.changed_from
+    result = find_leak(looks_at_the_end, micro)
+    assert result is not None
+    assert result.position < result.changed_from
 
 
 def test_packed_samples() -> None:
@@ -127,8 +127,8 @@ def test_packed_samples() -> None:
     packed = ragged.packed(torch.arange(6), max_length=9, total=int(ragged.lengths.sum()))
     micro = MicroBatch(fields={"tokens": packed}, ids=np.arange(6))
     assert find_leak(lambda m: model.embed(m.tokens.values), micro) is None
-    found = find_leak(lambda m: model.embed(m.tokens.values) + model.embed(m.tokens.values.roll(-1)), micro)
-    assert found is not None
+    result = find_leak(lambda m: model.embed(m.tokens.values) + model.embed(m.tokens.values.roll(-1)), micro)
+    assert result is not None
 
 
 def test_rounding_is_not_a_leak_and_its_size_is_reported() -> None:
@@ -138,10 +138,10 @@ def test_rounding_is_not_a_leak_and_its_size_is_reported() -> None:
         return embed(m.tokens) + 1e-7 * embed(m.tokens).mean()
 
     assert find_leak(outputs, micro_of()) is None
-    found = find_leak(outputs, micro_of(), tolerance=1e-12)
-    assert found is not None
-    assert found.change < 1e-6
-    assert f"{found.change:.1e} (at most 1e-12)" in str(found)
+    result = find_leak(outputs, micro_of(), tolerance=1e-12)
+    assert result is not None
+    assert result.change < 1e-6
+    assert f"{result.change:.1e} (at most 1e-12)" in str(result)
 
 
 def test_planted_nan_from_a_later_position_is_a_leak() -> None:
@@ -150,9 +150,9 @@ def test_planted_nan_from_a_later_position_is_a_leak() -> None:
         return functional.one_hot(m.tokens, VOCABULARY) / last[..., None] * 0
 
     first = micro_of().tokens
-    found = find_leak(lambda m: torch.nan_to_num(outputs(m), nan=torch.nan) + m.tokens[..., None] + 1, micro_of())
-    assert found is not None
-    assert found.change == float("inf")
+    result = find_leak(lambda m: torch.nan_to_num(outputs(m), nan=torch.nan) + m.tokens[..., None] + 1, micro_of())
+    assert result is not None
+    assert result.change == float("inf")
 
 
 def test_inconclusive_probes_give_their_reason() -> None:
@@ -194,30 +194,30 @@ def test_explicit_mask_gives_the_same_outputs() -> None:
     expected = model.outputs(micro)
     original = functional.scaled_dot_product_attention
     with use_explicit_masks():
-        found = model.outputs(micro)
+        result = model.outputs(micro)
         assert functional.scaled_dot_product_attention is not original
         layer = nn.MultiheadAttention(8, 2, batch_first=True)
         mask = nn.Transformer.generate_square_subsequent_mask(5)
         x = torch.randn(2, 5, 8)
         inside = layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
     assert functional.scaled_dot_product_attention is original
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(inside, layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0])
 
 
 def test_explicit_mask_gives_the_same_gradients() -> None:
     torch.manual_seed(0)
-    model, micro, found = Gpt(), micro_of(), []
+    model, micro, result = Gpt(), micro_of(), []
     for _ in range(2):
         model.zero_grad()
         model.loss(micro).backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        if len(found) == 1:
+        result.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        if len(result) == 1:
             masks = use_explicit_masks()
             masks.__enter__()
     masks.__exit__(None, None, None)
-    for name in found[0]:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
+    for name in result[0]:
+        torch.testing.assert_close(result[1][name], result[0][name], rtol=1e-4, atol=1e-6)
 
 
 # --- in a run --------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, overr
     return model
 
 
-def said(run: Path) -> list[str]:
+def reported(run: Path) -> list[str]:
     return [str(event.get("message")) for event in read_events(open_run(run), kinds=("plan",))]
 
 
@@ -258,9 +258,9 @@ def test_cpu_check_does_not_change_the_training(tmp_path: Path) -> None:
         train(tmp_path / "off", overrides={"verify": "off"}),
         train(tmp_path / "none", is_causal=False),
     ]
-    assert [line.rpartition("  (")[0] for line in said(tmp_path / "on")] == ["verified: causal"]
-    assert said(tmp_path / "off") == ["not verified: verify=off"]
-    assert said(tmp_path / "none") == []
+    assert [line.rpartition("  (")[0] for line in reported(tmp_path / "on")] == ["verified: causal"]
+    assert reported(tmp_path / "off") == ["not verified: verify=off"]
+    assert reported(tmp_path / "none") == []
     for other in models[1:]:
         for ours, theirs in zip(models[0].state_dict().values(), other.state_dict().values(), strict=True):
             assert torch.equal(ours, theirs)
@@ -269,28 +269,28 @@ def test_cpu_check_does_not_change_the_training(tmp_path: Path) -> None:
 def test_passed_checks_are_cached_and_damaged_entries_ignored(tmp_path: Path) -> None:
     train(tmp_path / "first")
     train(tmp_path / "second")
-    assert said(tmp_path / "second") == ["verified before: causal"]
+    assert reported(tmp_path / "second") == ["verified before: causal"]
     train(tmp_path / "always", overrides={"verify": "always"})
-    assert said(tmp_path / "always")[0].startswith("verified: causal")
+    assert reported(tmp_path / "always")[0].startswith("verified: causal")
     train(tmp_path / "other", overrides={"micro_batch": 4})
-    assert said(tmp_path / "other")[0].startswith("verified: causal"), "other shapes"
+    assert reported(tmp_path / "other")[0].startswith("verified: causal"), "other shapes"
     train(tmp_path / "kernels", overrides={"attention": "math"})
-    assert said(tmp_path / "kernels")[0].startswith("verified: causal"), "other kernels"
+    assert reported(tmp_path / "kernels")[0].startswith("verified: causal"), "other kernels"
     for kept in (tmp_path / "home" / "verified").iterdir():
         kept.write_text('{"found": 3')
     train(tmp_path / "damaged")
-    assert said(tmp_path / "damaged")[0].startswith("verified: causal")
+    assert reported(tmp_path / "damaged")[0].startswith("verified: causal")
 
 
-def test_simulated_own_norms_have_their_own_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the CPU says that it has such kernels, and the model that they are for it."""
-    monkeypatch.setattr(CpuDevice, "has_own_norms", True)
-    monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
+def test_simulated_whet_norms_have_their_own_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the CPU claims to have such kernels, and the model claims to support them."""
+    monkeypatch.setattr(CpuDevice, "has_whet_norms", True)
+    monkeypatch.setattr("whet.training.executor.check_whet_norms", lambda _: None)
     train(tmp_path / "first")
-    train(tmp_path / "own", overrides={"norms": "own"})
-    assert said(tmp_path / "own")[0].startswith("verified: causal")
-    train(tmp_path / "again", overrides={"norms": "own"})
-    assert said(tmp_path / "again") == ["verified before: causal"]
+    train(tmp_path / "kernels", overrides={"norms": "whet"})
+    assert reported(tmp_path / "kernels")[0].startswith("verified: causal")
+    train(tmp_path / "again", overrides={"norms": "whet"})
+    assert reported(tmp_path / "again") == ["verified before: causal"]
 
 
 def test_cache_key_changes_with_code_options_and_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,48 +349,48 @@ def test_cache_key_changes_with_code_options_and_constants(tmp_path: Path, monke
 def test_each_session_is_checked(tmp_path: Path) -> None:
     train(tmp_path / "run", max_steps=2, overrides={"verify": "always"})
     train(tmp_path / "run", max_steps=4, overrides={"verify": "always"})
-    assert len(said(tmp_path / "run")) == 2
+    assert len(reported(tmp_path / "run")) == 2
     train(tmp_path / "run", max_steps=5, overrides={"verify": "off"})
-    assert said(tmp_path / "run")[2] == "not verified: verify=off", "it may change when a run goes on"
+    assert reported(tmp_path / "run")[2] == "not verified: verify=off", "it may change on resume"
 
 
 def test_simulated_leak_falls_back_to_an_explicit_mask(tmp_path: Path) -> None:
     with leaking_attention():
         cured = train(tmp_path / "run")
         assert value(tmp_path / "run", "causal_mask") == "explicit"
-        (line,) = said(tmp_path / "run")
+        (line,) = reported(tmp_path / "run")
         assert line.startswith("the output at position 5 changes by")
         assert "causal attention has an explicit mask now: causal" in line
         train(tmp_path / "run", max_steps=5)
-    assert said(tmp_path / "run")[1].startswith("verified: causal")
+    assert reported(tmp_path / "run")[1].startswith("verified: causal")
     asked = train(None, overrides={"causal_mask": "explicit"})
     for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_simulated_wrong_own_norms_fall_back_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the CPU says that it has such kernels, rules take them, and with them in force the model leaks."""
-    monkeypatch.setattr(CpuDevice, "has_own_norms", True)
-    monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
+def test_simulated_wrong_whet_norms_fall_back_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the CPU claims to have such kernels, rules select them, and with them the model leaks."""
+    monkeypatch.setattr(CpuDevice, "has_whet_norms", True)
+    monkeypatch.setattr("whet.training.executor.check_whet_norms", lambda _: None)
     monkeypatch.setattr("whet.plan.rules.kernels.has_norm_kernels", lambda *_, **__: True)
     monkeypatch.setattr("whet.plan.rules.kernels.norm_kernel_reason", lambda *_, **__: "simulated")
     real = Gpt.forward
 
     def leaking(self: Gpt, tokens: torch.Tensor) -> torch.Tensor:
         seen = real(self, tokens)
-        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if is_own_kernel_on("norms") else seen
+        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if is_whet_kernel_on("norms") else seen
 
     asked = train(None, overrides={"norms": "torch"})
     monkeypatch.setattr(Gpt, "forward", leaking)
     cured = train(tmp_path / "run")
     assert value(tmp_path / "run", "norms") == "torch"
-    assert "norms by torch's kernels instead of whet's own: causal" in said(tmp_path / "run")[0]
+    assert "norms by torch's kernels instead of whet's: causal" in reported(tmp_path / "run")[0]
     for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(WhetError, match="not causal") as refused:
-        train(None, overrides={"norms": "own"})
-    assert "norms=torch instead of the norms=own that you asked for" in str(refused.value)
-    assert not is_own_kernel_on("norms")
+        train(None, overrides={"norms": "whet"})
+    assert "norms=torch instead of the norms=whet that you asked for" in str(refused.value)
+    assert not is_whet_kernel_on("norms")
 
 
 def test_simulated_bf16_leak_keeps_the_requested_precision(tmp_path: Path) -> None:
@@ -447,5 +447,5 @@ def test_outputs_that_raise_do_not_stop_the_training(tmp_path: Path) -> None:
         device="cpu",
         outputs=broken,
     )
-    assert said(tmp_path / "run")[0].startswith("causality not shown: no logits today")
-    assert not (tmp_path / "home" / "verified").exists(), "what was not shown is not remembered"
+    assert reported(tmp_path / "run")[0].startswith("causality not shown: no logits today")
+    assert not (tmp_path / "home" / "verified").exists(), "inconclusive results are not cached"

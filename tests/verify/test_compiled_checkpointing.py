@@ -32,7 +32,7 @@ OUT_OF_MEMORY = "MPS backend out of memory (MPS allocated: 5.30 GiB, other alloc
 
 @pytest.fixture(autouse=True)
 def _as_the_compiler_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's compiler leaves a variable of its own in the environment."""
+    """torch's compiler sets an environment variable and does not remove it."""
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
 
 
@@ -103,7 +103,7 @@ def train(model: nn.Module, run: Path, *, fails_in_step: int = 0, epochs: int = 
             session.step(loss, batch)
 
 
-def said(run: Path, kind: str, field: str) -> list[str]:
+def reported(run: Path, kind: str, field: str) -> list[str]:
     return [event.get(field) for event in read_events(open_run(run)) if event.kind == kind]
 
 
@@ -118,7 +118,7 @@ def test_compiled_model_recomputes_activations(tmp_path: Path, monkeypatch: pyte
     train(plain, tmp_path / "plain", compile="off")
     graphs, model = compiled_graphs(monkeypatch), Net()
     train(model, tmp_path / "run", compile=switch, activation_checkpointing="on")
-    (line,) = said(tmp_path / "run", "plan", "message")
+    (line,) = reported(tmp_path / "run", "plan", "message")
     assert line.startswith("compiled: loss and 14 gradients agree with the eager model")
     again = [node for graph in graphs for node in graph.graph.nodes if "checkpoint" in str(node.target)]
     assert len(again) == (3 if switch == "on" else 2), "only the first one's input needs no gradient"
@@ -129,7 +129,7 @@ def test_recomputed_blocks_with_batchnorm_are_not_compiled(tmp_path: Path, monke
     graphs, plain, model = compiled_graphs(monkeypatch), Net(nn.BatchNorm1d), Net(nn.BatchNorm1d)
     train(plain, tmp_path / "plain", compile="off", activation_checkpointing="on")
     train(model, tmp_path / "run", compile="on", activation_checkpointing="on")
-    (line,) = said(tmp_path / "run", "plan", "message")
+    (line,) = reported(tmp_path / "run", "plan", "message")
     assert line.startswith("not compiled: activation_checkpointing=on recomputes blocks with BatchNorm")
     assert open_run(tmp_path / "run").plan["settings"]["compile"]["value"] == "off"
     assert graphs == []
@@ -140,13 +140,13 @@ def test_recomputed_blocks_with_batchnorm_are_not_compiled(tmp_path: Path, monke
 def test_simulated_out_of_memory_of_a_compiled_run_continues_eagerly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With BatchNorm the batch is not cut: activations are computed again, and torch cannot compile that."""
+    """With BatchNorm the batch is not split: activations are recomputed, which torch cannot compile."""
     plain, model = Net(nn.BatchNorm1d), Net(nn.BatchNorm1d)
     train(plain, tmp_path / "plain", compile="off", epochs=3)
     graphs, run = compiled_graphs(monkeypatch), tmp_path / "run"
     train(model, run, compile="on", fails_in_step=2)
     assert graphs
-    cures = said(run, "oom", "action")
+    cures = reported(run, "oom", "action")
     assert cures[-1] == "activations are recomputed in the backward pass, and the model is no longer compiled"
     learnt = open_run(run).plan["settings"]["compile"]
     assert (learnt["value"], learnt["evidence"]["requested"]) == ("off", "on")
@@ -154,15 +154,15 @@ def test_simulated_out_of_memory_of_a_compiled_run_continues_eagerly(
     graphs.clear()
     resumed = Net(nn.BatchNorm1d)
     train(resumed, run, compile="on", epochs=3)
-    assert graphs == [], "nor when it goes on"
+    assert graphs == [], "nor on resume"
     assert_same(plain, resumed)
 
 
 def test_model_that_cannot_be_compiled_wins_no_measurement() -> None:
     model, training = Net(nn.BatchNorm1d), parse_training_config({"global_batch_size": 16, "epochs": 1})
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     plan = make_plan(
-        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, conditions=conditions
+        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, system_state=system_state
     )
     choice = whet.OptimizerChoice(lr=1e-2)
 

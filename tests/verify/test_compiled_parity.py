@@ -45,7 +45,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _as_the_compiler_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's compiler leaves a variable of its own in the environment."""
+    """torch's compiler sets an environment variable and does not remove it."""
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
 
 
@@ -72,7 +72,7 @@ class Reader(nn.Module):
 
 
 class Planted(nn.Module):
-    """Does something else where it is compiled."""
+    """Computes something else when compiled."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **o
     return run
 
 
-def said(run: Path) -> list[str]:
+def reported(run: Path) -> list[str]:
     return [event.get("message") for event in read_events(open_run(run)) if event.kind == "plan"]
 
 
 def newest_about(run: Path) -> CheckpointInfo:
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    return found.snapshot.info
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    return result.snapshot.info
 
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
@@ -122,12 +122,12 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 
 
 def as_it_is(graph: torch.fx.GraphModule, _: object) -> Any:
-    """Compiled in no time."""
+    """Compiles instantly."""
     return graph.forward
 
 
 def read_from_the_first_number(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """Boundaries that are a view of something are read from where that begins, as torch 2.11 did on CUDA."""
+    """Reads boundaries that are a view from the start of their storage, as torch 2.11 did on CUDA."""
     from torch._inductor.compile_fx import compile_fx
 
     views = [n for n in graph.graph.nodes if n.target is operator.getitem and n.args[1] == slice(1, None, None)]
@@ -142,7 +142,7 @@ def first_micro() -> MicroBatch:
 
 
 def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") -> CompiledParity:
-    """As a run would compare it; the model is compiled as it is."""
+    """Compare as a run would; the model is compiled as is."""
     torch.compiler.reset()
     model.compile(backend="eager")
     return compare_compiled_with_eager(model, FakeDevice(), loss or loss_of(model), first_micro(), precision=precision)
@@ -168,10 +168,10 @@ def test_check_does_not_change_a_compiled_training(tmp_path: Path, options: Any,
         run = train(model, tmp_path / verify, verify=verify)
         assert open_run(run).plan["settings"]["compile"]["value"] == "on"
         finals.append(model.state_dict())
-    (line,) = said(tmp_path / "on")
+    (line,) = reported(tmp_path / "on")
     assert line.startswith(words)
     assert (", dropout alone " in line) == ("dropout" in options)
-    assert said(tmp_path / "off") == ["compiled: not compared with the model's own code: verify=off"]
+    assert reported(tmp_path / "off") == ["compiled: not compared with the model's own code: verify=off"]
     for name in finals[0]:
         assert torch.equal(finals[0][name], finals[1][name]), name
 
@@ -208,7 +208,7 @@ def test_check_restores_the_model(dropout: float, ends: str) -> None:
 
 
 def test_every_pass_starts_from_the_same_buffers() -> None:
-    """As a model that goes on from where it stood in the step before."""
+    """Like a model that keeps state between steps."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -222,24 +222,24 @@ def test_every_pass_starts_from_the_same_buffers() -> None:
             return (self.weight * self.num_calls).sum() + x.sum()
 
     model = Counting()
-    found = agreement(model, loss=lambda micro: model(micro.y))
-    assert found.agrees
-    assert found.dropout_error is None, "nothing was drawn"
-    assert found.largest == 0.0
+    result = agreement(model, loss=lambda micro: model(micro.y))
+    assert result.agrees
+    assert result.dropout_error is None, "nothing was drawn"
+    assert result.largest == 0.0
 
 
 @pytest.mark.parametrize("every", [2, 3, 4, 5])
 def test_loss_that_counts_its_calls_agrees(every: int) -> None:
-    """In some calls it does something else, compiled or not."""
+    """Computes something else in some calls, compiled or not."""
     model, calls = made(), []
 
     def loss(micro: MicroBatch) -> Tensor:
         calls.append(1)
-        found = loss_of(model)(micro)
-        return found if len(calls) % every else found + model.head.weight.square().sum()
+        result = loss_of(model)(micro)
+        return result if len(calls) % every else result + model.head.weight.square().sum()
 
-    found = agreement(model, loss=loss)
-    assert found.agrees, str(found)
+    result = agreement(model, loss=loss)
+    assert result.agrees, str(result)
 
 
 def test_rare_random_draw_agrees() -> None:
@@ -254,8 +254,8 @@ def test_rare_random_draw_agrees() -> None:
     model.compile(backend="eager")
     for seed in range(30):
         torch.manual_seed(seed)
-        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), first_micro(), precision="fp32")
-        assert found.agrees, f"{seed}: {found}"
+        result = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), first_micro(), precision="fp32")
+        assert result.agrees, f"{seed}: {result}"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -264,9 +264,9 @@ def test_rounding_agrees(precision: str, dropout: float) -> None:
     """Half precision that is not rounded in between, as compilers do."""
     size = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-3}[precision]
     model = made(dropout=dropout, act=Planted(lambda x: x + size * torch.sin(1e4 * x.detach())))
-    found = agreement(model, precision=precision)
-    assert found.agrees, str(found)
-    assert found.largest > 0.0
+    result = agreement(model, precision=precision)
+    assert result.agrees, str(result)
+    assert result.largest > 0.0
 
 
 def test_loss_may_be_a_weighted_sum_in_float64() -> None:
@@ -275,14 +275,14 @@ def test_loss_may_be_a_weighted_sum_in_float64() -> None:
     def loss(micro: MicroBatch) -> tuple[Tensor, int]:
         return functional.cross_entropy(model(micro.x), micro.y, reduction="sum"), len(micro)
 
-    found = agreement(model, loss=loss)
-    assert found.agrees
-    assert found.eager_loss == pytest.approx(loss_of(model)(first_micro()).item(), rel=1e-5)
+    result = agreement(model, loss=loss)
+    assert result.agrees
+    assert result.eager_loss == pytest.approx(loss_of(model)(first_micro()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_float32_rounding_of_the_model_agrees(is_wrong: bool) -> None:
-    """As it is written numbers are rounded that a compiler leaves out; float64 says how much that is."""
+    """Eager code rounds numbers that a compiler does not; float64 shows how much that matters."""
 
     class Rounding(nn.Module):
         def __init__(self) -> None:
@@ -295,9 +295,9 @@ def test_float32_rounding_of_the_model_agrees(is_wrong: bool) -> None:
             return ((self.weight + 3e5) - 3e5).square().mean()
 
     model = Rounding()
-    found = agreement(model, loss=lambda _: model())
-    assert found.agrees != is_wrong, str(found)
-    assert found.largest > 5e-3, "more than the bound: finer numbers were asked"
+    result = agreement(model, loss=lambda _: model())
+    assert result.agrees != is_wrong, str(result)
+    assert result.largest > 5e-3, "above the bound, so float64 was compared"
 
 
 @pytest.mark.parametrize(("by", "is_judged"), [(1.25, False), (2.0, True), (torch.nan, True)])
@@ -331,7 +331,7 @@ def test_wrong_embedding_is_found_and_the_run_trains_eagerly(tmp_path: Path, mon
         return loss_of(model)(micro)
 
     run = train(model, tmp_path / "run", loss=loss)
-    (line,) = said(run)
+    (line,) = reported(run)
     assert line.startswith("not compiled: the gradient of place.weight differs from the eager model by ")
     learnt = open_run(run).plan["settings"]["compile"]
     assert (learnt["value"], learnt["source"]) == ("off", "measured")
@@ -343,7 +343,7 @@ def test_wrong_embedding_is_found_and_the_run_trains_eagerly(tmp_path: Path, mon
 
 
 def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with another torch, whose compiler is wrong; in a run's first step nothing was otherwise before."""
+    """As with another torch whose compiler is wrong; the first step of a run has no earlier result."""
     compile_with(monkeypatch, as_it_is)
     run = train(made(), tmp_path / "run")
     compile_with(monkeypatch, read_from_the_first_number)
@@ -359,17 +359,17 @@ def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_wrong_embedding_is_found_for_any_seed(seed: int) -> None:
-    """And a right model is not blamed, whose draws are others."""
+    """A correct model with other random draws is not reported."""
     right, wrong = made(dropout=0.1), made(dropout=0.1)
     torch.manual_seed(seed)
-    found = agreement(right)
-    assert found.agrees, str(found)
-    assert found.dropout_error is not None
+    result = agreement(right)
+    assert result.agrees, str(result)
+    assert result.dropout_error is not None
     torch.compiler.reset()
     wrong.compile(backend=read_from_the_first_number)
-    found = compare_compiled_with_eager(wrong, FakeDevice(), loss_of(wrong), first_micro(), precision="fp32")
-    assert not found.agrees
-    assert found.worst == "place.weight"
+    result = compare_compiled_with_eager(wrong, FakeDevice(), loss_of(wrong), first_micro(), precision="fp32")
+    assert not result.agrees
+    assert result.worst == "place.weight"
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 4])
@@ -380,8 +380,8 @@ def test_few_samples_scatter_and_agree(num_samples: int) -> None:
     )
     for seed in range(15):
         torch.manual_seed(seed)
-        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), micro, precision="fp32")
-        assert found.agrees, str(found)
+        result = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), micro, precision="fp32")
+        assert result.agrees, str(result)
 
 
 @pytest.mark.parametrize(
@@ -395,9 +395,9 @@ def test_few_samples_scatter_and_agree(num_samples: int) -> None:
     ids=["a scale", "not a number", "a gradient alone", "another sample"],
 )
 def test_planted_wrong_result_is_found(change: Any, dropout: float, words: str) -> None:
-    found = agreement(made(dropout=dropout, act=Planted(change)))
-    assert not found.agrees
-    assert words in str(found)
+    result = agreement(made(dropout=dropout, act=Planted(change)))
+    assert not result.agrees
+    assert words in str(result)
 
 
 def test_planted_wrong_loss_is_found() -> None:
@@ -412,9 +412,9 @@ def test_planted_wrong_loss_is_found() -> None:
             return self.off(functional.cross_entropy(self.model(micro.x), micro.y))
 
     whole = Whole()
-    found = agreement(whole, loss=whole)
-    assert not found.agrees
-    assert str(found).startswith("the loss differs from the eager model by ")
+    result = agreement(whole, loss=whole)
+    assert not result.agrees
+    assert str(result).startswith("the loss differs from the eager model by ")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -436,13 +436,13 @@ def test_planted_error_in_a_small_tensor_is_found_without_dropout(
         def forward(self, x: Tensor) -> Tensor:
             return x + self.by + (wrong(self.by) if torch.compiler.is_compiling() else 0.0)
 
-    found = agreement(made(dropout=dropout, act=Shifted()))
+    result = agreement(made(dropout=dropout, act=Shifted()))
     is_found = is_found_behind_dropout or not dropout
-    assert found.agrees != is_found, str(found)
-    assert not is_found or found.worst == "act.by"
+    assert result.agrees != is_found, str(result)
+    assert not is_found or result.worst == "act.by"
 
 
-# --- what a run does -------------------------------------------------------------------------------------------------
+# --- runs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ValueError("not now"), torch.OutOfMemoryError("out of memory")])
@@ -458,11 +458,11 @@ def test_failing_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.
 
     fails_at = 0
     train(model, tmp_path / "off", loss=loss, verify="off")
-    # The steps come last; before them what a sample needs is measured.
+    # The steps come last; the memory per sample is measured before them.
     fails_at, model = len(calls) - NUM_STEPS + 2, made()
     calls.clear()
     run = train(model, tmp_path / "run", loss=loss)
-    (line,) = said(run)
+    (line,) = reported(run)
     assert line.startswith(f"compiled: not compared with the model's own code: {error}")
     assert open_run(run).plan["settings"]["compile"]["value"] == "on"
     assert calls[-NUM_STEPS:] == [True] * NUM_STEPS
@@ -510,7 +510,7 @@ def test_compiled_blocks_are_compared(tmp_path: Path, monkeypatch: pytest.Monkey
     run = train(
         model, tmp_path / "run", compile="blocks", loss=lambda m: functional.cross_entropy(model(m.x[:, 0]), m.y)
     )
-    assert said(run)[0].startswith("not compiled: ")
+    assert reported(run)[0].startswith("not compiled: ")
     assert open_run(run).plan["settings"]["compile"]["value"] == "off"
     assert all(part._compiled_call_impl is None for part in model.modules())
 
@@ -528,9 +528,9 @@ def test_wrong_compiled_model_wins_no_measurement(monkeypatch: pytest.MonkeyPatc
 
 def rig_of(model: nn.Module) -> LocalStepBench:
     training = parse_training_config({"global_batch_size": SAMPLES, "epochs": 1})
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     plan = make_plan(
-        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, conditions=conditions
+        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, system_state=system_state
     )
     optimizer = OptimizerChoice(lr=1e-2)
     return LocalStepBench(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
@@ -540,7 +540,7 @@ def rig_of(model: nn.Module) -> LocalStepBench:
 
 
 class Unfollowed(Reader):
-    """torch's compiler gives up a function that breaks its graph inside of a context it does not know."""
+    """torch's compiler does not compile a function that breaks its graph inside an unknown context."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         with contextlib.closing(io.StringIO()) as aside:
@@ -559,7 +559,7 @@ def test_no_agreement_is_reported_without_a_compiled_graph(tmp_path: Path, kind:
     torch.compiler.reset()
     torch.manual_seed(0)
     run = train(kind(), tmp_path / "run", epochs=1)
-    (line,) = said(run)
+    (line,) = reported(run)
     assert line.startswith("not compiled: torch.compile produced no graph for this model  (")
     plan = open_run(run).plan["settings"]["compile"]
     assert (plan["value"], plan["reason"]) == ("off", "torch.compile produced no graph for this model")
@@ -569,7 +569,7 @@ def test_graph_of_an_earlier_training_counts(tmp_path: Path) -> None:
     torch.compiler.reset()
     for name in ("first", "second"):
         before = num_graphs()
-        (line,) = said(train(made(), tmp_path / name, epochs=1))
+        (line,) = reported(train(made(), tmp_path / name, epochs=1))
         assert line.startswith("compiled: loss and 8 gradients agree")
     assert num_graphs() == before, "or the second one shows nothing"
 

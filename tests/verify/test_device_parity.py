@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 
 def restless_model() -> nn.Module:
-    """Everything that a forward pass can change: statistics, draws, modes, a buffer of its own, even a weight."""
+    """Everything that a forward pass can change: statistics, draws, modes, a buffer, even a weight."""
 
     class Restless(nn.Module):
         def __init__(self) -> None:
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module) -> Callable[[MicroBatch], Tensor]:
 
 
 def trace_of(model: nn.Module, device: FakeDevice) -> dict[str, Any]:
-    """All that must be as before, as plain values."""
+    """Return all state that must be unchanged, as plain values."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "values": {name: tensor.detach().clone().numpy().tobytes() for name, tensor in tensors.items()},
@@ -82,8 +82,8 @@ def trace_of(model: nn.Module, device: FakeDevice) -> dict[str, Any]:
 def verify(model: nn.Module, device: FakeDevice, untouched: Callable[..., Any]) -> None:
     loss, micro = loss_of(model), small_images()
     with untouched(model, device):
-        found = loss_and_gradients(model, device, loss, micro, precision="fp32")
-        compare_with_cpu(model, loss, micro, found, precision="fp32")
+        result = loss_and_gradients(model, device, loss, micro, precision="fp32")
+        compare_with_cpu(model, loss, micro, result, precision="fp32")
         torch.rand((), generator=device._generator)
         model.eval()
         isolation.perturb_zero_weights(model)
@@ -94,7 +94,7 @@ def restless() -> tuple[nn.Module, FakeDevice]:
     model, device = restless_model(), FakeDevice()
     nn.init.zeros_(model.body[0].bias)
     parameters = list(model.parameters())
-    # As a loop of one's own may leave it: some gradients are there.
+    # As after a custom loop: some gradients exist.
     for parameter in parameters[::2]:
         parameter.grad = torch.ones_like(parameter)
     return model, device
@@ -148,7 +148,7 @@ def test_planted_faults_of_the_restore_are_found(restless, name: str) -> None:
     assert before[where] != after[where]
 
 
-# --- what agrees -----------------------------------------------------------------------------------------------------
+# --- agreement -------------------------------------------------------------------------------------------------------
 
 
 def agreement(
@@ -156,10 +156,10 @@ def agreement(
 ) -> device_parity.DeviceParity:
     device = CpuDevice()
     with isolation.preserve_model_and_rng(model, device):
-        found = loss_and_gradients(model, device, loss, micro, precision=precision)
+        result = loss_and_gradients(model, device, loss, micro, precision=precision)
         if tamper is not None:
-            found = tamper(found)
-        return compare_with_cpu(model, loss, micro, found, precision=precision)
+            result = tamper(result)
+        return compare_with_cpu(model, loss, micro, result, precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -173,27 +173,27 @@ def test_rounding_agrees(precision: str, is_trained: bool) -> None:
             optimizer.zero_grad()
             model.loss(micro).backward()
             optimizer.step()
-    found = agreement(model, model.loss, micro, precision=precision)
-    assert found.agrees, str(found)
-    assert found.num_gradients == len(list(model.parameters()))
-    assert f"loss and {found.num_gradients} gradients agree with the CPU" in str(found)
+    result = agreement(model, model.loss, micro, precision=precision)
+    assert result.agrees, str(result)
+    assert result.num_gradients == len(list(model.parameters()))
+    assert f"loss and {result.num_gradients} gradients agree with the CPU" in str(result)
 
 
 def test_dropout_is_off_and_batchnorm_in_training_mode() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(convnet(dropout=0.5), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(100.0)
-    found = agreement(model, loss_of(model), small_images(), precision="fp32")
-    assert found.agrees, str(found)
+    result = agreement(model, loss_of(model), small_images(), precision="fp32")
+    assert result.agrees, str(result)
     model[0].eval()
-    assert found.device_loss == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
+    assert result.device_loss == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
 
 
 def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGradients], LossAndGradients]:
-    def tamper(found: LossAndGradients) -> LossAndGradients:
-        gradients = dict(found.gradients)
+    def tamper(result: LossAndGradients) -> LossAndGradients:
+        gradients = dict(result.gradients)
         change(gradients)
-        return LossAndGradients(found.loss, gradients)
+        return LossAndGradients(result.loss, gradients)
 
     return tamper
 
@@ -212,8 +212,8 @@ def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGr
 def test_planted_wrong_gradient_is_named(precision: str, name: str, change: Any) -> None:
     torch.manual_seed(0)
     model = Gpt()
-    found = agreement(model, model.loss, micro_of(), precision=precision, tamper=tampered(change))
-    assert not found.agrees
+    result = agreement(model, model.loss, micro_of(), precision=precision, tamper=tampered(change))
+    assert not result.agrees
     expected = {
         "half": "blocks.1.out.weight",
         "one number": "blocks.0.qkv.bias",
@@ -221,8 +221,8 @@ def test_planted_wrong_gradient_is_named(precision: str, name: str, change: Any)
         "zero": "head.weight",
         "NaN": "place.weight",
     }[name]
-    assert found.worst == expected
-    assert f"the gradient of {expected} differs from the CPU's" in str(found)
+    assert result.worst == expected
+    assert f"the gradient of {expected} differs from the CPU's" in str(result)
 
 
 def test_planted_wrong_loss_is_found() -> None:
@@ -248,8 +248,8 @@ def test_float32_rounding_of_the_cpu_agrees() -> None:
 
     loss, other = in_order(1), in_order(2)
     with isolation.preserve_model_and_rng(model, CpuDevice()):
-        found = loss_and_gradients(model, CpuDevice(), other, micro, precision="fp32")
-        seen = compare_with_cpu(model, loss, micro, found, precision="fp32")
+        result = loss_and_gradients(model, CpuDevice(), other, micro, precision="fp32")
+        seen = compare_with_cpu(model, loss, micro, result, precision="fp32")
     assert (
         seen.loss_error > device_parity.PARITY_BOUNDS["fp32"][0]
         or seen.gradient_error > device_parity.PARITY_BOUNDS["fp32"][1]
@@ -261,9 +261,9 @@ def test_weighted_sums_and_sparse_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
     micro = MicroBatch(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
-    found = agreement(model, lambda m: (model(m.x).square().sum(), m.x.numel()), micro, precision="fp32")
-    assert found.agrees
-    assert found.num_gradients == 3
+    result = agreement(model, lambda m: (model(m.x).square().sum(), m.x.numel()), micro, precision="fp32")
+    assert result.agrees
+    assert result.num_gradients == 3
 
 
 def test_repeat_difference_counts_tensors() -> None:

@@ -81,7 +81,7 @@ def test_two_batch_sizes_determine_all_others(make: Callable[[], Trainable], dev
     from_small = estimate_memory(subject(make), device=device, sizes=(2, 24))
     for size in (3, 10):
         there = estimate_memory(subject(make), device=device, sizes=(size, size + 1)).bytes_at(size)
-        # Metal's pages round small tensors up by more than a line can tell.
+        # Metal's page size rounds up small tensors, so a linear fit is inaccurate.
         assert from_small.bytes_at(size) == pytest.approx(there, rel=0.03 if device == "mps" else 0.01)
 
 
@@ -278,10 +278,10 @@ def test_batch_with_batchnorm_is_not_split() -> None:
 
 
 def test_all_known_machines_have_a_result() -> None:
-    found = fit_machines(subject(transformer))
-    assert len(found) >= 6
-    assert all(fit.micro_batch == 4 for fit in found)
-    assert {fit.device for fit in found} == {"cuda", "mps", "cpu"}
+    result = fit_machines(subject(transformer))
+    assert len(result) >= 6
+    assert all(fit.micro_batch == 4 for fit in result)
+    assert {fit.device for fit in result} == {"cuda", "mps", "cpu"}
 
 
 def test_unknown_memory_is_reported() -> None:

@@ -90,14 +90,14 @@ class Functional(nn.Module):
     ids=["tokens", "conv", "norm", "dropout"],
 )
 def test_correct_models_agree(spec: TrainableSpec) -> None:
-    found = compare_devices(spec, devices=["cpu"], steps=5)
-    assert found.agrees, found
-    assert found.reference == "cpu float64"
-    assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in found.rows}
-    assert all(row.error < row.bound for row in found.rows)
-    assert found.rows[1].error > 0, "float32 is not float64"
-    assert found.determinism.is_same
-    assert found.located is None
+    result = compare_devices(spec, devices=["cpu"], steps=5)
+    assert result.agrees, result
+    assert result.reference == "cpu float64"
+    assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in result.rows}
+    assert all(row.error < row.bound for row in result.rows)
+    assert result.rows[1].error > 0, "float32 is not float64"
+    assert result.determinism.is_same
+    assert result.located is None
 
 
 def test_all_kinds_of_dropout_are_disabled_and_restored() -> None:
@@ -139,8 +139,8 @@ def test_given_model_is_not_changed() -> None:
     model[0].weight.grad = torch.ones(8, 6)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate()
-    found = whet.compare(model, (torch.randn(16, 6, generator=torch.Generator()),), devices=["cpu"], steps=2)
-    assert found.agrees
+    result = whet.compare(model, (torch.randn(16, 6, generator=torch.Generator()),), devices=["cpu"], steps=2)
+    assert result.agrees
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(8, 6))
     assert not model.training
@@ -153,11 +153,11 @@ def test_model_without_float64_support_gets_a_note() -> None:
         def forward(self, x):
             return f.linear(x, self.weight.float() * 1) + torch.mm(x, torch.ones(3, 3))
 
-    found = whet.compare(Narrow(3, 3), (torch.randn(4, 3),), devices=["cpu"], steps=2, precisions=[])
-    assert found.reference == "cpu float32"
-    assert found.rows == ()
-    assert "does not run in float64" in found.notes[0]
-    assert "not compared with anything" in comparison_lines(found)[-1]
+    result = whet.compare(Narrow(3, 3), (torch.randn(4, 3),), devices=["cpu"], steps=2, precisions=[])
+    assert result.reference == "cpu float32"
+    assert result.rows == ()
+    assert "does not run in float64" in result.notes[0]
+    assert "not compared with anything" in comparison_lines(result)[-1]
 
 
 def test_complex_buffers_stay_complex_in_float64() -> None:
@@ -170,11 +170,11 @@ def test_complex_buffers_stay_complex_in_float64() -> None:
             pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (2, 2)))
             return torch.view_as_real(pairs * self.turns).flatten(-2)
 
-    found = whet.compare(Turned(), (torch.randn(6, 4),), devices=["cpu"], steps=2, precisions=[])
-    assert (found.agrees, found.reference) == (True, "cpu float64")
+    result = whet.compare(Turned(), (torch.randn(6, 4),), devices=["cpu"], steps=2, precisions=[])
+    assert (result.agrees, result.reference) == (True, "cpu float64")
 
 
-# --- what is wrong is found ------------------------------------------------------------------------------------------
+# --- planted errors --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_wrong_kernel_is_named_and_reproduced(
     program = tmp_path / "shown.py"
     done = warm_python.run(WRONG_KERNELS, operator, program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert not found["agrees"]
-    culprit = found["located"]["culprit"]
+    result = json.loads(done.stdout)
+    assert not result["agrees"]
+    culprit = result["located"]["culprit"]
     assert (culprit["operator"], culprit["module"], culprit["phase"]) == (named, module, phase)
     assert culprit["line"].startswith("wrong_kernels.py:")
-    assert list(found["located"]["wrong"]) == [named], "operators that got wrong inputs are not blamed"
-    assert found["exit_code"] == 1, "the program shows it under the same fault"
+    assert list(result["located"]["wrong"]) == [named], "operators that got wrong inputs are not blamed"
+    assert result["exit_code"] == 1, "the reproducer fails with the same fault"
     # Without the fault, and without whet; one of them in a Python that has imported nothing before.
     alone = (
         "import sys, runpy\n"
@@ -214,7 +214,7 @@ def test_wrong_kernel_is_named_and_reproduced(
 
 
 class Elsewhere(AbstractDevice):
-    """The CPU under another name; modules can tell that they are there."""
+    """The CPU under another name; modules can detect that they are on it."""
 
     kind = "elsewhere"
 
@@ -228,7 +228,7 @@ class Elsewhere(AbstractDevice):
 
 
 class Sly(nn.Linear):
-    """Every operator is right, but they are other operators there."""
+    """Every operator is correct, but the device uses other operators."""
 
     is_elsewhere = False
 
@@ -252,10 +252,10 @@ def test_module_is_named_if_no_operator_is_wrong(kind: type[nn.Linear], phase: s
     bench = ReplicaFactory(model_spec(model, (torch.randn(6, 4),)))
     rows = compare_training(bench, Elsewhere(), steps=2).rows
     assert not all(row.agrees for row in rows)
-    found = locate(bench, Elsewhere())
-    assert found.num_checked > 10
-    assert found.culprit is not None
-    assert (found.culprit.operator, found.culprit.module, found.culprit.phase) == (None, "1.1", phase)
+    result = locate(bench, Elsewhere())
+    assert result.num_checked > 10
+    assert result.culprit is not None
+    assert (result.culprit.operator, result.culprit.module, result.culprit.phase) == (None, "1.1", phase)
 
 
 def test_no_module_of_a_correct_model_is_wrong() -> None:
@@ -285,15 +285,15 @@ def test_random_operators_are_listed() -> None:
         def forward(self, x):
             return super().forward(x) + torch.rand_like(x)
 
-    found = locate(ReplicaFactory(model_spec(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
-    assert found.draws == ("aten::rand_like",)
-    assert found.culprit is None
+    result = locate(ReplicaFactory(model_spec(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
+    assert result.draws == ("aten::rand_like",)
+    assert result.culprit is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_attention_formula_agrees_with_autograd(is_causal: bool, has_bias: bool) -> None:
-    """CUDA's kernel has none on the CPU; the formula stands in for it."""
+    """CUDA's kernel has no CPU version; a formula replaces it."""
     q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 3, 6, 6, dtype=torch.float64) if has_bias else None
     past = torch.ones(6, 6, dtype=torch.bool).tril() if is_causal else torch.ones(6, 6, dtype=torch.bool)
@@ -343,12 +343,12 @@ def test_bf16_agrees_and_the_model_is_restored() -> None:
     buffers = [id(buffer) for buffer in model.buffers()]
     x = torch.randn(16, 6)
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    found = compare_precision(model, lambda m: model(m.x).square().mean(), micro_of(x), CpuDevice(), "bf16")
-    assert found.agrees
-    assert 0 < found.gradient_error < found.bound
-    assert found.loss_error > 0
-    assert set(found.by_module) == {"0", "1", "4"}
-    assert max(found.by_module.values()) == found.gradient_error
+    result = compare_precision(model, lambda m: model(m.x).square().mean(), micro_of(x), CpuDevice(), "bf16")
+    assert result.agrees
+    assert 0 < result.gradient_error < result.bound
+    assert result.loss_error > 0
+    assert set(result.by_module) == {"0", "1", "4"}
+    assert max(result.by_module.values()) == result.gradient_error
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
     assert [module.training for module in model.modules()] == modes
@@ -362,16 +362,16 @@ def test_bf16_differs_after_cancellation() -> None:
     model = nn.Linear(4, 1)
     nn.init.constant_(model.bias, 1000.0)
     loss = lambda m: (model(m.x).float() - 1000).square().mean()  # noqa: E731
-    found = compare_precision(model, loss, micro_of(torch.randn(16, 4)), CpuDevice(), "bf16")
-    assert not found.agrees
+    result = compare_precision(model, loss, micro_of(torch.randn(16, 4)), CpuDevice(), "bf16")
+    assert not result.agrees
 
 
 def test_tiny_gradients_agree_in_fp16_thanks_to_scaling() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     loss = lambda m: model(m.x).float().square().mean() * 1e-6  # noqa: E731
-    found = compare_precision(model, loss, micro_of(torch.randn(16, 6)), CpuDevice(), "fp16")
-    assert found.agrees, "without a scale every gradient would be 0"
+    result = compare_precision(model, loss, micro_of(torch.randn(16, 6)), CpuDevice(), "fp16")
+    assert result.agrees, "without a scale every gradient would be 0"
 
 
 # --- programs and words ----------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_bad_options_are_three_line_errors(
 def test_invalid_models_are_errors(warm_whet: Run, tmp_path: Path) -> None:
     done = warm_whet("compare", "nothing.py")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
-    with pytest.raises(UsageError, match="nothing to train"):
+    with pytest.raises(UsageError, match="no trainable parameters"):
         compare_devices(model_spec(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
     uneven = model_spec(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
     with pytest.raises(UsageError, match="cannot be resized"):
@@ -453,8 +453,8 @@ def test_invalid_models_are_errors(warm_whet: Run, tmp_path: Path) -> None:
 def test_only_reproducers_are_overwritten(tmp_path: Path) -> None:
     ours = tmp_path / "ours.py"
     ours.write_text(f'"""{MARKER}"""\n')
-    found = compare_devices(model_spec(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
-    assert found.agrees
+    result = compare_devices(model_spec(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
+    assert result.agrees
     assert ours.read_text() == f'"""{MARKER}"""\n', "nothing is written where nothing is wrong"
 
 

@@ -23,9 +23,9 @@ class _Writes(nn.Linear):
 def test_model_that_writes_to_its_inputs_gets_fresh_ones() -> None:
     x = torch.randn(4, 4)
     before = x.clone()
-    found = whet.compare(_Writes(4, 4), (x,), devices=["cpu"], steps=5)
-    assert found.agrees
-    assert found.determinism.is_same
+    result = whet.compare(_Writes(4, 4), (x,), devices=["cpu"], steps=5)
+    assert result.agrees
+    assert result.determinism.is_same
     assert torch.equal(x, before)
 
 

@@ -44,12 +44,12 @@ PLANTED = {
 
 
 def marked(name: str) -> tuple[str, int]:
-    """The finding that a model is to give, and the line that says so."""
+    """Return the expected finding of a model and the line that is marked with it."""
     lines = FLAWED.read_text().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith(f"def {name}("))
     for index in range(start, len(lines)):
-        if found := re.search(r"  # ([a-z0-9/-]+)$", lines[index]):
-            return found[1], index + 1
+        if actual := re.search(r"  # ([a-z0-9/-]+)$", lines[index]):
+            return actual[1], index + 1
     raise AssertionError(name)
 
 
@@ -58,26 +58,26 @@ def checked(name: str, **options: object) -> PreflightResult:
     return check(getattr(flawed_models, name), **options)  # type: ignore[arg-type]
 
 
-def matters(found: PreflightResult) -> set[tuple[str, int | None]]:
-    return {(finding.id, finding.place.line if finding.place else None) for finding in found.findings}
+def matters(actual: PreflightResult) -> set[tuple[str, int | None]]:
+    return {(finding.id, finding.place.line if finding.place else None) for finding in actual.findings}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_flaws_are_found_on_their_lines(name: str) -> None:
-    found = checked(name)
+    actual = checked(name)
     kind, line = marked(name)
-    told = [finding for finding in found.findings if finding.id == kind]
-    assert [finding.severity for finding in told][:1] == [PLANTED[name]], render_text(found)
-    assert {Path(finding.place.file).name for finding in told if finding.place} == {FLAWED.name}
-    assert line in {finding.place.line for finding in told if finding.place}
-    assert found.passes() == (PLANTED[name] != "error" and name != "decides_by_value")
-    assert not found.passes(is_strict=True)
+    logged = [finding for finding in actual.findings if finding.id == kind]
+    assert [finding.severity for finding in logged][:1] == [PLANTED[name]], render_text(actual)
+    assert {Path(finding.place.file).name for finding in logged if finding.place} == {FLAWED.name}
+    assert line in {finding.place.line for finding in logged if finding.place}
+    assert actual.passes() == (PLANTED[name] != "error" and name != "decides_by_value")
+    assert not actual.passes(is_strict=True)
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_flawed_models_have_no_other_findings(name: str) -> None:
     also = {
-        # It is there twice: as the weight is, and as the convolution meets it.
+        # It occurs twice: for the weight, and for the convolution that uses it.
         "strided_conv_weight": {"known-fault/conv-weights"},
         "decides_by_value": {"missing-operator"},
         "many_rows": set(),
@@ -159,34 +159,34 @@ def test_attention_on_mps_is_decomposed() -> None:
 
 
 def test_data_dependent_model_is_traced_with_real_samples() -> None:
-    found = checked("decides_by_value")
-    assert not found.is_fake
-    assert found.num_samples == 2
-    assert any("_linalg_eigh" in finding.what for finding in found.findings)
+    actual = checked("decides_by_value")
+    assert not actual.is_fake
+    assert actual.num_samples == 2
+    assert any("_linalg_eigh" in finding.what for finding in actual.findings)
 
 
 @pytest.mark.parametrize("name", ["gpt", "convnet", "lstm"])
 @pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
 def test_correct_models_have_no_findings(name: str, device: str) -> None:
     machine = {"mps": "m2-air-8gb", "cuda": "h200", "cpu": "linux-2core"}[device]
-    found = check(getattr(sound_models, name), device=device, machine=machine)
-    assert found.findings == (), render_text(found)
-    assert found.is_fake
-    assert found.num_operators > 100
+    actual = check(getattr(sound_models, name), device=device, machine=machine)
+    assert actual.findings == (), render_text(actual)
+    assert actual.is_fake
+    assert actual.num_operators > 100
 
 
 def test_large_model_is_traced_without_memory() -> None:
-    found = check(sound_models.gpt_350m, machine="m3-max-64gb")
-    assert found.num_parameters > 350_000_000
-    assert found.is_fake
-    assert found.findings == ()
+    actual = check(sound_models.gpt_350m, machine="m3-max-64gb")
+    assert actual.num_parameters > 350_000_000
+    assert actual.is_fake
+    assert actual.findings == ()
 
 
 def test_a_causal_model_is_causal() -> None:
-    found = check(sound_models.causal_gpt, is_causal=True)
-    assert not found.findings
-    assert found.is_causal
-    assert any(line.startswith("causal    yes") for line in render_text(found))
+    actual = check(sound_models.causal_gpt, is_causal=True)
+    assert not actual.findings
+    assert actual.is_causal
+    assert any(line.startswith("causal    yes") for line in render_text(actual))
     assert checked("mlp_mixer").is_causal is False
     assert check(sound_models.causal_gpt).is_causal is None
 
@@ -234,17 +234,17 @@ def test_warnings_fail_only_with_strict(warm_whet: Run) -> None:
 
 
 def test_formats_are_escaped() -> None:
-    found = checked("item_in_the_loop")
-    odd = found.findings[0].model_copy(update={"what": "100 %\nof it"})
-    other = found.model_copy(update={"findings": (odd,)})
+    actual = checked("item_in_the_loop")
+    odd = actual.findings[0].model_copy(update={"what": "100 %\nof it"})
+    other = actual.model_copy(update={"findings": (odd,)})
     assert "100 %25%0Aof it" in render_github(other)[0]
     assert render_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
 
 
 def test_every_sarif_result_has_a_location() -> None:
-    found = checked("item_in_the_loop")
-    homeless = found.findings[0].model_copy(update={"place": None, "during": "the step"})
-    (result,) = render_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
+    actual = checked("item_in_the_loop")
+    homeless = actual.findings[0].model_copy(update={"place": None, "during": "the step"})
+    (result,) = render_sarif(actual.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
     place = result["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"].endswith(".py")
     assert place["region"]["startLine"] > 0
@@ -252,7 +252,7 @@ def test_every_sarif_result_has_a_location() -> None:
 
 def test_contradictory_options_are_errors(warm_whet: Run) -> None:
     done = warm_whet("check", "text", "--for", "mps", "--machine", "h200")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: the machine has no such device")
     with pytest.raises(UsageError, match="does not return the outputs of its model"):
         check("text", is_causal=True)
     with pytest.raises(UsageError, match="builds the model itself"):
@@ -263,7 +263,7 @@ def test_contradictory_options_are_errors(warm_whet: Run) -> None:
 def test_text_recipe_has_no_findings(warm_whet: Run) -> None:
     done = warm_whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
     assert done.returncode == 0, done.stdout
-    assert "found     nothing" in done.stdout
+    assert "result    no findings" in done.stdout
 
 
 def test_factory_of_any_name_may_return_a_recipe(warm_whet: Run, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def test_shared_model_is_not_changed() -> None:
     x = torch.randn(8, 4)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     for _ in range(2):
-        found = check(lambda: (net, (x,)), device="mps")
-        assert found.is_fake
-        assert found.why_no_fits is None
+        result = check(lambda: (net, (x,)), device="mps")
+        assert result.is_fake
+        assert result.why_no_fits is None
     assert not any(module.training for module in net.modules())
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
@@ -39,9 +39,9 @@ class _Waits(torch.nn.Linear):
 
 @pytest.mark.slow
 def test_endless_loop_over_values_ends() -> None:
-    found = check(lambda: (_Waits(4, 4), (torch.randn(2, 4),)), device="mps")
-    assert not found.is_fake
-    assert {finding.id for finding in found.findings} == {"wait-for-device"}
+    result = check(lambda: (_Waits(4, 4), (torch.randn(2, 4),)), device="mps")
+    assert not result.is_fake
+    assert {finding.id for finding in result.findings} == {"wait-for-device"}
 
 
 def test_nested_inputs_keep_strings_and_numbers() -> None:
@@ -51,14 +51,14 @@ def test_nested_inputs_keep_strings_and_numbers() -> None:
             [x] = given["x"]  # type: ignore[misc]
             return super().forward(x) * scale
 
-    found = check(lambda: (Nested(4, 4), ({"x": [torch.randn(2, 4).double()]}, "sum", 2.0)), device="mps")
-    assert any("the input input0['x'][0] is float64" in finding.what for finding in found.findings)
+    result = check(lambda: (Nested(4, 4), ({"x": [torch.randn(2, 4).double()]}, "sum", 2.0)), device="mps")
+    assert any("the input input0['x'][0] is float64" in finding.what for finding in result.findings)
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ((torch.nn.ReLU(), (torch.randn(2, 2),)), "nothing to train"),
+        ((torch.nn.ReLU(), (torch.randn(2, 2),)), "no trainable parameters"),
         ((torch.nn.LazyLinear(2), (torch.randn(2, 2),)), "lazy layers"),
         ((torch.nn.Linear(2, 2), (torch.randn(0, 2),)), "no sample"),
         ((torch.nn.Linear(2, 2), (torch.randn(2, 2),), 5), "loss is not callable"),

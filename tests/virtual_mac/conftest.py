@@ -1,6 +1,6 @@
-"""Fixtures that start processes with a virtual Mac: installing one changes the process for good.
+"""Fixtures that start processes with a virtual Mac, because installing one changes the process permanently.
 
-The native part is compiled once and kept between test runs.
+The native part is compiled once and cached between test runs.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
-"""whet's Apple device on the virtual Mac (simulated): errors that explain themselves, a GPU that fails silently, what
-fell back, layouts and copies. Every case is a process of its own."""
+"""whet's MPS device on the virtual Mac (simulated): errors with fixes, a GPU that fails silently, fallbacks,
+layouts and copies. Every case is a separate process."""
 
 import ast
 import os
@@ -53,7 +53,7 @@ def events(run: Path, kind: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "got"),
+    ("changes", "reported", "got"),
     [
         ({HIGH: "0.9"}, "MPS needs both watermarks, or none", f"{HIGH}=0.9 alone"),
         ({HIGH: "3"}, f"{HIGH} must be a number from 0 to 2", "'3'"),
@@ -61,11 +61,11 @@ def events(run: Path, kind: str) -> list:
         ({HIGH: "1.0", LOW: "1.2"}, "MPS's low watermark must not be above the high one", f"{LOW}=1.2, {HIGH}=1"),
     ],
 )
-def test_watermarks_that_mps_would_die_of_are_refused_before(python, changes: dict, said: str, got: str) -> None:
+def test_watermarks_that_mps_would_die_of_are_refused_before(python, changes: dict, reported: str, got: str) -> None:
     done = python(START + "fit(net(), data())", **changes)
     assert done.returncode == 2, done.stderr
     what, got_line, try_line = done.stdout.splitlines()
-    assert what == said
+    assert what == reported
     assert got in got_line
     assert f"export {HIGH}=1.0 {LOW}=0.9, or unset both" in try_line
 
@@ -73,11 +73,24 @@ def test_watermarks_that_mps_would_die_of_are_refused_before(python, changes: di
 def test_a_removed_limit_is_one_line_and_no_error(python, tmp_path: Path) -> None:
     done = python(START + "fit(net(), data(), run='run', on_event='line')", **{HIGH: "0.0"})
     assert done.returncode == 0, done.stdout
-    assert done.stderr.count(f"{HIGH}=0.0 removes the limit of GPU memory") == 1
+    assert done.stderr.count("a high watermark of 0 removes the limit of GPU memory") == 1
     assert any("removes the limit" in str(event.get("message")) for event in events(tmp_path / "run", "plan"))
 
 
-def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(python) -> None:
+def test_the_plan_shows_the_variables_that_are_in_force(python, tmp_path: Path) -> None:
+    code = START + "fit(net(), data(), run='run')"
+    done = python(code, **{HIGH: "0.8", LOW: "0.7", "PYTORCH_ENABLE_MPS_FALLBACK": "1"})
+    assert done.returncode == 0, done.stderr
+    settings = whet.open_run(tmp_path / "run").plan["settings"]
+    shown = {name: settings[name]["value"] for name, setting in settings.items() if setting["source"] == "environment"}
+    shown.pop("threads", None)
+    assert shown == {"mps_fallback": "on", "high_watermark": 0.8, "low_watermark": 0.7}
+    refused = python(START + "fit(net(), data(), overrides={'high_watermark': 0.5})")
+    assert refused.returncode != 0
+    assert "torch has read other watermarks of MPS than those of the plan" in refused.stdout + refused.stderr
+
+
+def test_watermarks_are_set_before_the_memory_of_the_device_is_read(python) -> None:
     """On a real Mac the library asks torch for the limit first; then MPS has read the variables."""
     code = (
         "from whet.device import open as opening\n"
@@ -107,7 +120,7 @@ def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(
             ".to(torch.float32)",
         ),
         (
-            "import numpy\nrows = [(row, numpy.float64(1)) for row in data()[0]]\nfit(net(), rows)",
+            "rows = [(row, torch.tensor(1.0, dtype=torch.float64)) for row in data()[0]]\nfit(net(), rows)",
             "the data's field 'y' is torch.float64",
             "dtype=torch.float32 where it is created",
         ),
@@ -122,7 +135,7 @@ def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(
             "model.float()",
         ),
     ],
-    ids=["column", "column on the host", "numpy number in a sample", "parameter", "buffer"],
+    ids=["column", "column on the host", "number in a sample", "parameter", "buffer"],
 )
 def test_float64_is_named(python, code: str, got: str, cure: str) -> None:
     done = python(START + code)
@@ -132,7 +145,7 @@ def test_float64_is_named(python, code: str, got: str, cure: str) -> None:
     assert cure in done.stdout
 
 
-def test_float64_inside_the_loss_is_told_with_its_line(python, tmp_path: Path) -> None:
+def test_float64_inside_the_loss_is_reported_with_its_line(python, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(model, micro):\n    return model(micro.x).double().mean()\n")
     done = python(
         "import sys; sys.path.insert(0, '.')\n"
@@ -144,7 +157,7 @@ def test_float64_inside_the_loss_is_told_with_its_line(python, tmp_path: Path) -
     assert "try: .float()" in done.stdout
 
 
-def test_a_missing_operator_is_told_with_its_line_and_the_choices(python, tmp_path: Path) -> None:
+def test_a_missing_operator_is_reported_with_its_line_and_fixes(python, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\n\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n"
         "        y = super().forward(x)\n        return torch.linalg.eigvalsh(y.T @ y)\n"
@@ -160,11 +173,11 @@ def test_a_missing_operator_is_told_with_its_line_and_the_choices(python, tmp_pa
     assert all(choice in cure for choice in ("mps_fallback=on", "--device cpu", "another operator"))
 
 
-def test_an_operator_that_only_the_backward_pass_needs_is_told_too(python) -> None:
+def test_an_operator_missing_in_the_backward_pass_is_reported(python) -> None:
     code = (
         "m = nn.Conv2d(1, 1, 3)\n"
         "def loss(micro):\n"
-        "    return nn.functional.interpolate(m(micro.x), 3, mode='bilinear', antialias=True).mean()\n"
+        "    return nn.functional.interpolate(m(micro), 3, mode='bilinear', antialias=True).mean()\n"
         "fit(m, torch.randn(32, 1, 8, 8), loss=loss)"
     )
     done = python(START + code)
@@ -173,7 +186,7 @@ def test_an_operator_that_only_the_backward_pass_needs_is_told_too(python) -> No
     assert "in the backward pass" in done.stdout
 
 
-def test_an_operator_missing_in_an_evaluation_is_told_too(python) -> None:
+def test_an_operator_missing_in_an_evaluation_is_reported(python) -> None:
     code = (
         "def evaluate(model, micros):\n"
         "    return {'rank': sum(torch.linalg.eigvalsh(m.x.T @ m.x).sum() for m in micros)}\n"
@@ -200,8 +213,8 @@ FAILING = (
     f"    if len(calls) == FAIL_AT: os.write(2, b'{METAL}')\n"
     "    return ((model(micro.x) - micro.y) ** 2).mean()\n"
     # Calls are steps here: nothing else calls the loss.
-    "wishes = {'checkpoint_steps': 1, 'micro_batch': 16, 'verify': 'off'}\n"
-    "fit(model, data(), loss=loss, epochs=3, run='run', overrides=wishes)\n"
+    "overrides = {'checkpoint_steps': 1, 'micro_batch': 16, 'verify': 'off'}\n"
+    "fit(model, data(), loss=loss, epochs=3, run='run', overrides=overrides)\n"
 )
 
 
@@ -219,25 +232,25 @@ def test_a_simulated_failure_of_the_gpu_stops_the_run_before_it_is_saved(python,
     assert max(event.step for event in events(run, "step")) == 12
 
 
-# --- what fell back --------------------------------------------------------------------------------------------------
+# --- CPU fallbacks ---------------------------------------------------------------------------------------------------
 
 
-def test_what_fell_back_is_named_with_its_cost_and_torchs_warning_is_not_repeated(python, tmp_path: Path) -> None:
+def test_cpu_fallbacks_are_listed_with_their_cost_and_torchs_warning_is_not_repeated(python, tmp_path: Path) -> None:
     code = (
         "model = net()\n"
         "def loss(micro):\n"
         "    out = model(micro.x)\n"
         "    first = torch.take(out, torch.zeros(2, dtype=torch.long, device='mps'))\n"
         "    return torch.linalg.eigvalsh(out.T @ out).sum() + first.sum()\n"
-        "wishes = {'mps_fallback': 'on', 'micro_batch': 8}\n"
-        "fit(model, data(), loss=loss, epochs=3, run='run', on_event='line', overrides=wishes)\n"
+        "overrides = {'mps_fallback': 'on', 'micro_batch': 8}\n"
+        "fit(model, data(), loss=loss, epochs=3, run='run', on_event='line', overrides=overrides, split_batch=True)\n"
         "print(sorted(virtual_mac.stats().fallbacks))\n"
     )
     done = python(START + code, PYTORCH_ENABLE_MPS_FALLBACK="1")
     assert done.returncode == 0, done.stderr
     assert "will fall back" not in done.stderr
-    (told,) = events(tmp_path / "run", "fallback")
-    operators = told.get("operators")
+    (logged,) = events(tmp_path / "run", "fallback")
+    operators = logged.get("operators")
     counted = ast.literal_eval(done.stdout.strip().splitlines()[-1])
     # The functional form and the in-place or out= form that it ends in are one operator here.
     assert {name.removeprefix("aten::").partition(".")[0].removesuffix("_") for name in operators} == {
@@ -252,7 +265,7 @@ def test_what_fell_back_is_named_with_its_cost_and_torchs_warning_is_not_repeate
     assert " ms a step" in report
 
 
-def test_a_model_that_needs_no_fall_back_says_nothing(python, tmp_path: Path) -> None:
+def test_a_model_without_fallbacks_reports_nothing(python, tmp_path: Path) -> None:
     code = "fit(net(), data(), run='run', overrides={'mps_fallback': 'on'})"
     done = python(START + code, PYTORCH_ENABLE_MPS_FALLBACK="1")
     assert done.returncode == 0, done.stderr
@@ -296,7 +309,8 @@ def test_weights_become_contiguous_and_stay_the_same_objects(python) -> None:
         "except Stop: pass\n"
     )
     done = python(START + code)
-    assert done.stdout == "True True True mps:0\n", done.stdout + done.stderr
+    # The loss is called for the checks before the first step, too.
+    assert {*done.stdout.splitlines()} == {"True True True mps:0"}, done.stdout + done.stderr
 
 
 def test_weights_that_share_memory_still_do(python) -> None:
@@ -312,7 +326,7 @@ def test_weights_that_share_memory_still_do(python) -> None:
     assert python(START + code).stdout == "True\n"
 
 
-def test_a_copy_to_the_host_is_contiguous_and_whole(python) -> None:
+def test_a_copy_to_the_host_is_contiguous_and_complete(python) -> None:
     code = (
         "from whet.checkpoint.encoding import encode_tensors\n"
         "wide = torch.arange(24., device='mps').reshape(4, 6)\n"
@@ -325,7 +339,7 @@ def test_a_copy_to_the_host_is_contiguous_and_whole(python) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "optimizer", "half", "said"),
+    ("release", "optimizer", "half", "reported"),
     [
         ((2, 12), "torch.optim.AdamW(m.parameters(), fused=True)", False, "a fused optimizer ignores the loss scale"),
         ((2, 12), "torch.optim.AdamW(m.parameters())", True, "loss scaling sets half gradients to zero"),
@@ -333,8 +347,8 @@ def test_a_copy_to_the_host_is_contiguous_and_whole(python) -> None:
         ((2, 13), "torch.optim.AdamW(m.parameters(), fused=True)", False, None),
     ],
 )
-def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, optimizer, half, said) -> None:
-    """With another torch pretended: the virtual Mac's own is right."""
+def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, optimizer, half, reported) -> None:
+    """With a simulated torch version; the virtual Mac itself is correct."""
     code = (
         f"from whet.device import mps; mps.torch_release = lambda: {release}\n"
         f"m = net(){'.bfloat16()' if half else ''}\n"
@@ -342,11 +356,11 @@ def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, opti
         "print(result.state, all(p.isfinite().all() for p in m.parameters()))\n"
     )
     done = python(START + code)
-    if said is None:
+    if reported is None:
         assert (done.returncode, done.stdout) == (0, "done True\n"), done.stderr
     else:
         assert done.returncode == 2, done.stderr
-        assert said in done.stdout
+        assert reported in done.stdout
         assert "precision=bf16" in done.stdout
 
 
@@ -358,15 +372,16 @@ def test_shapes_stay_few_over_a_whole_run(python, tmp_path: Path) -> None:
         "m = nn.Linear(1, 1)\n"
         "def loss(micro):\n"
         "    return (m(micro.tokens.values[..., None]).sum(), micro.tokens.lengths.sum())\n"
-        "wishes = {'micro_batch': 11, 'lengths': HOW}\n"
-        "fit(m, {'tokens': tokens}, loss=loss, epochs=4, global_batch_size=32, run=HOW, overrides=wishes)\n"
+        "overrides = {'micro_batch': 11, 'lengths': HOW}\n"
+        "fit(m, {'tokens': tokens}, loss=loss, epochs=4, global_batch_size=32, run=HOW, overrides=overrides,\n"
+        "    split_batch=True)\n"
     )
     counts = {}
-    for how in ("few shapes", "sorted"):
+    for how in ("bucketed", "sorted"):
         done = python(START + code.replace("HOW", repr(how)))
         assert done.returncode == 0, done.stdout + done.stderr
         counts[how] = [event.get("num_shapes") for event in events(tmp_path / how, "epoch")]
-    assert max(counts["few shapes"]) <= 12
+    assert max(counts["bucketed"]) <= 12
     assert counts["sorted"][-1] > 20, "or the test could not fail"
 
 
@@ -384,7 +399,7 @@ def test_a_simulated_mac_is_kept_awake_while_it_trains_and_not_longer(python, tm
         "import time\n"
         "def on_event(kind, fields):\n"
         "    while not os.path.exists('tools/said'): time.sleep(0.01)\n"
-        # Our own children: what the tool starts has its name for a moment, too; and others end while we look.
+        # Only our own children; they briefly have the name of the tool, and others may end meanwhile.
         "def read(p, name):\n"
         "    try: return open(f'/proc/{p}/{name}').read()\n"
         "    except OSError: return ') x 0'\n"
@@ -403,7 +418,7 @@ def test_a_simulated_mac_is_kept_awake_while_it_trains_and_not_longer(python, tm
     assert done.stdout.split() == ["1", "0", "True"]
 
 
-def test_without_caffeinate_one_line_says_so_and_keep_awake_off_none(python) -> None:
+def test_missing_caffeinate_is_reported_unless_keep_awake_is_off(python) -> None:
     done = python(START + "fit(net(), data(), on_event='line')")
     assert done.stderr.count("no caffeinate here") == 1
     done = python(START + "fit(net(), data(), on_event='line', overrides={'keep_awake': 'off'})")

@@ -1,4 +1,4 @@
-"""`pytest --virtual-mac`: another project's tests run on it, and it costs nothing when it is not asked for."""
+"""`pytest --virtual-mac`: tests of another project run on it, and it costs nothing when it is not requested."""
 
 import tomllib
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_the_fall_back_runs_missing_operators_on_the_cpu(python) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reported"),
     [
         ({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.9"}, "RuntimeError: invalid low watermark ratio 1.4"),
         ({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "2.5"}, "RuntimeError: invalid high watermark ratio 2.5"),
@@ -52,13 +52,13 @@ def test_the_fall_back_runs_missing_operators_on_the_cpu(python) -> None:
     ],
     ids=["high below the default low", "out of range", "both"],
 )
-def test_watermarks_come_from_the_environment(python, changes: dict[str, str], said: str) -> None:
+def test_watermarks_come_from_the_environment(python, changes: dict[str, str], reported: str) -> None:
     done = python(INSTALL + "import torch; torch.empty(3 * 2**30, dtype=torch.uint8, device='mps')", **changes)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert reported in done.stderr
 
 
-def test_too_late_is_said(python) -> None:
+def test_a_late_installation_is_an_error(python) -> None:
     done = python("import torch; torch.ones(1).is_mps; torch._C._mps_is_available()\n" + INSTALL)
     assert done.returncode == 1
     assert "the virtual Mac was installed too late" in done.stderr
@@ -90,7 +90,7 @@ def test_without_a_compiler_the_error_says_what_is_missing(tmp_path: Path) -> No
     assert "try: pip install" in done.stderr
 
 
-def test_a_failed_build_says_the_first_error_and_leaves_nothing_to_load(tmp_path: Path) -> None:
+def test_a_failed_build_reports_the_first_error_and_leaves_nothing_to_load(tmp_path: Path) -> None:
     compiler = tmp_path / "cc-that-fails"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *.cpp*) echo "x.cpp:1: error: planted" >&2; exit 1;; *) exec c++ "$@";; esac\n'
@@ -105,7 +105,7 @@ def test_a_failed_build_says_the_first_error_and_leaves_nothing_to_load(tmp_path
 
 
 def test_two_processes_that_build_at_once_build_once(tmp_path: Path) -> None:
-    """With a builder that takes a moment and notes each run, in the place of the real one."""
+    """With a simulated slow builder that records each run."""
     note = tmp_path / "built"
     code = (
         "import sys, time, pathlib\n"

@@ -1,4 +1,4 @@
-"""The doctor on the virtual Mac (simulated): all is well there, and bugs planted in its operators are found."""
+"""The doctor on the virtual Mac (simulated): no findings without faults, and planted bugs are detected."""
 
 import json
 import subprocess
@@ -35,10 +35,10 @@ def test_a_simulated_mac_passes_every_check(python: Start, tmp_path: Path) -> No
     done = python(code, "doctor", "--budget", "100", "--json", "doctor.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIMULATED" in done.stdout
-    found = json.loads((tmp_path / "doctor.json").read_text())
-    assert found["is_virtual"] is True
-    assert found["machine"]["name"] == "m2-air-8gb (virtual)"
-    verdicts = {(check["group"], check["name"]): check["verdict"] for check in found["checks"]}
+    result = json.loads((tmp_path / "doctor.json").read_text())
+    assert result["is_virtual"] is True
+    assert result["machine"]["name"] == "m2-air-8gb (virtual)"
+    verdicts = {(check["group"], check["name"]): check["verdict"] for check in result["checks"]}
     assert verdicts["operators", "ctc_loss"] == "not applicable", "MPS lacks it in torch's own list"
     assert verdicts["resume", "interrupted and resumed"] == "good"
     assert sys.executable not in done.stdout

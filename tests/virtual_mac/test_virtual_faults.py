@@ -1,4 +1,4 @@
-"""Faults on request, all simulated: what they do, that a training run meets them, and the examples of docs/apple.md."""
+"""Faults on request, all simulated: their effects, their effects on a training, and the examples of docs/apple.md."""
 
 import re
 import signal
@@ -60,7 +60,7 @@ def test_a_simulated_miscompute_is_met_in_the_threads_of_autograd(python) -> Non
 
 def test_the_page_shows_every_simulated_fault() -> None:
     shown = " ".join(examples())
-    for name in ("HeldMemory", "GraphCache", "GpuFailure", "Miscompute", "Heat", "Conditions", "KilledByPressure"):
+    for name in ("HeldMemory", "GraphCache", "GpuFailure", "Miscompute", "Heat", "SystemState", "KilledByPressure"):
         assert f"{name}(" in shown
 
 
@@ -68,7 +68,7 @@ def test_the_page_shows_every_simulated_fault() -> None:
 def test_the_examples_of_the_page_run_simulated(python, example: str) -> None:
     code = INSTALL + (
         "import torch\n"
-        "from whet.machine.facts import Conditions\n"
+        "from whet.machine.facts import SystemState\n"
         "globals().update({name: getattr(virtual_mac, name) for name in dir(virtual_mac)})\n"
         f"with {example}:\n"
         "    x = torch.ones(4, 4, device='mps')\n"

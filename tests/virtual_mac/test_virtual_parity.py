@@ -1,4 +1,4 @@
-"""`whet compare` on the virtual Mac (simulated): a wrong operator is named, and shown by a program."""
+"""`whet compare` on the virtual Mac (simulated): a wrong operator is named and reproduced by a program."""
 
 import json
 import subprocess
@@ -30,10 +30,10 @@ def run_faults(python: Start, tmp_path: Path) -> Callable[..., dict[str, dict]]:
 
 
 def test_every_simulated_wrong_operator_is_named_and_reproduced(run_faults, report_count: ReportCount) -> None:
-    found = run_faults("factor")
-    faults = {name: found[name] for name in found if " " in name}
+    actual = run_faults("factor")
+    faults = {name: actual[name] for name in actual if " " in name}
     for name in ("reader", "seer"):
-        assert found[name]["agrees"], f"{name} is sound: {found[name]}"
+        assert actual[name]["agrees"], f"{name} is sound: {actual[name]}"
     for fault, result in faults.items():
         operator = fault.split()[1]
         assert not result["agrees"], fault
@@ -57,8 +57,8 @@ def test_simulated_faults_that_depend_on_layout_size_or_place_are_reproduced(
     run_faults, report_count: ReportCount
 ) -> None:
     """What makes the kernel wrong must be in the program: strides, many terms, a small error, one call of several."""
-    found = run_faults("condition")
-    faults = {name: found[name] for name in found if " " in name}
+    actual = run_faults("condition")
+    faults = {name: actual[name] for name in actual if " " in name}
     assert len(faults) == 6
     for fault, result in faults.items():
         assert result["named"] == result["expected"], (fault, result)
@@ -67,7 +67,7 @@ def test_simulated_faults_that_depend_on_layout_size_or_place_are_reproduced(
     report_count(f"{len(faults)} conditional simulated faults named and reproduced")
 
 
-def test_the_command_tells_a_simulated_fault_in_lines(python: Start, tmp_path: Path) -> None:
+def test_the_command_reports_a_simulated_fault_in_lines(python: Start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -97,6 +97,6 @@ def test_the_command_tells_a_simulated_fault_in_lines(python: Start, tmp_path: P
     assert "reproduce: python whet_compare_repro.py" in wrong.stdout
     as_json = python(install + fault + run, *words, "--json")
     assert as_json.returncode == 1
-    told = json.loads(as_json.stdout)
-    assert (told["agrees"], told["is_virtual"]) == (False, True)
-    assert told["located"]["culprit"]["operator"] == "aten::tanh_backward"
+    logged = json.loads(as_json.stdout)
+    assert (logged["agrees"], logged["is_virtual"]) == (False, True)
+    assert logged["located"]["culprit"]["operator"] == "aten::tanh_backward"

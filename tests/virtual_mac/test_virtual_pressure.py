@@ -1,4 +1,4 @@
-"""What the governor does on the virtual Mac when heat and memory pressure are simulated."""
+"""The thermal policy on the virtual Mac with simulated heat and memory pressure."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ TRAIN = (
     + """
 import time, torch, whet
 from torch import nn
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
@@ -36,11 +36,11 @@ def train(run, steps):
 )
 
 
-def test_simulated_heat_and_memory_pressure_are_seen_told_and_saved(python: Start, tmp_path: Path) -> None:
+def test_simulated_heat_and_memory_pressure_are_reported_and_saved(python: Start, tmp_path: Path) -> None:
     code = (
         TRAIN
         + """
-with virtual_mac.simulate(Conditions(thermal="heavy", memory_pressure="critical")):
+with virtual_mac.simulate(SystemState(thermal="heavy", memory_pressure="critical")):
     train("run", 60)
 """
     )
@@ -54,7 +54,7 @@ with virtual_mac.simulate(Conditions(thermal="heavy", memory_pressure="critical"
     assert any(0 < step < 60 for step in saved), "at once, and not only at the end"
 
 
-def test_killed_by_simulated_pressure_the_run_goes_on_from_its_last_checkpoint(python: Start, tmp_path: Path) -> None:
+def test_a_run_killed_by_simulated_pressure_resumes_from_its_last_checkpoint(python: Start, tmp_path: Path) -> None:
     code = (
         TRAIN
         + """
@@ -77,6 +77,6 @@ else:
     assert done.stdout == "done\n", done.stderr
 
 
-def test_a_process_that_ends_right_after_a_backward_pass_ends_well(python: Start) -> None:
+def test_a_process_that_exits_after_a_backward_pass_exits_cleanly(python: Start) -> None:
     code = INSTALL + "import torch\nx = torch.ones(4, device='mps', requires_grad=True)\n(x * 2).sum().backward()\n"
     assert [python(code).returncode for _ in range(3)] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Several processes on a simulated Mac: refused before any of them starts, named or not."""
+"""Several processes on a simulated Mac: refused before any of them starts."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 @pytest.mark.usefixtures("_built")
 def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: Path) -> None:
-    """One process says both commands: a virtual Mac takes seconds to make."""
+    """Both commands run in one process, because a virtual Mac takes seconds to set up."""
     program = (
         INSTALL
         + "import os\nfrom whet.cli.main import run\n"

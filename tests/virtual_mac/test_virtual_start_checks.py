@@ -1,4 +1,4 @@
-"""What a run does before its first step on a virtual Mac, with and without simulated faults."""
+"""The checks before the first step on a virtual Mac, with and without simulated faults."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""whet's own Mps device on the virtual m2-air-8gb: trains, is interrupted, resumes bit for bit, moves to the CPU."""
+"""whet's MPS device on the virtual m2-air-8gb: trains, is interrupted, resumes bit for bit, moves to the CPU."""
 
 import json
 import signal
@@ -29,7 +29,7 @@ class Cli:
         self.folder, self._home, self._python = folder, home, python
 
     def start(self, *words: object, is_mac: bool = True, fault: str = "") -> Program:
-        # A process with a virtual Mac trains without a parent that would start it again, so the other does too.
+        # A process with a virtual Mac has no supervisor, so the other one has none either.
         alone = () if is_mac or words[0] != "train" else ("--max-restarts", "0")
         code = (INSTALL if is_mac else "") + fault + WHET
         return self._python.start("-c", code, *words, *alone, cwd=self.folder, env=environment(self._home))
@@ -63,9 +63,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def newest(run: Path) -> dict[str, torch.Tensor]:
-    found = store.load_newest(open_run(run).checkpoints)
-    assert found is not None
-    return found[1].tensors
+    result = store.load_newest(open_run(run).checkpoints)
+    assert result is not None
+    return result[1].tensors
 
 
 def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: Path) -> None:
@@ -114,10 +114,10 @@ def test_after_a_move_the_first_batch_is_compared_with_the_cpu(cli: Cli, table: 
     words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "moved")
     cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)
     cli.run(*words, "max_steps=30", "--device", "mps")
-    said = [str(event.get("message")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
-    assert any("moved from cpu to mps; verified: loss and 18 gradients agree with the CPU" in line for line in said), (
-        said
-    )
+    reported = [str(event.get("message")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
+    assert any(
+        "moved from cpu to mps; verified: loss and 18 gradients agree with the CPU" in line for line in reported
+    ), reported
 
 
 def test_a_device_that_computes_something_else_simulated_is_refused_after_a_move(cli: Cli, table: Path) -> None:

@@ -26,7 +26,7 @@ from whet.web.registry import find_server, private_folder
 from whet.web.server import listen, serve
 
 MARGIN = 60
-"""Files that are no counted connections: the process's own, and some that wait to be counted or closed."""
+"""File descriptors besides counted connections: the process's own, and some that wait to be counted or closed."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -42,14 +42,14 @@ def server(home: Path) -> Iterator[Served]:
 
 
 def num_changes(server: Served) -> int:
-    return server.ask().json()["changes"]
+    return server.request().json()["changes"]
 
 
 def is_three_lines(answer: Answer) -> bool:
     lines = answer.text.rstrip("\n").split("\n")
-    told = [line[:7] for line in lines[1:]]
+    logged = [line[:7] for line in lines[1:]]
     kind = answer.headers["content-type"] == "text/plain; charset=utf-8"
-    return kind and told in (["  got: ", "  try: "], ["  got: "], ["  try: "])
+    return kind and logged in (["  got: ", "  try: "], ["  got: "], ["  try: "])
 
 
 def test_every_response_has_the_security_headers(server: Served) -> None:
@@ -57,7 +57,7 @@ def test_every_response_has_the_security_headers(server: Served) -> None:
         for method in ("GET", "HEAD", "DELETE"):
             if (path, method) in (("/flood", "GET"), ("/large", "GET")):
                 continue
-            answer = server.ask(path, method)
+            answer = server.request(path, method)
             policy = answer.headers["content-security-policy"]
             assert "default-src 'self'" in policy
             assert "frame-ancestors 'none'" in policy
@@ -69,17 +69,17 @@ def test_every_response_has_the_security_headers(server: Served) -> None:
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_details_of_a_failure_go_to_the_terminal_only(server: Served) -> None:
-    answer = server.ask("/fail")
+def test_details_of_a_failure_are_printed_to_the_terminal_only(server: Served) -> None:
+    answer = server.request("/fail")
     assert answer.status == 500
     assert is_three_lines(answer)
     assert SECRET not in answer.text
     assert "Traceback" not in answer.text
-    assert until(lambda: f"failed: {SECRET}\n" in server.said)
+    assert until(lambda: f"failed: {SECRET}\n" in server.reported)
 
 
 def test_an_error_of_a_handler_has_no_control_characters(server: Served) -> None:
-    answer = server.ask("/refuse")
+    answer = server.request("/refuse")
     assert answer.status == 404
     assert answer.text == "no such thing\n  got: <b> [2J\n  try: another\n"
     assert answer.headers["content-type"].startswith("text/plain")
@@ -87,14 +87,14 @@ def test_an_error_of_a_handler_has_no_control_characters(server: Served) -> None
 
 def test_errors_are_three_lines_everywhere(server: Served) -> None:
     answers = {
-        404: server.ask("/nowhere"),
-        405: server.ask("/", "POST", JSON, body=b"{}"),
-        401: server.ask_bare("/"),
-        421: server.ask_bare("/", host="evil.example"),
-        413: server.ask("/change", "POST", JSON, body=b"1" * 1001),
-        415: server.ask("/change", "POST", body=b"{}"),
-        400: server.ask("http://evil.example/"),
-        431: server.ask("/", headers=[(f"X-{number}", "1") for number in range(80)]),
+        404: server.request("/nowhere"),
+        405: server.request("/", "POST", JSON, body=b"{}"),
+        401: server.request_bare("/"),
+        421: server.request_bare("/", host="evil.example"),
+        413: server.request("/change", "POST", JSON, body=b"1" * 1001),
+        415: server.request("/change", "POST", body=b"{}"),
+        400: server.request("http://evil.example/"),
+        431: server.request("/", headers=[(f"X-{number}", "1") for number in range(80)]),
     }
     for status, answer in answers.items():
         assert answer.status == status
@@ -159,11 +159,11 @@ def test_cross_origin_requests_are_refused(server: Served, home: Path, report_co
     before = num_changes(server)
     num_refused = 0
     for path, method, headers, kind in itertools.product(PATHS, ("GET", "POST"), OTHERS, KINDS):
-        told = {name: value.replace("PORT", str(server.port)) for name, value in headers.items()}
+        logged = {name: value.replace("PORT", str(server.port)) for name, value in headers.items()}
         if kind:
-            told["Content-Type"] = kind
-        answer = server.ask_bare(path, method, {**told, **cookie}, body=b"{}" if method == "POST" else b"")
-        assert answer.status == 403, (path, method, told, answer)
+            logged["Content-Type"] = kind
+        answer = server.request_bare(path, method, {**logged, **cookie}, body=b"{}" if method == "POST" else b"")
+        assert answer.status == 403, (path, method, logged, answer)
         assert not any(name.startswith("access-control") for name in answer.headers)
         num_refused += 1
     assert num_changes(server) == before
@@ -175,12 +175,12 @@ def test_a_change_needs_key_origin_and_json_together(server: Served, home: Path,
     before, made, num_refused = num_changes(server), 0, 0
     keys = ({}, cookie, server.bearer, {"Authorization": "Bearer wrong"}, {"Cookie": f"whet-{server.port}=wrong"})
     for secret, origin, kind in itertools.product(keys, ({}, *OURS), KINDS):
-        told = {name: value.replace("PORT", str(server.port)) for name, value in origin.items()}
+        logged = {name: value.replace("PORT", str(server.port)) for name, value in origin.items()}
         if kind:
-            told["Content-Type"] = kind
+            logged["Content-Type"] = kind
         is_fine = kind == "application/json" and (secret is server.bearer or (secret is cookie and bool(origin)))
         is_fine = is_fine or (kind == "application/json" and secret == server.bearer)
-        answer = server.ask_bare("/change", "POST", {**told, **secret}, body=b"{}")
+        answer = server.request_bare("/change", "POST", {**logged, **secret}, body=b"{}")
         assert (answer.status == 200) == is_fine, (secret, origin, kind, answer)
         made += is_fine
         num_refused += not is_fine
@@ -193,20 +193,20 @@ def test_reading_changes_nothing(server: Served) -> None:
     before = num_changes(server)
     for path in ("/", "/change", "/refuse", "/fail"):
         for method in ("GET", "HEAD", "OPTIONS", "TRACE", "PUT", "PATCH", "DELETE", "CONNECT", "FROB"):
-            assert server.ask(path, method, JSON).status in (200, 400, 404, 405, 500)
+            assert server.request(path, method, JSON).status in (200, 400, 404, 405, 500)
     assert num_changes(server) == before
 
 
 def test_navigation_from_another_site_is_allowed(server: Served, home: Path) -> None:
-    """Such a page is shown to the person alone; without the link's ticket it is refused."""
+    """Such a page is shown to the user only; without a valid ticket it is refused."""
     from_elsewhere = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     path = fresh_link(server, home).removeprefix(f"http://127.0.0.1:{server.port}")
-    assert server.ask_bare("/", headers=from_elsewhere).status == 401
-    assert server.ask_bare(path, headers=from_elsewhere).status == 200
+    assert server.request_bare("/", headers=from_elsewhere).status == 401
+    assert server.request_bare(path, headers=from_elsewhere).status == 200
 
 
 def test_a_websocket_is_guarded_too() -> None:
-    """No server of ours has one yet; the guard knows them before there is one."""
+    """No server has WebSockets yet; the guard supports them in advance."""
     reached: list[str] = []
 
     async def app(scope, receive, send) -> None:
@@ -247,19 +247,19 @@ def test_a_link_opens_once_and_gives_a_cookie_that_scripts_and_other_sites_do_no
     server: Served, home: Path
 ) -> None:
     path = fresh_link(server, home).removeprefix(f"http://127.0.0.1:{server.port}")
-    assert server.ask_bare(path, "HEAD").status == 401
-    assert server.ask_bare(path, headers={"Sec-Purpose": "prefetch"}).status == 401
-    first, second = server.ask_bare(path), server.ask_bare(path)
+    assert server.request_bare(path, "HEAD").status == 401
+    assert server.request_bare(path, headers={"Sec-Purpose": "prefetch"}).status == 401
+    first, second = server.request_bare(path), server.request_bare(path)
     assert (first.status, second.status) == (200, 401)
     assert "set-cookie" not in second.headers
     name, *flags = first.headers["set-cookie"].split("; ")
     assert set(flags) == {"Path=/", "HttpOnly", "SameSite=Strict"}
     assert server.token not in name
     assert server.token not in path
-    assert server.ask_bare("/", headers={"Cookie": f"other=1; {name}"}).status == 200
-    assert server.ask_bare(path, headers={"Cookie": name}).status == 200
-    assert server.ask_bare("/", headers={"Cookie": f"{name}0"}).status == 401
-    assert server.ask_bare("/", headers={"Cookie": name.replace("whet-", "whet-1")}).status == 401
+    assert server.request_bare("/", headers={"Cookie": f"other=1; {name}"}).status == 200
+    assert server.request_bare(path, headers={"Cookie": name}).status == 200
+    assert server.request_bare("/", headers={"Cookie": f"{name}0"}).status == 401
+    assert server.request_bare("/", headers={"Cookie": name.replace("whet-", "whet-1")}).status == 401
 
 
 def test_neither_cookie_nor_ticket_is_a_token(server: Served, home: Path) -> None:
@@ -274,10 +274,10 @@ def test_neither_cookie_nor_ticket_is_a_token(server: Served, home: Path) -> Non
         "\x00",
         "é",
     ):
-        assert server.ask_bare("/", headers={"Authorization": f"Bearer {secret}"}).status in (400, 401)
-    assert server.ask_bare("/", headers={"Authorization": f"Basic {server.token}"}).status == 401
-    assert server.ask_bare(f"/?token={server.token}").status == 401
-    assert server.ask_bare("/", headers=[*server.bearer.items(), ("Authorization", "Bearer x")]).status == 401
+        assert server.request_bare("/", headers={"Authorization": f"Bearer {secret}"}).status in (400, 401)
+    assert server.request_bare("/", headers={"Authorization": f"Basic {server.token}"}).status == 401
+    assert server.request_bare(f"/?token={server.token}").status == 401
+    assert server.request_bare("/", headers=[*server.bearer.items(), ("Authorization", "Bearer x")]).status == 401
 
 
 def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +289,9 @@ def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_token_is_in_no_log_and_no_argument(server: Served, home: Path) -> None:
-    server.ask("/fail")
-    server.ask(f"/nowhere?{server.token}")
-    server.ask_bare("/", headers={"Authorization": f"Bearer {server.token}x"})
+    server.request("/fail")
+    server.request(f"/nowhere?{server.token}")
+    server.request_bare("/", headers={"Authorization": f"Bearer {server.token}x"})
     files = list((home / "servers").iterdir())
     assert files
     assert stat.S_IMODE((home / "servers").stat().st_mode) == 0o700
@@ -299,41 +299,43 @@ def test_the_token_is_in_no_log_and_no_argument(server: Served, home: Path) -> N
     words = Path(f"/proc/{server.process.pid}/cmdline").read_bytes() if sys.platform == "linux" else b""
     environment = Path(f"/proc/{server.process.pid}/environ").read_bytes() if sys.platform == "linux" else b""
     assert server.token.encode() not in words + environment
-    assert not any(server.token in line for line in server.said)
+    assert not any(server.token in line for line in server.reported)
 
 
 def test_a_browser_is_started_without_the_link_in_its_arguments(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    logged = tmp_path / "logged"
     browser = tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\necho "$@" > {told}.new\ncp "${{1#file://}}" {told}.page\nmv {told}.new {told}\n')
+    browser.write_text(
+        f'#!/bin/sh\necho "$@" > {logged}.new\ncp "${{1#file://}}" {logged}.page\nmv {logged}.new {logged}\n'
+    )
     browser.chmod(0o755)
     words = ("-m", "whet", "watch", str(tmp_path), "--port", "0", "--json")
     home = tmp_path / "home"
     with serving(*words, home=home, cwd=tmp_path, BROWSER=f"{browser} %s") as served:
-        assert until(told.exists)
-        page = Path(told.read_text().strip().removeprefix("file://"))
+        assert until(logged.exists)
+        page = Path(logged.read_text().strip().removeprefix("file://"))
         assert stat.S_IMODE(page.stat().st_mode) == 0o600
-        assert "token" not in told.read_text()
-        link = Path(f"{told}.page").read_text().partition("url=")[2].partition('"')[0]
-        assert served.ask_bare(link.removeprefix(f"http://127.0.0.1:{served.port}")).status == 200
+        assert "token" not in logged.read_text()
+        link = Path(f"{logged}.page").read_text().partition("url=")[2].partition('"')[0]
+        assert served.request_bare(link.removeprefix(f"http://127.0.0.1:{served.port}")).status == 200
     assert served.process.returncode == 143
     assert list((home / "servers").iterdir()) == []
 
 
 def test_another_command_finds_the_server_and_removes_dead_ones(home: Path, server: Served, monkeypatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(home))
-    found = find_server(name="guarded", about="a test")
-    assert found is not None
-    assert found.link().startswith(f"http://127.0.0.1:{server.port}/?token=")
-    assert server.token not in f"{found} {found!r}"
+    result = find_server(name="guarded", about="a test")
+    assert result is not None
+    assert result.link().startswith(f"http://127.0.0.1:{server.port}/?token=")
+    assert server.token not in f"{result} {result!r}"
     dead = private_folder() / "guarded-0-dead.json"
-    dead.write_text(found.model_copy(update={"pid": 2**22 + 5, "about": "dead"}).model_dump_json())
+    dead.write_text(result.model_copy(update={"pid": 2**22 + 5, "about": "dead"}).model_dump_json())
     assert find_server(name="guarded", about="dead") is None
     assert not dead.exists()
-    # On Linux the time at which a process began is another one after the clock was set.
+    # On Linux, the start time of a process changes when the clock is set.
     began = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: began(process) + 3600)
-    assert find_server(name="guarded", about="a test") == found
+    assert find_server(name="guarded", about="a test") == result
 
 
 def test_a_folder_for_tokens_that_others_can_read_is_closed_first(
@@ -348,7 +350,7 @@ def test_a_folder_for_tokens_that_others_can_read_is_closed_first(
         private_folder()
 
 
-# G5: clients that take their time.
+# G5: slow clients.
 
 
 @pytest.mark.parametrize("counts", [(12, 12, 12, 8, 4), (200, 100, 140, 8, 4)], ids=["some", "more than fit"])
@@ -379,7 +381,7 @@ def test_slow_clients_are_disconnected_while_others_are_served(
         healthy += [healthy_seconds(server) for _ in range(10)]
 
     def are_gone() -> bool:
-        """One more byte from each slow one, which must not buy it more time."""
+        """Send one more byte on each slow connection, which must not extend its deadline."""
         for name, connection in attackers:
             if name.startswith("slow"):
                 with contextlib.suppress(OSError):
@@ -403,7 +405,7 @@ def test_slow_clients_are_disconnected_while_others_are_served(
 
 def healthy_seconds(server: Served) -> float:
     begun = time.monotonic()
-    assert server.ask().status == 200
+    assert server.request().status == 200
     return time.monotonic() - begun
 
 
@@ -413,7 +415,7 @@ def test_a_thousand_connections_at_once_leave_the_server_alive(server: Served, r
         open_ones += [server.connect() for _ in range(1000)]
         files = psutil.Process(server.process.pid).num_fds()
         assert files < LIMITS.connections + MARGIN
-        assert server.ask().status == 200
+        assert server.request().status == 200
     finally:
         for connection in open_ones:
             connection.close()
@@ -436,7 +438,7 @@ def test_a_quick_client_keeps_its_connection_between_requests_and_during_a_strea
     other.close()
 
 
-# Where it listens.
+# Listening addresses.
 
 
 def test_a_port_in_use_is_skipped() -> None:

@@ -4,19 +4,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from whet.api.target import ScriptTraining, load_training
 from whet.autotune.batch_size import choose_batch_size, lr_scaling, recorded_batch_size
 from whet.autotune.process_bench import ProcessStepBench
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback
 from whet.base import env
 from whet.base.errors import WhetError
 from whet.config.resolve import ResolvedConfig
-from whet.machine.pressure import read_conditions
+from whet.machine.pressure import read_system_state
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import load_recipe
 
 # Time limit for finding the global batch size before training; the search usually takes much less.
 BATCH_SIZE_BUDGET_SECONDS = 20.0
 _BENCH_TARGET = "whet.api.autotune:open_bench"
+_FUNCTION_TARGET = "whet.api.autotune:open_function_bench"
 # Fraction of the memory that is free at the start. A bench that uses more is stopped, before the kernel's out-of-memory
 # killer picks a process.
 _MAX_MEMORY_SHARE = 0.9
@@ -31,9 +33,18 @@ def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> Pr
         "device": device,
         "global_batch_size": resolved.config.global_batch_size,
     }
-    free = read_conditions().memory_available_bytes
+    return _process_bench(_BENCH_TARGET, arguments)
+
+
+def function_bench(training: ScriptTraining, *, device: str) -> ProcessStepBench:
+    """Return a bench that times steps of a function that trains."""
+    return _process_bench(_FUNCTION_TARGET, {"function": training.target, "device": device})
+
+
+def _process_bench(target: str, arguments: Mapping[str, Any]) -> ProcessStepBench:
+    free = read_system_state().memory_available_bytes
     max_bytes = int(_MAX_MEMORY_SHARE * free) if free else None
-    return ProcessStepBench(_BENCH_TARGET, arguments, environment=env.child_environment(), max_bytes=max_bytes)
+    return ProcessStepBench(target, arguments, environment=env.child_environment(), max_bytes=max_bytes)
 
 
 def open_bench(arguments: Mapping[str, Any]) -> Any:
@@ -53,14 +64,38 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
 
     # Use the same data, model and optimizer as a real run.
     made = prepare_recipe(recipe, config)
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     overrides = ResolvedConfig(config=config, given=tuple(arguments["given"])).overrides
     if arguments["device"] != "auto":
         overrides = {**overrides, "device": arguments["device"]}
-    plan = make_plan(machine, made.workload, overrides=overrides, conditions=conditions)
+    plan = make_plan(machine, made.workload, overrides=overrides, system_state=system_state)
     training = parse_training_config(made.training)
     return LocalStepBench(
         made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan, may_compile=True
+    )
+
+
+def open_function_bench(arguments: Mapping[str, Any]) -> Any:
+    """Return the training of a function, ready to run steps. Called in the child process."""
+    from whet.device.open import current_machine
+    from whet.plan.plan import make_plan
+    from whet.training.step_bench import LocalStepBench
+
+    training = load_training(arguments["function"])
+    assert isinstance(training, ScriptTraining), "the parent process has called the function already"
+    config = training.config
+    device = {} if arguments["device"] == "auto" else {"device": arguments["device"]}
+    machine, system_state = current_machine()
+    workload = config.workload.model_copy(update={"recipe": training.name})
+    plan = make_plan(machine, workload, overrides={**config.overrides, **device}, system_state=system_state)
+    return LocalStepBench(
+        config.model,
+        config.optimizer,
+        config.data,
+        config.training,
+        loss=training.loss,
+        plan=plan,
+        may_compile=True,
     )
 
 

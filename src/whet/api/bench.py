@@ -1,4 +1,4 @@
-"""Benchmark a recipe: its plan, sweeps over settings, and presets, within one time budget."""
+"""Benchmark a recipe or a function that trains: its plan, sweeps over settings, and presets, within one time budget."""
 
 import datetime as dt
 import time
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from whet.api.autotune import find_batch_size, recipe_bench
+from whet.api.autotune import find_batch_size, function_bench, recipe_bench
+from whet.api.target import ScriptTraining
 from whet.autotune.benchmark import BenchmarkContext, disturbances, measure_sweep
 from whet.autotune.candidates import memory_limit, plan_with
 from whet.autotune.process_bench import ProcessStepBench
@@ -18,7 +19,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_count
 from whet.config.resolve import ResolvedConfig, resolve_config
 from whet.machine.load import cpu_percent
-from whet.machine.pressure import ConditionsReader
+from whet.machine.pressure import SystemStateReader
 from whet.plan.plan import Plan
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import Recipe
@@ -44,10 +45,11 @@ class BenchRequest:
     """What to benchmark, and for how long."""
 
     what: str
-    """The recipe, as accepted by `load_recipe`."""
-    recipe: Recipe
-    resolved: ResolvedConfig[Any]
-    args: Sequence[str]
+    """The recipe or function, as accepted by `load_training`."""
+    training: Recipe | ScriptTraining
+    resolved: ResolvedConfig[Any] | None = None
+    """The config of a recipe; None for a function."""
+    args: Sequence[str] = ()
     """The key=value arguments. The arguments of a preset are appended."""
     config_file: Any = None
     device: str = "auto"
@@ -58,19 +60,19 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback | None = None) -> BenchResult:
-    """Start a process for the recipe and measure it. The budget starts when this function is called."""
+    """Start a process for the training and measure it. The budget starts when this function is called."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
-    sizes = presets(request.recipe) if "arch" in request.sweeps else {}
+    sizes = presets(request.training) if "arch" in request.sweeps else {}
     if "arch" in request.sweeps and not sizes:
         raise UsageError(
-            "this recipe has no sizes to sweep", got=f"{request.what} declares no presets", try_=_PRESETS_HINT
+            "this training has no sizes to sweep", got=f"{request.what} declares no presets", try_=_PRESETS_HINT
         )
     sweeps: list[BenchSweep] = []
     chosen: AutoBatch | None = None
     own: Settings = {}
     with _open_bench(request, started) as steps:
-        if request.resolved.is_batch_open:
+        if request.resolved is not None and request.resolved.is_batch_open:
             log("finding the global batch size first ...")
             share = _BATCH_SHARE * (ends_at - steps.clock())
             chosen = find_batch_size(steps, request.resolved, budget_seconds=share, on_progress=on_progress)
@@ -82,7 +84,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             result = search(steps.plan, steps, budget_seconds=budget, on_progress=on_progress)
             own = result.settings
             _log_all(result.summary, log)
-        context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_conditions=ConditionsReader())
+        context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_system_state=SystemStateReader())
         sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
         # Measure the load before and after the sweeps: load from other processes distorts the numbers and is reported.
         context.cpu_use.append(cpu_percent() or 0.0)
@@ -108,9 +110,9 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
     )
 
 
-def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
+def presets(training: Recipe | ScriptTraining) -> Mapping[str, Mapping[str, object]]:
     """Return the model sizes of a recipe by name; empty if it has none."""
-    sizes = recipe.presets
+    sizes = {} if isinstance(training, ScriptTraining) else training.presets
     if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping) for changes in sizes.values()):
         raise UsageError("presets of a recipe must be a dict of dicts", got=repr(sizes)[:200], try_=_PRESETS_HINT)
     return sizes
@@ -146,7 +148,11 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
 
 @contextmanager
 def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBench]:
-    steps = recipe_bench(request.what, request.resolved, device=request.device)
+    if isinstance(request.training, ScriptTraining):
+        steps = function_bench(request.training, device=request.device)
+    else:
+        assert request.resolved is not None
+        steps = recipe_bench(request.what, request.resolved, device=request.device)
     # A hard limit: a step that hangs would otherwise block the whole benchmark.
     steps.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
     try:
@@ -195,11 +201,12 @@ def _sweep_presets(
     log: LogLine,
 ) -> BenchSweep:
     """Measure the presets, each with its own plan and process."""
+    assert isinstance(request.training, Recipe)
     rows: list[BenchRow] = []
     for number, (name, changes) in enumerate(sizes.items()):
         log(f"measuring arch: {name} ...")
         args = [*request.args, *(f"{key}={value}" for key, value in changes.items())]
-        resolved = resolve_config(request.recipe.Config, args, file=request.config_file, can_measure=True)
+        resolved = resolve_config(request.training.Config, args, file=request.config_file, can_measure=True)
         resolved = resolved.with_batch(chosen) if chosen else resolved
         # Divide the remaining time evenly among the remaining presets.
         until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)

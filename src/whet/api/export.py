@@ -1,16 +1,18 @@
 """Export a trained model to a folder that other programs can load."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet.api.load import load_predictor, load_run_recipe
+from whet.api.load import load_model, load_predictor, load_run_recipe
 from whet.base.errors import UsageError
 from whet.report.export.files import ExportResult, publish_export
 from whet.run import strict_json
 from whet.run.folder import Run, open_run
 
 EXPORT_MANIFEST = "whet-export.json"
+WEIGHTS_FILE = "model.safetensors"
 
 
 def export_model(
@@ -21,21 +23,20 @@ def export_model(
     force: bool = False,
     checkpoint: str = "best",
     recipe: str | None = None,
+    model: str | None = None,
 ) -> ExportResult:
     """Export the model of a run to the folder `out`, by default RUN-FORMAT in the current folder.
 
-    The folder also contains whet-export.json: the classes, the length, the inputs and the step of the weights.
+    The folder also contains whet-export.json: the step of the weights, and what the recipe knows about the model. A run
+    that was trained from Python needs `model`, a function that makes the model, for all formats but safetensors.
     """
     run = run if isinstance(run, Run) else open_run(run)
-    loaded = load_run_recipe(run, given=recipe)
-    if not (loaded.supports("predict") and loaded.supports("write_model_files")):
-        raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
+    write = _writer(run, to=to, checkpoint=checkpoint, recipe=recipe, model=model)
 
     # Write to a temporary folder and rename it when it is complete, so that an interrupted export leaves nothing
     # behind.
     def fill(draft: Path) -> list[str]:
-        model, _, step = load_predictor(loaded, run, checkpoint=checkpoint)
-        details = loaded.write_model_files(model, run.metadata, draft, to=to)
+        step, details = write(draft)
         files = sorted(file.name for file in draft.iterdir())
         manifest: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **details, "files": files}
         (draft / EXPORT_MANIFEST).write_text(strict_json.encode(manifest, pretty=True) + "\n", encoding="utf-8")
@@ -43,6 +44,57 @@ def export_model(
 
     folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
     return publish_export(run, folder, fill=fill, is_ours=_earlier_export_files(folder), force=force)
+
+
+Writer = Callable[[Path], tuple[int, dict[str, Any]]]
+"""Writes the files of a model into a folder; returns the step of the weights and facts for the manifest."""
+
+
+def _writer(run: Run, *, to: str, checkpoint: str, recipe: str | None, model: str | None) -> Writer:
+    if model is not None:
+        return partial(_write_own_model, run, load_model(model), to=to, checkpoint=checkpoint)
+    if to == "safetensors":
+        return partial(_write_checkpoint, run, checkpoint=checkpoint)
+    loaded = load_run_recipe(run, given=recipe, command="export")
+    if not (loaded.supports("predict") and loaded.supports("write_model_files")):
+        raise UsageError(
+            f"the recipe {loaded.name} cannot export its model so", got=f"--to {to}", try_="--to safetensors"
+        )
+
+    def write(folder: Path) -> tuple[int, dict[str, Any]]:
+        trained, _, step = load_predictor(loaded, run, checkpoint=checkpoint)
+        return step, loaded.write_model_files(trained, run.metadata, folder, to=to)
+
+    return write
+
+
+def _write_checkpoint(run: Run, folder: Path, *, checkpoint: str) -> tuple[int, dict[str, Any]]:
+    """Write the weights as they are in a checkpoint, which needs no model. Shared weights appear under one name."""
+    from safetensors.torch import save_file
+
+    from whet.checkpoint.snapshot import has_average, trained_weights
+    from whet.training.weights import read_checkpoint
+
+    snapshot, step = read_checkpoint(run.path, checkpoint=checkpoint)
+    save_file(trained_weights(snapshot), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return step, {"ema": has_average(snapshot)}
+
+
+def _write_own_model(run: Run, model: Any, folder: Path, *, to: str, checkpoint: str) -> tuple[int, dict[str, Any]]:
+    """Write a model that the user's code made, with the weights of the run."""
+    from safetensors.torch import save_model
+
+    from whet.training.weights import load_weights
+
+    if to == "onnx" or (to == "transformers" and not hasattr(model, "save_pretrained")):
+        hint = "torch.onnx.export(whet.load(run, model), inputs)" if to == "onnx" else "--to safetensors"
+        raise UsageError(f"this model cannot be exported to {to}", got=type(model).__name__, try_=hint)
+    step = load_weights(run.path, model, checkpoint=checkpoint)
+    if to == "transformers":
+        model.save_pretrained(str(folder))
+    else:
+        save_model(model, str(folder / WEIGHTS_FILE))
+    return step, {"model": type(model).__name__}
 
 
 def _earlier_export_files(folder: Path) -> Callable[[str], bool]:

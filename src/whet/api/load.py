@@ -1,27 +1,140 @@
-"""Load the recipe and the trained model of a run."""
+"""`whet.load`: the weights of a run in a model; and the recipe and the trained model of a run."""
 
-from typing import Any
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from whet.api.target import ScriptTraining, call_function, load_function
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe
-from whet.run.folder import Run
+from whet.run.folder import Run, short_script
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from whet.training.loop import TrainResult
+
+ModelT = TypeVar("ModelT", bound="nn.Module | Mapping[str, nn.Module]")
 
 
-def recipe_spec(run: Run, *, given: str | None = None) -> str:
+def load(
+    run: "str | Path | TrainResult | Run",
+    model: ModelT,
+    which: Literal["best", "last"] | int = "best",
+    *,
+    ema: bool = True,
+) -> ModelT:
+    """Load the weights of a run into a model, and return the model.
+
+    The names and shapes of all parameters and buffers must match; otherwise an error lists those that do not, and the
+    model is unchanged. Checkpoints are safetensors files: nothing is unpickled. The mode of the model (train or eval)
+    is not changed.
+
+    >>> import tempfile, torch
+    >>> from whet import train
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = train(
+    ...         model,
+    ...         (torch.rand(64, 2), torch.rand(64, 1)),
+    ...         loss=lambda micro: torch.nn.functional.mse_loss(model(micro.x), micro.y),
+    ...         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...         global_batch_size=16,
+    ...         run=f"{folder}/run",
+    ...         on_event=None,
+    ...     )
+    ...     loaded = load(result, torch.nn.Linear(2, 1), "last").eval()
+    >>> torch.equal(loaded.weight, model.weight)
+    True
+
+    Args:
+        run: A run folder, the result of `whet.train`, or a folder that `whet import` made.
+        model: A model that is built like the one that was trained, or a dict of models as for `whet.Session`. A
+            compiled model is accepted too.
+        which: "best" (of the goal; without a goal the last one), "last", or the step of a checkpoint.
+        ema: Load the moving average of the weights, if the run has one (`ema=True` in training): the weights that
+            were evaluated. A line on standard error says so.
+    """
+    from torch import nn
+
+    from whet.checkpoint.importer import is_import
+    from whet.checkpoint.snapshot import has_average, restore_model
+    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.optimizer_set import as_module
+    from whet.training.weights import load_weights, read_checkpoint
+
+    folder = run if isinstance(run, str | Path) else getattr(run, "path", None)
+    if not isinstance(folder, str | Path):
+        got = "a training without a run folder" if hasattr(run, "path") else type(run).__name__
+        raise UsageError("there are no weights to load", got=got, try_='whet.train(..., run="runs/mine")')
+    container = as_module(model)
+    if not isinstance(container, nn.Module):
+        raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="whet.load(run, MyModel())")
+    # torch.compile wraps the model and puts its own name in front of every weight.
+    inner = getattr(container, "_orig_mod", container)
+    path = Path(folder).expanduser()
+    if is_import(path) or path.is_file():
+        load_weights(path, inner)
+        return model
+    snapshot, step = read_checkpoint(path, checkpoint=str(which))
+    restore_model(snapshot, inner, use_average=ema, with_memory=False)
+    if ema and has_average(snapshot):
+        ProgressLine("load").print_line(
+            f"load: averaged weights (EMA) of step {step:,}; ema=False loads the weights without averaging"
+        )
+    return model
+
+
+def recipe_spec(run: Run, *, given: str | None = None, command: str = "prove") -> str:
     """Return the recipe of a run, as accepted by `load_recipe`. `given` is required for a user-defined recipe.
 
     A run folder may come from an untrusted source and must not decide which code is executed. Only built-in recipes are
     loaded by the name that the run stores.
     """
     if given is None and run.header.recipe not in BUILT_IN:
+        if not run.header.command:
+            raise python_run_error(run, command)
         file = next((word for word in run.header.command if word.partition(":")[0].endswith(".py")), "FILE")
-        raise UsageError("the run has a recipe of your own", got=run.header.recipe, try_=f"--recipe {file}")
+        raise UsageError("the run uses a custom recipe", got=run.header.recipe, try_=f"--recipe {file}")
     return given or run.header.recipe
 
 
-def load_run_recipe(run: Run, *, given: str | None = None) -> Recipe:
+_INSTEAD = {
+    "predict": "--model {file}:make_model inputs.npy; in Python: whet.load({run!r}, model)",
+    "export": "--to safetensors; or --model {file}:make_model, a function that returns the model",
+}
+
+
+def python_run_error(run: Run, command: str) -> UsageError:
+    """Return the error for a command that needs the code of a run that was trained from Python."""
+    script = None if run.header.script is None else short_script(run.header.script)
+    shown = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
+    file = "FILE.py" if script is None else shlex.quote(script.partition(":")[0])
+    if command in _INSTEAD:
+        hint = f"whet {command} {shlex.quote(shown)} " + _INSTEAD[command].format(file=file, run=shown)
+    elif script is not None and ":" in script:
+        hint = f"whet {command} {shlex.quote(script)}"
+    else:
+        hint = f"whet {command} {file}:main, after the training is in a function: def main(): ..."
+    by = script or "a notebook or an interactive session"
+    return UsageError("the run was trained by your own code", got=f"{shown}, by {by}", try_=hint)
+
+
+def load_model(word: str) -> Any:
+    """Return the model that a function of the user makes: alone, first in a tuple, or trained by it."""
+    from torch import nn
+
+    made = call_function(load_function(word, default=("model", "make_model", "main")), word)
+    model = made.config.model if isinstance(made, ScriptTraining) else made[0] if isinstance(made, tuple) else made
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{word} returns no model", got=type(model).__name__, try_="def make_model(): return Model()")
+    return model
+
+
+def load_run_recipe(run: Run, *, given: str | None = None, command: str = "predict") -> Recipe:
     """Load the recipe of a run. `given` is required for a user-defined recipe."""
-    return load_recipe(recipe_spec(run, given=given))
+    return load_recipe(recipe_spec(run, given=given, command=command))
 
 
 def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, Any, int]:
@@ -32,7 +145,9 @@ def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, A
         model, predictor = recipe.predict(recipe.Config.model_validate(run.config), run.metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None
+        raise WhetError(
+            "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
+        ) from None
     step = load_weights(run.path, model, checkpoint=checkpoint)
     model.eval()
     return model, predictor, step

@@ -1,38 +1,55 @@
-"""Trainings that `whet prove` can kill and resume: short segments of a recipe's training."""
+"""Trainings that `whet prove` can kill and resume: short segments of a recipe or of a function that trains."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.api.load import recipe_spec
+from whet.api.target import ScriptTraining, load_training
+from whet.base.errors import UsageError, WhetError
 from whet.config.options import CommonConfig
 from whet.config.resolve import ResolvedConfig, resolve_config
 from whet.plan.plan import read_plan
 from whet.prove.kills import ProvableTraining
-from whet.recipes.recipe import Recipe, load_recipe
-from whet.run.folder import open_run
+from whet.recipes.recipe import Recipe, load_factory, load_recipe
+from whet.run.folder import RUN_FILE, open_run
 
 _SEGMENT_TARGET = "whet.api.prove:train_segment"
+_FUNCTION_TARGET = "whet.api.prove:train_function_segment"
 
 
 def training_from_args(
     what: str, args: Sequence[str], *, file: Path | None, device: str
-) -> tuple[Recipe, ProvableTraining]:
-    """Return the training of a recipe or file, configured by key=value arguments."""
-    recipe = load_recipe(what)
-    return recipe, provable_training(what, recipe, resolve_config(recipe.Config, args, file=file), device=device)
+) -> tuple[str, ProvableTraining]:
+    """Return the name and the training of a recipe, configured by key=value arguments, or of a function."""
+    loaded = load_training(what)
+    if isinstance(loaded, ScriptTraining):
+        if args or file:
+            raise UsageError("only a recipe has options", got=" ".join(args) or str(file), try_=f"whet prove {what}")
+        return loaded.name, provable_function(loaded, device=device)
+    resolved = resolve_config(loaded.Config, args, file=file)
+    return loaded.name, provable_training(what, loaded, resolved, device=device)
 
 
-def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[Recipe, ProvableTraining]:
-    """Return the training of a run folder, with the settings saved in it."""
+def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[str, ProvableTraining]:
+    """Return the name and the training of a run folder, with the settings saved in it."""
     run = open_run(path)
-    what = recipe_spec(run, given=file)
-    recipe = load_recipe(what)
+    # The folder must not choose which code is executed: only the user does, by naming a file.
+    what = recipe_spec(run, given=file, command="prove")
+    recipe = load_training(what)
+    if isinstance(recipe, ScriptTraining):
+        return recipe.name, provable_function(recipe, device=device)
     overrides = read_plan(run.plan, where=f"{path}/plan.json").overrides
     config = recipe.Config.model_validate(run.config)
     chosen = str(overrides.get("device", "auto")) if device == "auto" else device
-    return recipe, provable_training(what, recipe, ResolvedConfig(config=config, given=tuple(overrides)), device=chosen)
+    resolved = ResolvedConfig(config=config, given=tuple(overrides))
+    return recipe.name, provable_training(what, recipe, resolved, device=chosen)
+
+
+def provable_function(training: ScriptTraining, *, device: str) -> ProvableTraining:
+    """Return the training of a function. Each process calls the function, and its run folder is redirected."""
+    arguments = {"function": training.target, "config": dict(training.config.config), "device": device}
+    return ProvableTraining(target=_FUNCTION_TARGET, arguments=arguments)
 
 
 def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], *, device: str) -> ProvableTraining:
@@ -58,27 +75,53 @@ def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> Non
     # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.recipes.runner import train_recipe
 
-    segment = config.model_copy(update=segment_changes(config, steps=arguments["steps"], every=arguments["every"]))
+    changes = recipe_segment_changes(config, steps=arguments["steps"], every=arguments["every"])
+    segment = config.model_copy(update=changes)
     # Mark the interval as set by the user, so that the plan keeps the checkpoint interval of the proof.
     resolved = ResolvedConfig(config=segment, given=(*arguments["given"], "checkpoint_steps"))
     command = ["whet", "prove", arguments["recipe"]]
     train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, on_event=on_event)
 
 
+def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
+    """Start or resume the segment of a function in a run folder. Called in a child process."""
+    from whet.device.rng import seed_everything
+    from whet.training.intercept import Interception, ProofSegment, SegmentEnded, intercept
+
+    word = arguments["function"]
+    segment = ProofSegment(
+        run=run,
+        steps=arguments["steps"],
+        every=arguments["every"],
+        device=arguments["device"],
+        on_event=on_event,
+        command=("whet", "prove", word),
+    )
+    # A function that does not seed torch gives the same weights to each new run, so that runs can be compared, and
+    # others to a process that resumes, as in a real interruption: what a checkpoint does not restore then shows.
+    seed_everything(1 if (run / RUN_FILE).exists() else 0)
+    with intercept(Interception(segment)) as interception:
+        try:
+            load_factory(word)()
+        except SegmentEnded:
+            return
+    if not interception.is_ended:
+        raise WhetError(f"{word} trained nothing", got="it returned", try_="a function that calls whet.train(...)")
+
+
 def preload(arguments: dict[str, Any]) -> None:
     """Import the modules that a segment needs, before the process is forked."""
-    load_recipe(arguments["recipe"])
+    load_factory(arguments.get("recipe") or arguments["function"])
 
 
-def segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str, Any]:
+def recipe_segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str, Any]:
     """Return the overrides that turn a training into a segment: fewer steps, more frequent saves and evaluations."""
+    from whet.training.intercept import segment_changes
+
     own = config.checkpoint_steps
-    eval_every = math.ceil(steps / 2)
     return {
-        "max_steps": min(steps, config.max_steps or steps),
+        **segment_changes(config.max_steps, config.eval_every, steps=steps),
         "checkpoint_steps": every if own == "auto" else min(every, own),
-        "eval_every": eval_every if config.eval_every == "auto" else min(eval_every, config.eval_every),
-        "epochs_per_session": None,
     }
 
 

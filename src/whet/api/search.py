@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from whet.base.errors import UsageError
+from whet.config.goal import resolve_mode
 from whet.config.options import MAX_SEEDS
 from whet.config.resolve import resolve_config
 from whet.config.sources import flatten, parse_args, read_config_file
@@ -159,7 +160,7 @@ def prepare_search(
         name=folder.name,
         recipe=recipe.name,
         goal=goal,
-        is_higher_better=goal not in recipe.lower_is_better,
+        is_higher_better=resolve_mode(goal, recipe.mode) == "max",
         resource=recipe.resource or ("epochs" if resolved.config.max_steps is None else "steps"),
         space=space,
         fixed=parse_args(fixed).values,
@@ -201,7 +202,7 @@ def run_search(
         raise UsageError("SQLite allows one process only", got=f"--jobs {jobs}", try_="no --storage: the journal file")
     check_address(storage)
     if (folder / RUN_FILE).exists():
-        raise UsageError("the folder holds a run, not a search", got=str(folder), try_="another --name")
+        raise UsageError("the folder contains a run, not a search", got=str(folder), try_="another --name")
     devices = devices_for(prepared.device, jobs=jobs, log=log)
     durable.make_directory(folder)
     earlier_seconds = _earlier_seconds(folder)
@@ -296,7 +297,9 @@ def winning_args(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[
     result = read_search(folder)
     own = load_recipe(recipe).name
     if result.recipe != own:
-        raise UsageError("the search is of another recipe", got=f"{result.recipe}, not {own}", try_="the same recipe")
+        raise UsageError(
+            "the search was started with another recipe", got=f"{result.recipe}, not {own}", try_="the same recipe"
+        )
     if result.winner is None:
         raise UsageError("the search has no winner", got=f"{len(result.trials)} trials", try_="more --trials")
     return tuple(as_argument(key, value) for key, value in {**result.fixed, **result.winner.settings}.items())
@@ -420,4 +423,4 @@ def _check_limits(*, trials: int, jobs: int, timeout: float | None) -> None:
 def _check_name(name: str | None) -> None:
     is_plain = name is None or (name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_NAME_BYTES)
     if not is_plain or name == "" or (name or "").startswith("."):
-        raise UsageError("a search needs a plain name", got=repr(name), try_="--name reviews-lr")
+        raise UsageError("invalid search name", got=repr(name), try_="--name reviews-lr")

@@ -1,12 +1,14 @@
 """`whet.check` and `whet.compare`: check that a model or recipe runs on a device and computes correct results."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from whet.api.target import MODEL_NAMES, TRAINING_NAMES, ScriptTraining, call_function, load_function
 from whet.base.errors import UsageError
 from whet.base.process import gc_disabled
 from whet.config.resolve import resolve_config
@@ -15,11 +17,13 @@ from whet.data.batch import MicroBatch, Position
 from whet.device.cpu import CpuDevice
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
-from whet.recipes.recipe import Recipe, load_factory, validate_recipe
+from whet.recipes.recipe import Recipe, validate_recipe
+from whet.step.loss import adapt_loss
+from whet.step.optimizers import OptimizerChoice
 from whet.verify.fake_tensors import fake_mode
 from whet.verify.parity.compare import ParityResult, compare_devices
 from whet.verify.preflight.check import PreflightResult, check_trainable
-from whet.verify.trainable import Trainable, TrainableSpec, make_trainable
+from whet.verify.trainable import Trainable, TrainableSpec, adapt_outputs, make_trainable, use_fake_weights
 
 
 def check(
@@ -56,7 +60,7 @@ def check(
     known = load_machine(machine) if isinstance(machine, str) else machine
     if known and device not in (None, "cpu", *(chip.kind for chip in known.accelerators)):
         raise UsageError(
-            "that machine has no such device",
+            "the machine has no such device",
             got=f"--for {device} --machine {known.name}",
             try_=f"--for {_default_device(known)}, or another machine",
         )
@@ -101,7 +105,9 @@ def compare(
     """
     if isinstance(what, str):
         if inputs is not None or loss is not None:
-            raise UsageError("a recipe or a file has its own inputs", got="inputs for " + what, try_="args=[...]")
+            raise UsageError(
+                "args cannot be combined with a recipe or a file", got="inputs for " + what, try_="args=[...]"
+            )
         spec = load_spec(what, args)
     elif isinstance(what, TrainableSpec):
         spec = what
@@ -121,8 +127,9 @@ def load_spec(
     what: str, args: Sequence[str] = (), *, file: Path | None = None, is_causal: bool = False
 ) -> TrainableSpec:
     """Load a recipe with its options, or a model from a factory function."""
-    factory = load_factory(what, default=("recipe", "model"))
-    if _makes_recipe(factory):
+    factory = load_function(what, default=MODEL_NAMES)
+    kind = _returned_kind(factory, what)
+    if kind is Recipe:
         recipe = validate_recipe(factory(), what)
         if is_causal and not recipe.supports("outputs"):
             raise UsageError(
@@ -132,7 +139,9 @@ def load_spec(
             )
         return _recipe_spec(recipe, args, file=file)
     if args or file:
-        raise UsageError("only a recipe has options", got=" ".join(args) or str(file), try_=f"{what} alone")
+        raise UsageError("options need a recipe", got=" ".join(args) or str(file), try_=f"{what} alone")
+    if kind is ScriptTraining:
+        return TrainableSpec(name=what, make=partial(_call_training, factory, what))
     return TrainableSpec(name=what, make=partial(_call_factory, factory, what, is_causal=is_causal))
 
 
@@ -147,26 +156,81 @@ def model_spec(model: Any, inputs: Any, loss: Callable[..., Any] | None = None) 
     return TrainableSpec(name=name, make=make)
 
 
-def _makes_recipe(factory: Callable[[], Any]) -> bool:
-    """Return whether a factory returns a recipe. A model is built with fake tensors, which use no memory."""
+def _returned_kind(factory: Callable[[], Any], word: str) -> type:
+    """Return Recipe, ScriptTraining, or object for a model. A model is built with fake tensors, which use no memory."""
     if getattr(factory, "__name__", "") == "recipe":
-        return isinstance(factory(), Recipe)
+        return Recipe if isinstance(factory(), Recipe) else object
+    if getattr(factory, "__name__", "") in TRAINING_NAMES:
+        return ScriptTraining
     try:
         with fake_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return isinstance(factory(), Recipe)
+            made = call_function(factory, word)
     except Exception:
-        # The model cannot be built with fake tensors. The check itself reports why.
-        return False
+        # It cannot run with fake tensors. A file that uses whet probably trains; of others, the check reports why.
+        module = vars(sys.modules.get(getattr(factory, "__module__", "")) or object)
+        uses_whet = any(getattr(value, "__name__", "").partition(".")[0] == "whet" for value in module.values())
+        return ScriptTraining if uses_whet else object
+    return next((kind for kind in (Recipe, ScriptTraining) if isinstance(made, kind)), object)
+
+
+def _call_training(function: Callable[[], Any], name: str) -> Trainable:
+    """Return the model, loss and data of a function that trains, as it passed them to `whet.train`."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    mode = detect_fake_mode()
+    # The function reads data and may open a device, so it runs on real tensors.
+    with unset_fake_temporarily():
+        training = call_function(function, name)
+    if not isinstance(training, ScriptTraining):
+        raise UsageError(
+            f"what {name} returns cannot be verified",
+            got=type(training).__name__,
+            try_="call whet.train(...) in it, or return model, (x, y)",
+        )
+    config = training.config
+    if mode is not None:
+        # In place: the loss function refers to this model.
+        use_fake_weights(config.model, mode)
+
+    def make_batch(size: int) -> MicroBatch:
+        with unset_fake_temporarily():
+            return _first_micro_batch(config.data, size, seed=config.training.seed)
+
+    own = config.optimizer
+    return Trainable(
+        model=config.model,
+        loss=adapt_loss(training.loss, config.model),
+        make_batch=make_batch,
+        batch_size=config.training.global_batch_size,
+        optimizer=own if isinstance(own, OptimizerChoice) else _closest_choice(own),
+        outputs=config.outputs,
+    )
+
+
+def _closest_choice(optimizer: Any) -> OptimizerChoice:
+    """Return the optimizer that whet builds for a check: that of the user where there is one like it, else AdamW."""
+    name = type(optimizer).__name__.lower()
+    group = optimizer.param_groups[0]
+    if name not in ("adamw", "sgd", "adafactor"):
+        return OptimizerChoice()
+    return OptimizerChoice(name=name, lr=float(group["lr"]), weight_decay=float(group.get("weight_decay") or 0.0))
+
+
+def _first_micro_batch(data: Any, size: int, *, seed: int) -> MicroBatch:
+    source = open_source(data, CpuDevice(), global_batch_size=size, seed=seed, is_resident=False)
+    batch = next(iter(source.batches(Position())))
+    return next(iter(source.micro_batches(batch, micro_batch=size, length_mode="fixed")))
 
 
 def _call_factory(factory: Callable[[], Any], name: str, *, is_causal: bool) -> Trainable:
     made = factory()
     if not isinstance(made, tuple | list):
         raise UsageError(
-            f"what {name} returns cannot be verified",
+            f"cannot verify the return value of {name}",
             got=type(made).__name__,
-            try_="return model, (x, y); or a recipe",
+            try_="return model, (x, y); or call whet.train(...); or return a recipe",
         )
     return make_trainable(made, name=name, is_causal=is_causal)
 
@@ -177,19 +241,17 @@ def _recipe_spec(recipe: Recipe, args: Sequence[str], *, file: Path | None) -> T
     data = recipe.data(config)
 
     def make_batch(size: int) -> MicroBatch:
-        source = open_source(data.train, CpuDevice(), global_batch_size=size, seed=config.seed, is_resident=False)
-        batch = next(iter(source.batches(Position())))
-        return next(iter(source.micro_batches(batch, micro_batch=size, length_mode="fixed")))
+        return _first_micro_batch(data.train, size, seed=config.seed)
 
     def make() -> Trainable:
         model = recipe.model(config, data)
         return Trainable(
             model=model,
-            loss=partial(recipe.loss, model),
+            loss=adapt_loss(partial(recipe.loss, model), model),
             make_batch=make_batch,
             batch_size=config.global_batch_size,
             optimizer=recipe.optimizer(config),
-            outputs=partial(recipe.outputs, model) if recipe.supports("outputs") else None,
+            outputs=adapt_outputs(partial(recipe.outputs, model)) if recipe.supports("outputs") else None,
         )
 
     return TrainableSpec(name=recipe.name, make=make, workload=workload)

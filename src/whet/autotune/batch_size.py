@@ -207,7 +207,7 @@ def lr_scaling(optimizer: str) -> Scaling:
     scaling = _SCALING.get(optimizer.lower())
     if scaling is None:
         raise UsageError(
-            "the learning rate scaling of this optimizer is not known",
+            "there is no learning rate scaling rule for this optimizer",
             got=f"global_batch_size=auto with {optimizer}",
             try_="global_batch_size=N, with a learning rate for it",
         )

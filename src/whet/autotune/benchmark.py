@@ -24,7 +24,7 @@ from whet.autotune.statistics import (
 from whet.autotune.step_bench import PreparedStep, ProbeFailedError, Settings, StepBench
 from whet.autotune.sweeps import Variant
 from whet.base.units import format_bytes, format_seconds
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
 
@@ -60,11 +60,11 @@ class BenchmarkContext:
     rule_plan: Plan
     own: Settings
     """Measured settings of the plan that differ from the rules."""
-    read_conditions: Callable[[], Conditions] = Conditions
+    read_system_state: Callable[[], SystemState] = SystemState
     memory: MemoryModel = field(default_factory=MemoryModel)
     plan_visits: list[float] = field(default_factory=list)
     """Step times of the plan in all sweeps, in order."""
-    readings: list[Conditions] = field(default_factory=list)
+    readings: list[SystemState] = field(default_factory=list)
     """Sensor readings taken between the measurements."""
     cpu_use: list[float] = field(default_factory=list)
     """CPU use in percent of all cores, read before and after the measurements."""
@@ -130,7 +130,7 @@ def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Va
             late: RowOutcome = "far slower" if limit <= until - now else "no time"
             hopeless = HOPELESS * (own.first_seconds or math.inf)
             _run_alone(context, run, seconds=min(until - now, limit), late=late, hopeless=hopeless)
-        context.readings.append(context.read_conditions())
+        context.readings.append(context.read_system_state())
     note = ""
     if own.is_running:
         _drop_hopeless(runs, own)
@@ -208,7 +208,7 @@ def _time_in_rounds(
                 # In the first round, reserve time for the minimum number of pairs, even if fewer variants get a turn.
                 share = max((until - clock()) / turns_left, 0.0 if number else _min_turn_seconds(run, own))
                 _take_turn(context, run, own, baseline, until=min(until, clock() + share))
-                context.readings.append(context.read_conditions())
+                context.readings.append(context.read_system_state())
     finally:
         _close(baseline)
 

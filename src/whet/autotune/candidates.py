@@ -48,7 +48,7 @@ def plan_with(plan: Plan, settings: Settings) -> Plan:
         plan.workload,
         overrides=plan.overrides,
         measured={**plan.measured, **tried},
-        conditions=plan.conditions,
+        system_state=plan.system_state,
         trials=plan.trials,
     )
 
@@ -88,11 +88,13 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 
 
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
-    """Yield the alternatives for one entry of `ORDER`. Settings that the user fixed are never changed."""
+    """Yield the alternatives for one entry of `ORDER`. Settings that the user or the environment fixed are kept."""
     for candidate in _ABOUT[about](plan):
         is_valid = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
-        is_overridden = any(name in plan.overrides for name in candidate.changes)
-        if is_valid and not is_overridden and candidate.value != plan.settings[candidate.setting].value:
+        is_fixed = any(
+            name in plan.overrides or plan.settings[name].source == "environment" for name in candidate.changes
+        )
+        if is_valid and not is_fixed and candidate.value != plan.settings[candidate.setting].value:
             yield candidate
 
 
@@ -142,8 +144,7 @@ def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
 
 def _splits_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
     micro, whole = plan.micro_batch, plan.workload.global_batch_size
-    # BatchNorm statistics depend on the micro-batch, so splitting would change the result.
-    if plan.workload.has_batchnorm:
+    if plan.workload.whole_batch_reason is not None:
         return []
     largest = whole
     if has_row_limit(plan.machine, device_kind(plan)):
@@ -161,8 +162,8 @@ def _lengths(plan: Plan) -> Iterator[PlanCandidate]:
         return _only("lengths")
     packed: tuple[str, ...] = ("packed",) if plan.workload.can_pack and device == "cpu" else ()
     if _is_unpadded(plan):
-        packed = ("packed few",) if plan.graph == "on" else ("packed", "packed few")
-    return _only("lengths", *packed, "sorted", "few shapes", "fixed")
+        packed = ("packed_bucketed",) if plan.graph == "on" else ("packed", "packed_bucketed")
+    return _only("lengths", *packed, "sorted", "bucketed", "fixed")
 
 
 def _is_unpadded(plan: Plan) -> bool:
@@ -212,7 +213,7 @@ def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
     """
     if device_kind(plan) != "cuda" or plan.activation_checkpointing == "on":
         return
-    few = "packed few" if _is_unpadded(plan) else "few shapes"
+    few = "packed_bucketed" if _is_unpadded(plan) else "bucketed"
     if plan.workload.lengths_vary and plan.lengths != few:
         yield PlanCandidate(setting="graph", changes={"graph": "on", "lengths": few})
     yield from _only("graph", "on", "off")
@@ -227,7 +228,7 @@ def _norms(plan: Plan) -> Iterator[PlanCandidate]:
     kind, precision, layout = device_kind(plan), plan.precision, plan.layout
     has_kernels = has_norm_kernels(plan.machine, device=kind, precision=precision)
     is_tried = has_kernels and norm_kernel_reason(plan.workload.layers, layout=layout) is not None
-    return _only("norms", *(("own", "torch") if is_tried else ()))
+    return _only("norms", *(("whet", "torch") if is_tried else ()))
 
 
 def has_attention_choice(plan: Plan) -> bool:

@@ -74,7 +74,7 @@ class TuningResult(FrozenModel):
             plan.workload,
             overrides=plan.overrides,
             measured=self.measured,
-            conditions=plan.conditions,
+            system_state=plan.system_state,
             trials=self.trials,
         )
 

@@ -50,11 +50,13 @@ def why_not_swept(plan: Plan, setting: str) -> str | None:
     """Return why a setting cannot be swept; None if it can."""
     if setting in plan.overrides:
         return f"you set {setting}={plan.overrides[setting]}"
+    if setting in plan.settings and plan.settings[setting].source == "environment":
+        return plan.settings[setting].reason
     match setting:
         case "device" if not plan.machine.accelerators:
             return "the CPU is the only device here"
-        case "micro_batch" if plan.workload.has_batchnorm:
-            return "BatchNorm would compute something else"
+        case "micro_batch" if (reason := plan.workload.whole_batch_reason) is not None:
+            return reason
         case "micro_batch" if plan.workload.global_batch_size == 1:
             return "a global batch of 1 cannot be split"
         case "threads" if device_kind(plan) != "cpu":
@@ -100,7 +102,7 @@ def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
         **({"threads": threads} if threads else {}),
     }
     # A custom optimizer is the same in any loop, so its kernels are not part of the comparison.
-    if plan.optimizer_kernels == "your optimizer":
+    if plan.optimizer_kernels == "yours":
         del settings["optimizer_kernels"]
     return Variant(value="plain loop", settings=settings)
 

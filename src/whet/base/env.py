@@ -1,10 +1,11 @@
-"""Environment variables, which only locate files and programs; no variable changes how a model is trained."""
+"""Environment variables. Those of whet only locate files and programs; machine/environment.py reads those of torch."""
 
 import os
 from collections.abc import Container, Mapping
 from pathlib import Path
 
 HOME_VARIABLE = "WHET_HOME"
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
 def home() -> Path:
@@ -19,6 +20,13 @@ def home() -> Path:
 def read(name: str) -> str | None:
     """Return the value of a variable, or None if it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def malloc_variable() -> str | None:
+    """Return the variable with which the user has configured malloc of glibc; None if there is none."""
+    if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):
+        return "GLIBC_TUNABLES"
+    return next((name for name in _MALLOC_VARIABLES if read(name)), None)
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ class WhetError(Exception):
         # Pass all three lines to Exception.args, so that repr() shows them.
         super().__init__(what, got, try_)
         self.what = what
-        self.got = None if got is None else str(got)
+        self.got: str | None = None if got is None else str(got)
         self.try_ = try_
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Frozen pydantic models: values that can be printed, compared, written as JSON and read back."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -11,7 +11,7 @@ from whet.base.errors import UsageError, closest_match
 class FrozenModel(BaseModel):
     """An immutable value whose fields are validated; unknown fields are rejected."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def as_json(self) -> dict[str, Any]:
         """Return the value as plain JSON types."""

@@ -1,9 +1,12 @@
 """The origin of a source file: the user, a library, a recipe, torch, Python or whet."""
 
+import inspect
+import sys
 import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 CodeOrigin = Literal["you", "library", "recipe", "torch", "python", "whet"]
@@ -26,6 +29,38 @@ def code_origin(file: str) -> CodeOrigin:
     if any(name in path.parts for name in _LIBRARY_FOLDERS):
         return "library"
     return "python" if path.is_relative_to(sysconfig.get_path("stdlib")) else "you"
+
+
+def calling_script() -> str | None:
+    """Return the user's code that called whet, as `path.py:function`, or `path.py` outside of a function.
+
+    The function is the innermost one that can be called again by its name: at the top level of its file, without
+    required arguments. None in a notebook or an interactive session, where no file holds the code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    script: str | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_globals.get("__name__") == "__main__" and "__file__" not in frame.f_globals:
+            return None
+        if file.endswith(".py") and code_origin(file) == "you":
+            path = str(Path(file).absolute())
+            # The outermost file is the script that was started.
+            script = path
+            if _is_callable_again(frame):
+                return f"{path}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return script
+
+
+def _is_callable_again(frame: FrameType) -> bool:
+    code = frame.f_code
+    function = frame.f_globals.get(code.co_name)
+    if not callable(function) or getattr(function, "__code__", None) is not code:
+        return False
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return all(p.default is not p.empty or p.kind in optional for p in parameters)
 
 
 @cache

@@ -241,7 +241,9 @@ def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, OverflowError) as error:
-        raise UsageError("the archive is damaged", got=f"{source}: {error}", try_="the whole file") from None
+        raise UsageError(
+            "the archive is damaged", got=f"{source}: {error}", try_="download or copy the file again"
+        ) from None
     if len(records) > _MAX_RECORDS:
         raise UsageError("the archive has too many parts", got=f"{len(records):,}", try_=f"at most {_MAX_RECORDS:,}")
     # torch.save never compresses, so the entries cannot be larger than the file.
@@ -249,9 +251,9 @@ def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
     if packed is not None or sum(record.file_size for record in records) > size:
         got = f"{source}: {sum(record.file_size for record in records):,} bytes in a file of {size:,}"
         what = "the archive is compressed or declares more data than it contains"
-        raise UsageError(what, got=got, try_="what torch.save wrote")
+        raise UsageError(what, got=got, try_="a file written by torch.save")
     if not any(record.filename.endswith("/data.pkl") for record in records):
-        raise UsageError("this archive is not a torch file", got=str(source), try_="what torch.save wrote")
+        raise UsageError("this archive is not a torch file", got=str(source), try_="a file written by torch.save")
     file.seek(0)
 
 
@@ -263,9 +265,11 @@ def _tensors_in(file: BufferedReader, path: Path) -> dict[str, Tensor]:
         tensors = decode_tensors(data, is_foreign=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
         what = f"{type(error).__name__} {error}"[:300]
-        raise WhetError("the safetensors file cannot be read", got=f"{path}: {what}", try_="the whole file") from None
+        raise WhetError(
+            "the safetensors file cannot be read", got=f"{path}: {what}", try_="download or copy the file again"
+        ) from None
     if not tensors:
-        raise WhetError("the file holds no tensors", got=str(path), try_="another file")
+        raise WhetError("the file contains no tensors", got=str(path), try_="another file")
     return tensors
 
 
@@ -288,7 +292,7 @@ def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, second
     if not lines:
         how = "timed out" if code is None else f"exited with {code}"
         got = f"the process that loads it {how} without a result"
-        raise WhetError("the file could not be read", got=got, try_="the file's origin")
+        raise WhetError("the file could not be read", got=got, try_="download or save the file again")
     try:
         report = json.loads(lines[-1][len(ANSWER_PREFIX) :])
         if "error" in report:

@@ -1,5 +1,6 @@
 """Snapshots of a run's state: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,17 +11,16 @@ from torch.optim import Optimizer
 from whet.base.errors import WhetError
 from whet.checkpoint.manifest import CheckpointInfo
 from whet.checkpoint.shards import WantedRows
+from whet.checkpoint.state_json import decode_state, encode_state
 from whet.device.abstract import AbstractDevice
 from whet.device.rng import capture_rng, restore_rng
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
 from whet.step.model_contexts import align_state
+from whet.step.optimizers import EXECUTION_KEYS, group_values, set_group_value
 
 _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
 """Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
-
-_EXECUTION_KEYS = ("fused", "foreach", "capturable", "differentiable")
-"""Keys of parameter groups that select kernels. They are not restored, because the current plan decides them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +53,14 @@ def take_snapshot(
     progress: dict[str, Any],
     info: CheckpointInfo,
     num_groups: int,
+    others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
+    has_gradients: bool = False,
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
     `progress` is additional state of the caller, as JSON. Only the first `num_groups` parameter groups are saved,
-    because groups that were added later do not belong to the run.
+    because groups that were added later do not belong to the run. `others` are further optimizers by name. With
+    `has_gradients`, gradients are saved too, because the user's own code may accumulate them over several steps.
     """
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     if ema is not None:
@@ -65,6 +68,13 @@ def take_snapshot(
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
     rng, rng_facts = capture_rng(device)
     tensors |= optimizer_tensors | rng
+    other_facts: dict[str, Any] = {}
+    for name, (other, other_scaler) in (others or {}).items():
+        other_tensors, facts_of_other = _optimizer_state(model, other, prefix=f"optimizer/@{name}/")
+        tensors |= other_tensors
+        other_facts[name] = {"optimizer": facts_of_other, "scaler": other_scaler.state_dict()}
+    if has_gradients:
+        tensors |= {f"gradient/{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Read the row ranges first, because the local parts below no longer have them.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
@@ -72,6 +82,7 @@ def take_snapshot(
         "progress": progress,
         "optimizer": optimizer_facts,
         "scaler": scaler.state_dict(),
+        "other_optimizers": other_facts,
         "rng": rng_facts,
         "device": device.kind,
     }
@@ -101,6 +112,7 @@ def restore_snapshot(
     *,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
+    others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
 ) -> dict[str, Any]:
     """Restore the model, optimizer, scaler, moving average and generators, and return the caller's `progress`.
 
@@ -113,9 +125,13 @@ def restore_snapshot(
         restore_model(snapshot, model)
         if ema is not None:
             _copy_into(ema.average, snapshot, "ema")
-        _restore_optimizer(snapshot, model, optimizer)
+        _restore_optimizer(snapshot, model, optimizer, snapshot.facts["optimizer"])
         if snapshot.facts["scaler"]:
             scaler.load_state_dict(snapshot.facts["scaler"])
+        _restore_others(snapshot, model, others or {})
+        for name, parameter in model.named_parameters():
+            saved = snapshot.tensors.get(f"gradient/{name}")
+            parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
         progress: dict[str, Any] = snapshot.facts["progress"]
         # Restore the generators last, because restoring the other parts may draw random numbers.
         restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
@@ -168,26 +184,50 @@ def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = F
         _copy_into(averaged, snapshot, "ema")
 
 
+def has_average(snapshot: Snapshot) -> bool:
+    """Return whether the snapshot has a moving average of the weights."""
+    return any(name.startswith("ema/") for name in snapshot.tensors)
+
+
+def trained_weights(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return the weights by name, averaged where the snapshot has an average."""
+    named = {name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name.startswith("model/")}
+    return {name: snapshot.tensors.get(f"ema/{name}", tensor).contiguous() for name, tensor in named.items()}
+
+
 @torch.no_grad()
 def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> None:
     saved = {name.removeprefix(f"{role}/"): t for name, t in snapshot.tensors.items() if name.startswith(f"{role}/")}
     missing, extra = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
-    if missing or (extra and role == "model"):
+    problems = []
+    if missing:
+        problems.append(f"the model has {_listed(missing)}, which the checkpoint lacks")
+    if extra and role == "model":
+        problems.append(f"the checkpoint has {_listed(extra)}, which the model lacks")
+    differing = []
+    for name, target in targets.items():
+        before = name in saved and (_whole_shape(snapshot, f"{role}/{name}"), saved[name].dtype)
+        now = tuple(target.shape), target.dtype
+        if before and before != now:
+            differing.append(f"{name} is {_form(*before)} in the checkpoint and {_form(*now)} in the model")
+    problems += [_listed(differing)] if differing else []
+    # All problems at once, and before anything is copied.
+    if problems:
         raise WhetError(
             f"the checkpoint does not fit this {role}",
-            got=f"missing {missing[:3]}, unknown {extra[:3]}",
+            got="; ".join(problems),
             try_="the model the run was started with",
         )
     for name, target in targets.items():
-        value = saved[name]
-        whole = _whole_shape(snapshot, f"{role}/{name}")
-        if (tuple(target.shape), target.dtype) != (whole, value.dtype):
-            raise WhetError(
-                f"the checkpoint does not fit {name!r}",
-                got=f"{whole} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}",
-                try_="the model the run was started with",
-            )
         local_tensor(target.detach()).copy_(_part_for(target, snapshot, f"{role}/{name}"))
+
+
+def _listed(names: list[str], *, most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
 def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
@@ -204,8 +244,24 @@ def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
     return snapshot.tensors[name]
 
 
+def _restore_others(
+    snapshot: Snapshot, model: nn.Module, others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]]
+) -> None:
+    saved = snapshot.facts["other_optimizers"]
+    if saved.keys() != others.keys():
+        raise WhetError(
+            "the checkpoint was made with other optimizers",
+            got=f"{', '.join(others) or 'one'}; the checkpoint has {', '.join(saved) or 'one'} besides the first",
+            try_="the optimizers the run was started with, in their order",
+        )
+    for name, (other, scaler) in others.items():
+        _restore_optimizer(snapshot, model, other, saved[name]["optimizer"], prefix=f"optimizer/@{name}/")
+        if saved[name]["scaler"]:
+            scaler.load_state_dict(saved[name]["scaler"])
+
+
 def _optimizer_state(
-    model: nn.Module, optimizer: Optimizer, *, num_groups: int
+    model: nn.Module, optimizer: Optimizer, *, num_groups: int | None = None, prefix: str = "optimizer/"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizer state by parameter name, so that it does not depend on the order of parameters."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -215,21 +271,24 @@ def _optimizer_state(
         name = names[parameter]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer/{name}/{key}"] = value
+                tensors[f"{prefix}{name}/{key}"] = value
             else:
-                numbers.setdefault(name, {})[key] = value
+                # Numbers stay as they are. Lists and dicts of tensors (LBFGS) refer to tensors by name.
+                encoded = encode_state(value, path=f"{prefix}{name}/{key}", tensors=tensors)
+                numbers.setdefault(name, {})[key] = encoded
     groups = [
         {
             "parameters": [names[p] for p in group["params"]],
-            "values": {k: _as_json(v) for k, v in group.items() if k != "params"},
+            "values": group_values(group),
         }
         for group in optimizer.param_groups[:num_groups]
     ]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
 
-def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
-    facts = snapshot.facts["optimizer"]
+def _restore_optimizer(
+    snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any], *, prefix: str = "optimizer/"
+) -> None:
     if facts["class"] != type(optimizer).__name__:
         raise WhetError(
             "the checkpoint was made with another optimizer",
@@ -249,19 +308,18 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
             )
         for key, value in saved["values"].items():
             # The current plan selects kernels. It may differ from the plan of the saved run.
-            if key in _EXECUTION_KEYS:
-                continue
-            if isinstance(group.get(key), Tensor):
-                # Keep the tensor itself, because a captured graph may read it.
-                group[key].fill_(value)
-            else:
-                group[key] = value
+            if key not in EXECUTION_KEYS:
+                set_group_value(group, key, value)
     optimizer.state.clear()
+    used: dict[str, Tensor] = {}
     for name, numbers in facts["numbers"].items():
-        optimizer.state[by_name[name]].update(numbers)
+        parameter = by_name[name]
+        moved = _MovedTensors(snapshot.tensors, parameter.device, used)
+        optimizer.state[parameter].update({key: decode_state(value, tensors=moved) for key, value in numbers.items()})
     for full_name, tensor in snapshot.tensors.items():
-        if full_name.startswith("optimizer/"):
-            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+        name, _, key = full_name.removeprefix(prefix).rpartition("/")
+        # "@" begins the name of another optimizer.
+        if full_name.startswith(prefix) and not name.startswith("@") and full_name not in used:
             parameter = by_name[name]
             whole = _whole_shape(snapshot, full_name)
             if key in _PARAMETER_SHAPED_STATE and whole != tuple(parameter.shape):
@@ -284,6 +342,23 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
         align_state(owner, state)
 
 
+class _MovedTensors(Mapping[str, Tensor]):
+    """Copies of tensors on a device, made when they are looked up. `used` collects them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, used: dict[str, Tensor]) -> None:
+        self._tensors, self._device, self._used = tensors, device, used
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._used[name] = self._tensors[name].to(self._device, copy=True)
+        return self._used[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def _steps_on_device(optimizer: Optimizer) -> bool:
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
@@ -296,7 +371,3 @@ def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, 
             groups.setdefault(id(tensor), []).append(name)
     tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)
     return tuple(name for name, _ in model.named_parameters()), tied
-
-
-def _as_json(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value

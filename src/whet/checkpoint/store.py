@@ -171,8 +171,8 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
     manifest = check_sizes(path)
     try:
         # `read_rows` below reads the sharded files piece by piece.
-        shared = shard_files(manifest)
-        data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in shared}
+        sharded = shard_files(manifest)
+        data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in sharded}
         facts = encoding.load_json(data.pop(FACTS))
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):

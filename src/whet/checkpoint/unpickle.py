@@ -103,13 +103,13 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
             left_out[name] = "not under the chosen key"
     if not tensors:
         place = f"under {where!r}" if where else "at its top"
-        raise WhetError("the file holds no tensors", got=place, try_="--key NAME")
+        raise WhetError("the file contains no tensors", got=place, try_="--key NAME")
     size = os.fstat(0).st_size
     # The file contains each storage once. Tied tensors share storages, but a factor above two is suspicious: views of
     # one small storage could expand to any size on disk.
     if len(tensors) > MAX_TENSORS or total > 2 * size:
         got = f"{len(tensors):,} tensors of {total:,} bytes in a file of {size:,}"
-        raise WhetError("the file declares more data than it contains", got=got, try_="the file's origin")
+        raise WhetError("the file declares more data than it contains", got=got, try_="download or save the file again")
     names, wrapper = strip_wrappers(tensors)
     durable.write_draft(target, data=encode_tensors(names))
     return {"key": where, "wrapper": wrapper, "left_out": left_out}
@@ -130,7 +130,7 @@ def _load(file: Any) -> Any:
             hint = "a file that torch.save(model.state_dict(), ...) wrote, or safetensors"
             raise WhetError("the file contains code, not only tensors", got=name[:200], try_=hint) from None
         what = f"{type(error).__name__}: {text}"[:300]
-        raise WhetError("torch cannot read the file", got=what, try_="the file's origin") from None
+        raise WhetError("torch cannot read the file", got=what, try_="download or save the file again") from None
 
 
 def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
@@ -156,7 +156,7 @@ def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
         if isinstance(content.get(name), Mapping):
             return content[name], name
     held = ", ".join(str(name) for name in list(content)[:20])
-    raise WhetError("no known key holds the weights", got=held[:300] or "nothing", try_="--key NAME")
+    raise WhetError("cannot find the weights in the file", got=held[:300] or "nothing", try_="--key NAME")
 
 
 def flatten(content: Any) -> Iterator[tuple[str, Any]]:
@@ -171,7 +171,9 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
         count += 1
         if count > _MAX_ENTRIES or depth > _MAX_DEPTH or len(name) > _MAX_NAME_LENGTH:
             got = f"over {_MAX_ENTRIES:,} entries, {_MAX_DEPTH} levels or a name of {_MAX_NAME_LENGTH} characters"
-            raise WhetError("the file is nested too deeply or has too many entries", got=got, try_="the file's origin")
+            raise WhetError(
+                "the file is nested too deeply or has too many entries", got=got, try_="download or save the file again"
+            )
         if isinstance(value, Mapping):
             inside = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
             # Reversed, because the stack returns the last item first.

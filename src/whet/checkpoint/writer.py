@@ -118,7 +118,7 @@ class StagingBuffer:
         self._device = device
         self._buffer: Tensor | None = None
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_capacity(self, num_bytes: int) -> bool:
         """Whether memory is available for a copy of the state. Always False if the device shares host memory."""
         if self._device.memory.is_shared_with_host:
             return False

@@ -22,7 +22,7 @@ def bench(
         str,
         typer.Argument(
             metavar="RECIPE|FILE",
-            help="render_bench, chat, puzzle, hex, a Python file with recipe(), or a result FILE.json.",
+            help="text, chat, puzzle, hex, a Python file with recipe() or main(), FILE.py:function, or a FILE.json.",
         ),
     ],
     settings: Annotated[
@@ -63,6 +63,7 @@ def bench(
     whet bench text --against naive
     whet bench text --sweep precision --sweep threads --budget 60
     whet bench my_recipe.py global_batch_size=64 --markdown
+    whet bench train.py:main --against naive
     whet bench mac.json workstation.json
 
     Every value is timed alternately with the plan's own, on the same batches, in a separate process that may crash. The
@@ -127,17 +128,25 @@ def _measure(
     budget: float,
 ) -> "BenchResult":
     from whet.api.bench import BenchRequest, bench
+    from whet.api.target import ScriptTraining, load_training
+    from whet.base.errors import UsageError
     from whet.cli import output
     from whet.config.resolve import resolve_config
-    from whet.recipes.recipe import load_recipe
 
-    recipe = load_recipe(target)
-    resolved = resolve_config(recipe.Config, settings, file=config, can_measure=True)
-    recipe.describe(resolved.config)
+    with output.user_output_to_stderr():
+        training = load_training(target)
+    resolved = None
+    if isinstance(training, ScriptTraining):
+        if settings or config:
+            got = " ".join(settings) or str(config)
+            raise UsageError("only a recipe has options", got=got, try_=f"whet bench {target}")
+    else:
+        resolved = resolve_config(training.Config, settings, file=config, can_measure=True)
+        training.describe(resolved.config)
     output.note(f"measuring real steps in a separate process, at most {budget:.0f} s ...")
     request = BenchRequest(
         what=target,
-        recipe=recipe,
+        training=training,
         resolved=resolved,
         args=settings,
         config_file=config,

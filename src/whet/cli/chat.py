@@ -217,7 +217,9 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
         model: Responder = recipe.load_generator(opened.metadata)
     except (KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None
+        raise WhetError(
+            "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
+        ) from None
     load_weights(opened.path, model.model, checkpoint=checkpoint)
     place.put_model(model.model)
     model.model.eval()

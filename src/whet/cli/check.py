@@ -38,8 +38,8 @@ def check(
     Works on any computer, without the device. A model is a function that returns (model, inputs) or (model, inputs,
     loss); loss is called with the model and the inputs. Two optimizer steps are traced with fake tensors, so that even
     a large model takes seconds and no memory. Reported are missing operators, unsupported dtypes and shapes, calls that
-    make Python wait for the device, weights in a problematic layout, and known faults of the machine that the model
-    meets: each with its line and what to try.
+    make Python wait for the device, weights in a problematic layout, and known faults of the machine that affect the
+    model. Each finding has its line and a fix.
 
     Exit code 1: something would stop the training; with --strict, also something that slows it down or may be wrong.
     """

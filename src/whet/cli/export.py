@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from whet.base.process import stop_immediately
-from whet.cli.options import Checkpoint, Json, RecipeFile
+from whet.cli.options import Checkpoint, Json, ModelFunction, RecipeFile
 
 
 def export(
@@ -16,7 +16,9 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="FORMAT", help="Metrics: csv, parquet or tensorboard. The model: transformers or onnx."
+            "--to",
+            metavar="FORMAT",
+            help="Metrics: csv, parquet or tensorboard. The model: safetensors, transformers or onnx.",
         ),
     ],
     out: Annotated[
@@ -25,6 +27,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
     checkpoint: Checkpoint = "best",
     recipe: RecipeFile = None,
+    model: ModelFunction = None,
 ) -> None:
     """Export the metrics of a run, or its model.
 
@@ -32,6 +35,8 @@ def export(
     whet export runs/text-001 --to csv
     whet export runs/text-001 --to tensorboard --out boards/text-001
     whet export runs/text-001 --to transformers --out models/mine
+    whet export runs/mine --to safetensors
+    whet export runs/mine --to transformers --model train.py:make_model
 
     Steps that were repeated after a resume appear once. A model is exported with its best weights by default;
     whet-export.json next to it describes it.
@@ -43,7 +48,8 @@ def export(
     if to in MODEL_FORMATS:
         from whet.api.export import export_model
 
-        written = export_model(run, to=to, out=out, force=force, checkpoint=checkpoint, recipe=recipe)
+        with output.user_output_to_stderr():
+            written = export_model(run, to=to, out=out, force=force, checkpoint=checkpoint, recipe=recipe, model=model)
     else:
         written = export_run(run, to=to, out=out, force=force)
     folder = out or written.folder.name

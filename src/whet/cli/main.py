@@ -130,7 +130,7 @@ def _reserve_standard_streams() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    if sys.stdout is None:  # Closed by the caller (whet train ... >&-), who may still want the run.
+    if sys.stdout is None:  # The caller closed stdout (whet train ... >&-); the run continues without it.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # --quiet and --debug are accepted anywhere on the command line, so typer never sees them.
     switches = {"--quiet", "--debug"}

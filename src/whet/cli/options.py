@@ -18,6 +18,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 RecipeFile = Annotated[
     str | None, typer.Option("--recipe", metavar="FILE", help="The file of your recipe, if it is not a built-in one.")
 ]
+ModelFunction = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a run trained from Python: makes its model."),
+]
 Checkpoint = Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights to use.")]
 
 # Chat models

@@ -111,7 +111,7 @@ def _new_plan(
     if machine is not None:
         return make_plan(load_machine(machine), workload, overrides=overrides)
     probed = probe()
-    return make_plan(probed.machine, workload, overrides=overrides, conditions=probed.conditions)
+    return make_plan(probed.machine, workload, overrides=overrides, system_state=probed.system_state)
 
 
 def _measured_plan(

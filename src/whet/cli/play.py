@@ -24,7 +24,7 @@ def play(
     size: Annotated[
         int | None, typer.Option(metavar="N", help="Board size. Default: 7, or the size that the run was trained on.")
     ] = None,
-    colour: Annotated[str, typer.Option(metavar="COLOUR", help="Your color: blue (moves first) or red.")] = "blue",
+    color: Annotated[str, typer.Option(metavar="COLOR", help="Your color: blue (moves first) or red.")] = "blue",
     terminal: Annotated[bool, typer.Option("--terminal", help="Play in the terminal.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="In the terminal: varies the player's first moves.")] = 0,
     device: Device = "auto",
@@ -36,7 +36,7 @@ def play(
 
     \b
     whet play two-distance
-    whet play two-distance --size 7 --colour red --terminal
+    whet play two-distance --size 7 --color red --terminal
     whet play runs/hex-001
 
     The page shows winning chances and suggested moves, and has undo and the swap rule.
@@ -47,22 +47,22 @@ def play(
     from whet.recipes.hex.play.server import serve_game
     from whet.recipes.hex.play.terminal import TerminalGame
 
-    if colour not in ("blue", "red"):
-        raise UsageError("unknown color", got=colour, try_="--colour blue or --colour red")
+    if color not in ("blue", "red"):
+        raise UsageError("unknown color", got=color, try_="--color blue or --color red")
     player, sizes = _load_player(player_name, device=device)
     size = size if size is not None else sizes[0] if len(sizes) == 1 else 7
     if size not in sizes:
         possible = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         raise UsageError(f"{player_name} does not play on this board", got=f"--size {size}", try_=f"--size {possible}")
     if terminal:
-        _play_in_terminal(TerminalGame(player, size, BLUE if colour == "blue" else RED, seed))
+        _play_in_terminal(TerminalGame(player, size, BLUE if color == "blue" else RED, seed))
         return
     note = "the link works once; Ctrl-C stops the server, --terminal plays in the terminal"
     code = serve_game(
         player,
         sizes=sizes,
         size=size,
-        color=colour,
+        color=color,
         port=port,
         open_browser=not no_browser,
         on_ready=lambda running: output.link(running, as_json=json, note_text=note),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.options import Checkpoint, RecipeFile
+from whet.cli.options import Checkpoint, ModelFunction, RecipeFile
 
 if TYPE_CHECKING:
     from whet.run.folder import Run
@@ -26,6 +26,7 @@ def predict(
         list[str] | None, typer.Argument(metavar="FILE|TEXT...|-", help="A file, or texts; - is standard input.")
     ] = None,
     recipe: RecipeFile = None,
+    model: ModelFunction = None,
     checkpoint: Checkpoint = "best",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write predictions to this file.")] = None,
     format_: Annotated[
@@ -47,14 +48,21 @@ def predict(
     whet predict runs/text-001 "Return the sum of the elements."
     whet predict runs/text-001 reviews.csv --out answers.csv
     cat reviews.jsonl | whet predict runs/text-001 - --format jsonl
+    whet predict runs/mine --model train.py:make_model inputs.npy --out predictions.npy
 
     A file may be CSV, TSV, JSON lines, Parquet, or plain text with one text per line. Predictions have the same order,
     with row number and the probability of each class. If rows have labels, the predictions are also scored.
+
+    A run that was trained from Python needs --model: a function that makes its model. Its inputs are the array of a
+    .npy file, or the tensors of a .safetensors file, passed by name; its outputs are written as .npy.
     """
     from whet.base.errors import UsageError
     from whet.run.folder import open_run
 
     opened = open_run(run)
+    if model is not None:
+        _predict_arrays(opened, texts or [], out, model=model, checkpoint=checkpoint, batch=batch, device=device)
+        return
     given = texts or ["-"]
     path = _input_file(given)
     if path is None:
@@ -82,6 +90,23 @@ def predict(
         _predict_file(source, predictor, columns=columns, out=out, format_=format_, batch=batch)
 
 
+def _predict_arrays(
+    run: "Run", files: list[str], out: Path | None, *, model: str, checkpoint: str, batch: int, device: str
+) -> None:
+    """Write the outputs of a model of the user for the rows of a file."""
+    from whet.api.predict import predict_arrays
+    from whet.base.errors import UsageError
+    from whet.cli import output
+
+    if len(files) != 1 or out is None:
+        got = "no --out" if len(files) == 1 else f"{len(files)} files"
+        hint = f"whet predict {output.short_path(run.path)} --model {model} inputs.npy --out predictions.npy"
+        raise UsageError("--model needs one input file and --out", got=got, try_=hint)
+    with output.user_output_to_stderr():
+        shape = predict_arrays(run, model, Path(files[0]), out, which=checkpoint, batch=batch, device=device)
+    output.result(f"{out}  {shape[0]:,} rows, shape {shape}")
+
+
 def _input_file(given: list[str]) -> Path | None:
     """Return the input file; None if the arguments are texts."""
     from whet.base.errors import UsageError
@@ -104,7 +129,7 @@ def _input_file(given: list[str]) -> Path | None:
 
 
 def _format_of(out: Path) -> str | None:
-    """Return the format of a file name; None if its suffix does not tell."""
+    """Return the format of a file name; None if its suffix is unknown."""
     from whet.base.errors import UsageError
 
     suffix = out.suffix.lower()

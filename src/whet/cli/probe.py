@@ -21,7 +21,7 @@ def probe(
     from whet.cli import output
     from whet.machine.known import load_machine
     from whet.machine.probe import probe as probe_machine
-    from whet.machine.render import conditions_lines, machine_lines
+    from whet.machine.render import machine_lines, system_state_lines
 
     if machine is not None:
         known = load_machine(machine)
@@ -34,4 +34,4 @@ def probe(
     if json:
         output.result_json(probed.as_json())
     else:
-        output.result("\n".join([*machine_lines(probed.machine), *conditions_lines(probed.conditions)]))
+        output.result("\n".join([*machine_lines(probed.machine), *system_state_lines(probed.system_state)]))

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def prove(
     target: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE|RUN", help="text, a Python file with recipe(), or a run folder.")
+        str,
+        typer.Argument(
+            metavar="RECIPE|FILE|RUN", help="text, a Python file with recipe() or main(), FILE.py:function, or a run."
+        ),
     ],
     settings: Settings = None,
     kills: Annotated[int, typer.Option(min=1, max=10_000, help="Number of kills at random times.")] = 20,
@@ -38,7 +41,10 @@ def prove(
     \b
     whet prove text
     whet prove my_recipe.py ema=true --kills 100
+    whet prove train.py:main
     whet prove runs/text-001
+
+    A function such as main() takes no arguments and calls whet.train or whet.Session; its `run` is redirected.
 
     A short part of your training first runs twice without interruption: if those two differ, it is not deterministic,
     and nothing can be proved. Then it is killed with SIGKILL at random times, and before every disk operation while it
@@ -60,21 +66,23 @@ def prove(
         raise UsageError("a run already has its settings", got=f"{target} and settings", try_=f"whet prove {target}")
     if run is None and recipe is not None:
         raise UsageError("--recipe needs a run", got=f"{target} is not a run folder", try_=f"whet prove {recipe}")
-    if run is not None:
-        loaded, training = training_from_run(run, file=recipe, device=device)
-    else:
-        loaded, training = training_from_args(target, settings or (), file=config, device=device)
+    with output.user_output_to_stderr():
+        name, training = (
+            training_from_run(run, file=recipe, device=device)
+            if run is not None
+            else training_from_args(target, settings or (), file=config, device=device)
+        )
     # A random seed is printed with the command that repeats the proof.
     seed = secrets.randbelow(10**6) if seed is None else seed
     options = [*(("--recipe", recipe) if recipe else ()), *(("--config", str(config)) if config else ())]
     options += [*(("--device", device) if device != "auto" else ()), *(("--steps", str(steps)) if steps else ())]
     options += ["--budget", f"{budget:g}"] if budget != 60 else []
     repeat = ["whet", "prove", target, *(settings or ()), *options, "--kills", str(kills), "--seed", str(seed)]
-    folder = run.absolute() if run else next_run_path(Path("runs"), recipe=f"{loaded.name}-proof").absolute()
+    folder = run.absolute() if run else next_run_path(Path("runs"), recipe=f"{name}-proof").absolute()
     with scratch_beside(folder) as scratch:
         request = ProofRequest(
             training=training,
-            recipe=loaded.name,
+            recipe=name,
             scratch=scratch,
             repeat=shlex.join(repeat),
             kills=kills,
@@ -96,7 +104,7 @@ def prove(
 
 
 def _write(proof: "Proof", uninterrupted: Path, folder: Path, *, config: dict[str, Any], is_run: bool) -> "Proof":
-    """Write the proof into the given run, or into the uninterrupted part, which becomes a run folder of its own."""
+    """Write the proof into the given run, or into the uninterrupted part, which gets its own run folder."""
     from whet.api.prove import describe_changes
     from whet.run.folder import open_run
     from whet.run.proof import write_proof

@@ -79,7 +79,7 @@ def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> 
     total = psutil.virtual_memory().total
     if nproc * _TORCH_BYTES > total:
         raise UsageError(
-            "so many processes do not fit into this machine's memory",
+            "not enough memory for this many processes",
             got=f"--nproc {nproc}, {format_bytes(total)}; torch alone takes {format_bytes(_TORCH_BYTES)} in each",
             try_=f"--nproc {total // _TORCH_BYTES} at most",
         )

@@ -62,13 +62,13 @@ def train(
     settings: Settings = None,
     config: ConfigFile = None,
     run: Annotated[
-        # Under Python 3.11 torchrun takes --run for its own --run-path, wherever it stands; hence --run-dir.
+        # --run-dir exists because torchrun under Python 3.11 reads --run as an abbreviation of its --run-path.
         Path | None,
         typer.Option("--run", "--run-dir", metavar="DIR", help="The run folder. Default: the next runs/RECIPE-NNN."),
     ] = None,
     device: Device = "auto",
     allow: Annotated[
-        str, typer.Option(metavar="data,batch", help="What may differ from the original run when resuming.")
+        str, typer.Option(metavar="data,batch,lr", help="What may differ from the original run when resuming.")
     ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run in --run first and start over.")] = False,
     no_measure: Annotated[
@@ -216,8 +216,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
     else:
         result = _run_training(recipe, resolved, path, command, options)
         if result.state == "stopped":
-            why = "" if result.exit_code else " (epochs_per_session)"
-            train_output.print_stopped(path, step=result.step, why=why, command=command)
+            train_output.print_stopped(path, step=result.step, why=result.reason, command=command)
             return result.exit_code
     if not output.rank:
         train_output.print_summary(path, recipe)

@@ -31,7 +31,8 @@ def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
         if kind in ("start", "resume") and "rollback_reason" not in fields:
             plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
             line.print_line("\n".join((f"run       {path}", *plan_lines(plan, width=output.width()), "")))
-        line(kind, fields)
+        if not fields.get("is_in_plan"):
+            line(kind, fields)
 
     return show
 
@@ -74,7 +75,7 @@ def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> Non
     from whet.report.run_report import summarize
 
     progress = _progress(summarize(path))
-    output.note(f"saved at step {step:,}{why} in {path}{progress}; to resume:\n  {shlex.join(command)}")
+    output.note(f"{why}; saved at step {step:,} in {path}{progress}; to resume:\n  {shlex.join(command)}")
 
 
 def _progress(report: "RunReport") -> str:

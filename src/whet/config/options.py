@@ -1,7 +1,7 @@
 """The options of a training, declared once: type, default and meaning.
 
-Keywords of `whet.Session` and `whet.train`, keys of the command line and of config files, `docs/keys.md` and the typed
-keywords that editors complete (`config/keywords.py`, written by `tools/keywords.py`) all come from the classes here:
+Keywords of `whet.Session` and `whet.train` (written into their signatures by `tools/keywords.py`), keys of the command
+line and of config files, and `docs/keys.md` all come from the classes here:
 
     TrainingOptions          what the user decides about training
     +-- SessionOptions       ... in Python, with the defaults of a plain loop
@@ -11,9 +11,18 @@ keywords that editors complete (`config/keywords.py`, written by `tools/keywords
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic.functional_validators import BeforeValidator
 
 from whet.plan.values import (
@@ -35,6 +44,17 @@ from whet.plan.values import (
 def _parse_switch(value: Any) -> Any:
     """Accept true and false for on and off, because YAML reads a bare `on` as true."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+@runtime_checkable
+class SchedulerObject(Protocol):
+    """A scheduler of `torch.optim.lr_scheduler`. A protocol, because this package must not import torch."""
+
+    optimizer: Any
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
 Auto = Literal["auto"]
@@ -63,7 +83,9 @@ class OptionsModel(BaseModel):
     """
 
     # coerce_numbers_to_str: the command line parses `name=2024` as a number, but names are text.
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     descriptions: ClassVar[Mapping[str, str]] = {}
@@ -86,14 +108,15 @@ class OptionsModel(BaseModel):
 class TrainingOptions(OptionsModel):
     """The options that decide what is trained. A plan never changes them."""
 
-    global_batch_size: BatchSize = Field(
-        description="samples of one optimizer step; auto measures which, and scales lr"
-    )
+    global_batch_size: BatchSize = Field(description="samples per optimizer step; auto measures a size and scales lr")
     epochs: PositiveInt = Field(1, description="passes over the training data")
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
-    schedule: ScheduleName | Callable[[int], float] = Field("constant", description=_SCHEDULE)
+    schedule: ScheduleName | Callable[[int], float] | InstanceOf[SchedulerObject] | dict[str, Any] = Field(
+        "constant",
+        description=f"{_SCHEDULE}: a name, a function, a torch scheduler, or a dict of them for several optimizers",
+    )
     warmup_steps: NonNegativeInt | Auto = Field(0, description="steps until the full learning rate")
-    clip: PositiveFloat | None = Field(None, description="largest norm of the gradient; null for none")
+    clip: PositiveFloat | None = Field(None, description="maximum gradient norm; not clipped if unset")
     ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="decides the order of samples, the initial weights and all random draws"
@@ -109,17 +132,37 @@ class SessionOptions(TrainingOptions):
     """The training keywords of `whet.Session` and `whet.train`."""
 
     # Validate strictly: a Python keyword already has a type, so "3" instead of 3 is a mistake.
-    model_config = ConfigDict(strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
+    global_batch_size: BatchSize = Field(
+        None,  # type: ignore[assignment]
+        description="samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr",
+    )
     warmup_steps: NonNegativeInt = Field(0, description="steps until the full learning rate")
-    shuffle: bool = Field(True, description="draw another order of the samples for each epoch")
+    schedule_interval: Literal["step", "epoch", "auto"] = Field(
+        "auto",
+        description="when a torch scheduler steps; auto only for OneCycleLR, CyclicLR and ReduceLROnPlateau",
+    )
+    shuffle: bool | Auto = Field(
+        "auto", description="reshuffle the samples every epoch; auto: yes, or as the DataLoader does"
+    )
+    collate_fn: Callable[[Any], Any] | None = Field(
+        None, description="makes a batch from a list of samples, as for a DataLoader; called once per global batch"
+    )
+    split_batch: bool | Auto = Field(
+        "auto",
+        description="whether the loss of a batch is the mean over its samples, so that it may be computed in parts; "
+        "auto: tested before the first step; False: the loss needs the whole batch",
+    )
 
-    def total_steps(self, num_samples: int | None) -> int | None:
-        """Return the optimizer steps of the whole run, or None if the data has no length and no limit is set."""
-        if num_samples is None:
+    def total_steps(self, num_batches: int | None) -> int | None:
+        """Return the optimizer steps of the whole run, or None if the data has no length and no limit is set.
+
+        `num_batches` is the number of global batches of an epoch.
+        """
+        if num_batches is None:
             return self.max_steps
-        # Round up, because a smaller last batch of an epoch is a step too.
-        steps = self.epochs * -(-num_samples // self.global_batch_size)
+        steps = self.epochs * num_batches
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
@@ -132,6 +175,8 @@ class CommonConfig(TrainingOptions):
         "warmup_steps": "auto",
         "clip": 1.0,
     }
+    # A recipe clips by default, so "if unset" would be wrong.
+    descriptions: ClassVar[Mapping[str, str]] = {"clip": "maximum gradient norm; null: not clipped"}
     group_aliases: ClassVar[dict[str, str]] = {}
     """Short forms of keys in groups: {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
 
@@ -139,7 +184,7 @@ class CommonConfig(TrainingOptions):
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
     init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
 
-    # Unlike SessionOptions, a recipe accepts only the names of schedules: a command line cannot pass a function.
+    # Unlike SessionOptions, a recipe accepts only the names of schedules: a command line cannot pass objects.
     schedule: ScheduleName = Field("linear", description=_SCHEDULE)
     optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
         "adamw", description="how weights are updated"
@@ -164,7 +209,7 @@ class CommonConfig(TrainingOptions):
     activation_checkpointing: Switch | Auto = Field("auto", description="recompute activations in the backward pass")
     layout: Layout | Auto = Field("auto", description="memory layout of the weights of convolutions")
     attention: Attention | Auto = Field("auto", description="which attention kernel is preferred")
-    norms: Norms | Auto = Field("auto", description="torch's kernels for norms, or whet's own (CUDA)")
+    norms: Norms | Auto = Field("auto", description="torch's kernels for norms, or whet's (CUDA)")
     freed_memory: FreedMemory | Auto = Field(
         "auto", description="whether the C library keeps memory that a step on a CPU has freed for the next step"
     )

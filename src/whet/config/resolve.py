@@ -58,17 +58,23 @@ class ResolvedConfig(Generic[C]):
 
 
 def resolve_config(
-    model: type[C], args: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
+    model: type[C],
+    args: Iterable[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    file: Path | None = None,
+    can_measure: bool = False,
 ) -> ResolvedConfig[C]:
-    """Return the config of a recipe from a file and key=value arguments. All keys are checked.
+    """Return the config of a recipe from a file, key=value arguments and Python values. All keys are checked.
 
     `can_measure` allows global_batch_size=auto. The caller must then measure the size.
     """
     parsed = parse_args(args)
     from_file = _apply_aliases(flatten(read_config_file(file)), model.group_aliases) if file else {}
-    from_args = _apply_aliases(parsed.values, model.group_aliases)
+    from_args = _apply_aliases({**parsed.values, **flatten(dict(values or {}))}, model.group_aliases)
     known = known_keys(model)
-    for keys, where in ((from_file, str(file)), (from_args, "the command line"), (parsed.dropped, "the command line")):
+    source = "the command line" if values is None else "the call"
+    for keys, where in ((from_file, str(file)), (from_args, source), (parsed.dropped, source)):
         _check_keys(keys, known, f"unknown key in {where}")
     # `~key` drops the value in the file, so that the default applies.
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}

@@ -1,28 +1,30 @@
-"""Data sources: tensors in memory, map-style datasets and iterables as global batches.
+"""Data sources: tensors in memory, map-style datasets, DataLoaders and iterables as global batches.
 
-`open_source` selects the adapter for the user's data. To support a new kind of data, add a subclass of `AbstractSource`
+`open_source` selects the source for the user's data. To support a new kind of data, add a subclass of `AbstractSource`
 and a branch in `open_source`.
 """
 
-import copy
 import hashlib
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, final, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
 
-import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from whet.base.errors import UsageError
-from whet.data.batch import GlobalBatch, MicroBatch, Position, Ragged, map_field
-from whet.data.columns import Columns, as_columns
-from whet.data.order import ordered_batches
-from whet.data.sample import DatasetReader, sample_digest
-from whet.data.split import BatchSplitter, LengthMode, RankShare, split_samples
-from whet.data.workers import PlannedBatches, Workers
+from whet.data.batch import DictBatch, GlobalBatch, MicroBatch, Position, Ragged, map_field
+from whet.data.columns import Columns, MakeData, RowDataset, as_columns, columns_type, rows_to_collate
+from whet.data.loader import CollateFunction, is_iterable_loader, loader_columns, loader_order
+from whet.data.order import PlannedBatch, SampleOrder, SeededOrder
+from whet.data.sample import DatasetReader, SampleIdentity
+from whet.data.samplers import StreamedOrder
+
+# Exported from here too, beside the function that opens sources.
+from whet.data.source import AbstractSource
+from whet.data.split import BatchSplitter, LengthMode, RankShare, split_collated, split_samples
+from whet.data.streams import IterableLoaderSource, IterableSource
+from whet.data.workers import Workers
 from whet.device.abstract import AbstractDevice
 
 _MAX_HASHED_BYTES = 64 * 1024**2
@@ -30,43 +32,8 @@ _ROWS_IN_FINGERPRINT = 64
 _SAMPLES_IN_FINGERPRINT = 8
 
 
-class AbstractSource(ABC):
-    """A source of global batches, starting at any position, and of their micro-batches."""
-
-    num_samples: int | None
-    """Number of samples in one epoch; None for an iterable."""
-    is_exact: bool = True
-    """Whether a resumed run sees exactly the same samples."""
-
-    @abstractmethod
-    def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches of the epoch at `position`."""
-
-    @abstractmethod
-    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
-        """Split a global batch. The micro-batches are on the device if the data is."""
-
-    def fingerprint(self) -> str | None:
-        """Return a hash that identifies the data; None if it is unknown. Large data is hashed in part."""
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of an iterable. Other sources have none, because their order is a pure function."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-    def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events since the last call for the log of the run, as kinds and fields."""
-        return []
-
-    def close(self) -> None:
-        """Stop worker processes, if there are any."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderConfig:
+class LoadingConfig:
     """The plan's settings for reading samples."""
 
     workers: int = 0
@@ -84,48 +51,107 @@ def open_source(
     seed: int,
     shuffle: bool = True,
     is_resident: bool = True,
-    loading: LoaderConfig | None = None,
+    loading: LoadingConfig | None = None,
     share: RankShare | None = None,
+    collate_fn: CollateFunction | None = None,
+    pad_token_id: int | None = None,
 ) -> AbstractSource:
-    """Open tensors (a tuple or dict of them), a map-style dataset, or an iterable as a source of global batches.
+    """Open tensors, a map-style dataset, a DataLoader or an iterable as a source of global batches.
 
-    `share` is the part of each batch that this rank computes; all of it by default.
+    A DataLoader has its own batch size, order and collate function. `share` is the part of each batch that this rank
+    computes; all of it by default. `pad_token_id` pads tokenized samples (`input_ids`) that have no collate function.
     """
-    columns = as_columns(data)
+    if isinstance(data, DataLoader):
+        return _open_loader(data, device, seed=seed, is_resident=is_resident, loading=loading, share=share)
+    if collate_fn is not None:
+        data = rows_to_collate(data)
+    columns = None if collate_fn is not None else as_columns(data)
     if columns is not None:
-        return TensorSource(
-            columns,
-            device,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            is_resident=is_resident,
-            share=share,
-        )
-    if callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None)):
-        return MapStyleSource(
-            data, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, loading=loading, share=share
-        )
+        size = len(next(iter(columns.values())))
+        order = SeededOrder(size, batch_size=global_batch_size, seed=seed, shuffle=shuffle)
+        make_data = columns_type(data)
+        return TensorSource(columns, device, order, is_resident=is_resident, share=share, make_data=make_data)
+    dataset = RowDataset(data) if isinstance(data, Mapping) else data
+    if is_map_style(dataset):
+        order = SeededOrder(len(dataset), batch_size=global_batch_size, seed=seed, shuffle=shuffle)
+        reader = DatasetReader(dataset, seed, collate_fn=collate_fn)
+        return MapStyleSource(reader, order, size=len(dataset), loading=loading, share=share, pad_token_id=pad_token_id)
     if isinstance(data, Iterable):
-        return IterableSource(data, global_batch_size=global_batch_size, share=share)
+        return IterableSource(data, global_batch_size=global_batch_size, seed=seed, share=share, collate_fn=collate_fn)
     raise UsageError(
         "cannot train on this data",
         got=type(data).__name__,
-        try_="a tuple or dict of tensors, a map-style dataset, or an iterable of samples",
+        try_="a DataLoader, a tuple or dict of tensors, a map-style dataset, or an iterable of samples",
     )
 
 
-def check_dataset_size(num_samples: int | None, global_batch_size: int) -> None:
-    """Raise for data with less than one global batch. The size of an iterable is unknown, so it always passes."""
-    if num_samples is None:
-        return
-    if num_samples == 0:
-        raise UsageError("the data is empty", got="0 samples", try_="data with at least one global batch")
-    if num_samples < global_batch_size:
+def _open_loader(
+    loader: DataLoader[Any],
+    device: AbstractDevice,
+    *,
+    seed: int,
+    is_resident: bool,
+    loading: LoadingConfig | None,
+    share: RankShare | None,
+) -> AbstractSource:
+    if is_iterable_loader(loader):
+        return IterableLoaderSource(loader, seed=seed, share=share)
+    order = loader_order(loader, seed=seed)
+    columns = loader_columns(loader)
+    if columns is not None:
+        # The default collate function stacks rows of tensors, so they need not be read one by one.
+        return TensorSource(columns, device, order, is_resident=is_resident, share=share, make_data=as_list)
+    worker_init_fn = loader.worker_init_fn if loader.num_workers else None
+    reader = DatasetReader(loader.dataset, seed, collate_fn=loader.collate_fn, worker_init_fn=worker_init_fn)
+    return MapStyleSource(reader, order, size=len(loader.dataset), loading=loading, share=share)  # type: ignore[arg-type]
+
+
+def as_list(fields: Mapping[str, Any]) -> list[Any]:
+    """Return the fields as a list, which is what torch's default collate function makes of tuples."""
+    return list(fields.values())
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether the data has a length and integer indices."""
+    return callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None))
+
+
+def source_columns(data: Any) -> Columns | None:
+    """Return the columns of data that is read from memory: tensors, or a DataLoader over tensors; else None."""
+    return loader_columns(data) if isinstance(data, DataLoader) else as_columns(data)
+
+
+def count_data(data: Any, *, global_batch_size: int) -> tuple[int | None, int | None]:
+    """Return the numbers of samples and of global batches of an epoch; None where they are not known in advance."""
+    if isinstance(data, DataLoader):
+        if is_iterable_loader(data):
+            return None, None
+        order = loader_order(data, seed=0)
+        return order.num_samples, order.num_batches
+    columns = as_columns(data)
+    if columns is not None:
+        size = len(next(iter(columns.values())))
+    elif isinstance(data, Mapping):
+        size = len(RowDataset(data))
+    elif is_map_style(data):
+        size = len(data)
+    else:
+        return None, None
+    return size, -(-size // global_batch_size)
+
+
+def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loader: bool = False) -> None:
+    """Raise for data with less than one global batch. The size of an iterable is unknown, so it always passes.
+
+    The batch of a DataLoader may be smaller than its batch size, because the loader decides that.
+    """
+    if source.num_batches == 0 or source.num_samples == 0:
+        raise UsageError("the data is empty", got="no global batch", try_="data with at least one global batch")
+    if source.num_samples is not None and source.num_samples < global_batch_size and not is_loader:
         raise UsageError(
             "the data is smaller than one global batch",
-            got=f"{num_samples} samples, global_batch_size={global_batch_size}",
-            try_=f"global_batch_size={num_samples}",
+            got=f"{source.num_samples} samples, global_batch_size={global_batch_size}",
+            try_=f"global_batch_size={source.num_samples}",
         )
 
 
@@ -140,39 +166,47 @@ class TensorSource(AbstractSource):
         self,
         columns: Columns,
         device: AbstractDevice,
+        order: SampleOrder,
         *,
-        global_batch_size: int,
-        seed: int,
-        shuffle: bool = True,
         is_resident: bool = True,
         share: RankShare | None = None,
+        make_data: MakeData = DictBatch,
     ) -> None:
-        self.num_samples: int = len(next(iter(columns.values())))
+        self._order = order
+        self.num_samples, self.num_batches = order.num_samples, order.num_batches
         # Hashed on the host, before the columns move to the device.
-        self._fingerprint = _hash_columns(columns, self.num_samples)
+        self._fingerprint = _hash_columns(columns, len(next(iter(columns.values()))))
         if is_resident:
             columns = {name: map_field(name, column, device.put) for name, column in columns.items()}
         send = device.put_async if is_resident else lambda rows: rows
-        self._splitter = BatchSplitter(columns, send=send, is_on_device=is_resident)
-        self._ordered_batches = partial(
-            ordered_batches, self.num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
-        )
-        self._share = share or RankShare()
+        self._splitter = BatchSplitter(columns, send=send, is_on_device=is_resident, make_data=make_data)
+        self.share = share or RankShare()
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        for ids, after, is_last in self._ordered_batches(position):
-            yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last)
+        for planned in self._order.batches(position):
+            yield GlobalBatch(ids=planned.ids, after=planned.after, is_last_of_epoch=planned.is_last)
 
-    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
-        if self._share.size == 1:
+    def state(self, position: Position) -> dict[str, Any]:
+        return self._order.state(position.epoch)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._order.load_state(state)
+
+    def split(
+        self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
+    ) -> Iterator[MicroBatch]:
+        if share.size == 1:
             return self._splitter.micro_batches(batch.ids, batch.ids, micro_batch=micro_batch, length_mode=length_mode)
-        part = self._share.of(len(batch), self._splitter.lengths_of(batch.ids))
+        part = share.of(len(batch), self._splitter.lengths_of(batch.ids))
         mine = batch.ids[part.indices]
         micro_batches = self._splitter.micro_batches(mine, mine, micro_batch=micro_batch, length_mode=length_mode)
-        return self._share.equalize(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)
+        return share.equalize(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def inexact_reason(self) -> str | None:
+        return self._order.inexact_reason
 
 
 def _hash_columns(columns: Columns, num_samples: int) -> str:
@@ -205,63 +239,107 @@ class MapStyleSource(AbstractSource):
 
     def __init__(
         self,
-        dataset: MapStyleDataset,
+        reader: DatasetReader,
+        order: SampleOrder,
         *,
-        global_batch_size: int,
-        seed: int,
-        shuffle: bool = True,
-        loading: LoaderConfig | None = None,
+        size: int,
+        loading: LoadingConfig | None = None,
         share: RankShare | None = None,
+        pad_token_id: int | None = None,
     ) -> None:
-        self.num_samples: int = len(dataset)
-        self._planned = partial(
-            ordered_batches, self.num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
-        )
-        self._share = share or RankShare()
-        self._to_read = self._planned if self._share.size == 1 else partial(_rank_batches, self._planned, self._share)
-        self._read = DatasetReader(dataset, seed)
+        self.num_samples, self.num_batches = order.num_samples, order.num_batches
+        self._reader, self._order, self._size = reader, order, size
+        self._pad_token_id = pad_token_id
+        self.share = share or RankShare()
+        # A collate function sees the whole batch on every rank, because padding and mixing depend on all of it.
+        is_shared = self.share.size > 1 and not reader.has_collate
+        self._to_read = RankOrder(order, self.share) if is_shared else order
         self._ragged: set[str] = set()
-        self._fingerprint: tuple[str | None] | None = None
-        self._loading = loading or LoaderConfig()
+        self._identity: SampleIdentity | None = None
+        self._loading = loading or LoadingConfig()
+        if isinstance(order, StreamedOrder):
+            # Workers would read ahead of a sampler that depends on the training.
+            self._loading = replace(self._loading, workers=0)
         self.workers = self._make_workers(self._loading.workers) if self._loading.workers else None
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        read = self._read_in_process if self.workers is None else self.workers.batches
-        for (ids, after, is_last), samples in zip(self._planned(position), read(position), strict=True):
-            yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
+        if self.workers is None:
+            for planned in self._to_read.batches(position):
+                samples, collated = self._read(position.epoch, planned)
+                yield self._global_batch(planned, samples, collated)
+            return
+        for planned, (samples, collated) in zip(
+            self._order.batches(position), self.workers.batches(position), strict=True
+        ):
+            yield self._global_batch(planned, samples, collated)
 
-    def _read_in_process(self, position: Position) -> Iterator[list[Any]]:
-        for ids, _, _ in self._to_read(position):
-            # The epoch is part of the request, because the random seed of a sample depends on it.
-            yield [self._read((position.epoch, int(sample))) for sample in ids]
+    def _read(self, epoch: int, planned: PlannedBatch) -> tuple[list[Any], Any]:
+        pairs = zip(planned.ids, planned.keys, strict=True)
+        samples = [self._reader.read(epoch, int(sample), int(key)) for sample, key in pairs]
+        return samples, self._reader.collate(samples, epoch, planned.after)
 
-    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
-        return split_samples(
-            batch, micro_batch=micro_batch, length_mode=length_mode, ragged=self._ragged, share=self._share
+    def _global_batch(self, planned: PlannedBatch, samples: list[Any], collated: Any) -> GlobalBatch:
+        return GlobalBatch(
+            ids=planned.all_ids,
+            after=planned.after,
+            is_last_of_epoch=planned.is_last,
+            samples=tuple(samples) if collated is None else (),
+            collated=collated,
         )
+
+    def split(
+        self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
+    ) -> Iterator[MicroBatch]:
+        if batch.collated is not None:
+            return split_collated(batch, micro_batch=micro_batch, share=share)
+        return split_samples(
+            batch,
+            micro_batch=micro_batch,
+            length_mode=length_mode,
+            ragged=self._ragged,
+            share=share,
+            pad_token_id=self._pad_token_id,
+        )
+
+    def own_samples(self, batch: GlobalBatch) -> GlobalBatch:
+        if batch.collated is not None:
+            return batch
+        return replace(batch, ids=batch.ids[self.share.of(len(batch)).indices])
+
+    def state(self, position: Position) -> dict[str, Any]:
+        return self._order.state(position.epoch)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._order.load_state(state)
 
     def fingerprint(self) -> str | None:
         """Hash a few evenly spaced samples. Return None if the dataset returns different samples on each read."""
-        if self._fingerprint is None:
-            parts = _SAMPLES_IN_FINGERPRINT - 1
-            ids = sorted({(self.num_samples - 1) * part // parts for part in range(parts + 1)})
-            self._fingerprint = (self._hash_samples(ids) if self.num_samples else None,)
-        return self._fingerprint[0]
+        identity = self._identify()
+        known = [str(self._size).encode(), *identity.digests]
+        return hashlib.sha256(b"".join(known)).hexdigest() if identity.digests and identity.is_repeatable else None
 
-    def _hash_samples(self, ids: list[int]) -> str | None:
-        if self._loading.workers:
-            # Read in a worker: reading may open files, and workers that are forked later must not inherit them.
-            digests = self._make_workers(1).sample_digests(ids)
-        else:
-            digests = [sample_digest(self._read((0, number))) for number in (*ids, ids[0])]
-        # The first sample is read twice. If the results differ, the data is random and cannot be identified.
-        is_repeatable = digests is not None and digests[-1] == digests[0]
-        known = [str(self.num_samples).encode(), *(digests or ())]
-        return hashlib.sha256(b"".join(known)).hexdigest() if is_repeatable else None
+    def inexact_reason(self) -> str | None:
+        identity = self._identify()
+        if not identity.is_repeatable:
+            return "the dataset returns another sample each time that it is read"
+        if not identity.is_collate_repeatable:
+            return "the collate function returns another batch each time that it is called"
+        return self._order.inexact_reason
+
+    def _identify(self) -> SampleIdentity:
+        if self._identity is None:
+            parts = _SAMPLES_IN_FINGERPRINT - 1
+            ids = sorted({(self._size - 1) * part // parts for part in range(parts + 1)}) if self._size else []
+            if self._loading.workers and ids:
+                # Read in a worker: reading may open files, and workers that are forked later must not inherit them.
+                self._identity = self._make_workers(1).identify(ids)
+            else:
+                self._identity = self._reader.identify(ids)
+        return self._identity
 
     def _make_workers(self, count: int) -> Workers:
         loading = self._loading
-        return Workers(self._read, self._to_read, count=count, start=loading.start, prefetch=loading.prefetch)
+        return Workers(self._reader, self._to_read, count=count, start=loading.start, prefetch=loading.prefetch)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return an event for each worker that was lost since the last call."""
@@ -275,78 +353,21 @@ class MapStyleSource(AbstractSource):
             self.workers.close()
 
 
-def _rank_batches(
-    planned: PlannedBatches, share: RankShare, position: Position
-) -> Iterator[tuple[np.ndarray, Position, bool]]:
-    """Yield the samples of this rank for each global batch."""
-    for ids, after, is_last in planned(position):
-        yield ids[share.of(len(ids)).indices], after, is_last
-
-
-# --- iterables -------------------------------------------------------------------------------------------------------
-
-
-@runtime_checkable
-class StatefulIterable(Protocol):
-    """An iterable that can save and restore its position."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
 @final
-class IterableSource(AbstractSource):
-    """An iterable, which decides the order of samples. A resume restores its state or skips consumed samples."""
+class RankOrder(SampleOrder):
+    """The samples of one rank in the global batches of an order."""
 
-    num_samples = None
+    def __init__(self, order: SampleOrder, share: RankShare) -> None:
+        self._order, self.share = order, share
+        self.num_samples, self.num_batches = order.num_samples, order.num_batches
 
-    def __init__(self, samples: Iterable[Any], *, global_batch_size: int, share: RankShare | None = None) -> None:
-        self._samples = samples
-        self._share = share or RankShare()
-        self._global_batch_size = global_batch_size
-        self._is_restored = False
-        self._ragged: set[str] = set()
-        self._state: dict[str, Any] = {}
-        self.is_exact = isinstance(samples, StatefulIterable)
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        for planned in self._order.batches(position):
+            mine = self.share.of(len(planned.ids)).indices
+            yield replace(planned, ids=planned.ids[mine], keys=planned.keys[mine], all_ids=planned.ids)
 
-    def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        iterator = iter(self._samples)
-        if not self._is_restored:
-            # Without a saved state, read the consumed samples again and drop them. This is exact if the order is fixed.
-            next(itertools.islice(iterator, position.samples, position.samples), None)
-        self._is_restored = False
-        start = position.samples
-        ahead = self._read(iterator)
-        while ahead:
-            # Read one batch ahead to know whether this one is the last. Save the state first: it must not include the
-            # batch that is read ahead.
-            state = copy.deepcopy(self._samples.state_dict()) if isinstance(self._samples, StatefulIterable) else {}
-            batch, ahead = ahead, self._read(iterator)
-            # After the last batch there is no state to save: the next epoch starts from the beginning.
-            self._state = state if ahead else {}
-            end = start + len(batch)
-            after = Position(epoch=position.epoch, samples=end) if ahead else Position(epoch=position.epoch + 1)
-            # Every rank reads all samples and keeps its part, because an iterable has no random access.
-            mine = (
-                batch if self._share.size == 1 else tuple(batch[index] for index in self._share.of(len(batch)).indices)
-            )
-            yield GlobalBatch(ids=np.arange(start, end), after=after, is_last_of_epoch=not ahead, samples=mine)
-            start = end
-        if start == 0:
-            raise UsageError("the data is empty", got="an iterable without samples", try_="data that can be read again")
-
-    def state(self) -> dict[str, Any]:
-        return self._state
+    def state(self, epoch: int) -> dict[str, Any]:
+        return self._order.state(epoch)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state and isinstance(self._samples, StatefulIterable):
-            self._samples.load_state_dict(state)
-            self._is_restored = True
-
-    def _read(self, iterator: Iterator[Any]) -> tuple[Any, ...]:
-        return tuple(itertools.islice(iterator, self._global_batch_size))
-
-    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
-        return split_samples(
-            batch, micro_batch=micro_batch, length_mode=length_mode, ragged=self._ragged, share=self._share
-        )
+        self._order.load_state(state)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whet.base.errors import UsageError
 from whet.device.errors import WideDtypeError
 
 MapTensor = Callable[[Tensor], Tensor]
@@ -24,7 +25,10 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step."""
+    """The samples of one optimizer step, as `for batch in session` yields them.
+
+    Pass it to `session.step(loss, batch)`. Its tensors reach the loss function, split into micro-batches.
+    """
 
     ids: np.ndarray
     """Sample ids; consecutive numbers for an iterable."""
@@ -32,18 +36,77 @@ class GlobalBatch:
     """The position once the optimizer has consumed this batch."""
     is_last_of_epoch: bool
     samples: tuple[Any, ...] = ()
-    """The samples of this rank if they were read one by one; empty for tensors in memory."""
+    """The samples of this rank if they were read one by one; empty for tensors in memory and after collating."""
+    collated: Any = None
+    """The result of the collate function for the whole batch; None without one."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def _explain(self, *_: Any) -> NoReturn:
+        raise UsageError(
+            "a global batch holds no tensors: whet splits it and moves it to the device",
+            got="a batch of the session used as data",
+            try_="session.step(loss, batch), or: with session.manual(batch) as data:",
+        )
+
+    __iter__ = __getitem__ = _explain
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python asks for special methods in many places, and expects an AttributeError.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._explain()
+
+
+class DictBatch(dict[str, Any]):
+    """A micro-batch of named fields: a dict with attribute access, so that `model(**batch)` and `batch.x` both work.
+
+    `sample_ids` are the ids of its samples, and `first_index` is the index of the first one in the global batch, or
+    None if they are not consecutive.
+    """
+
+    sample_ids: np.ndarray
+    first_index: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this data has no field {name!r}; it has {', '.join(map(str, self))}") from None
+
+
+class TupleBatch(tuple[Any, ...]):
+    """A micro-batch of a tuple: `x, y = batch` works, and so do `batch.x` and `batch.y`.
+
+    It has the attributes `sample_ids` and `first_index` of a DictBatch.
+    """
+
+    sample_ids: np.ndarray
+    first_index: int | None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "TupleBatch":
+        batch = cls(fields.values())
+        batch.__dict__.update(fields)
+        return batch
+
+    def __getattr__(self, name: str) -> NoReturn:
+        fields = [name for name in self.__dict__ if name not in ("sample_ids", "first_index")]
+        raise AttributeError(f"this data has no field {name!r}; it has {', '.join(fields)}")
+
+
+def only_field(fields: Mapping[str, Any]) -> Any:
+    """Return the only field, so that data of single tensors yields tensors."""
+    (value,) = fields.values()
+    return value
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The part of a global batch that the model computes at once; the argument of a loss function.
+    """The part of a global batch that the model computes at once.
 
-    Fields have the names of the data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors. A
-    micro-batch can be unpacked: `x, y = micro`.
+    `fields` are its tensors by name. `data` has the type of the user's batch and is the argument of a loss function.
     """
 
     fields: Mapping[str, "Field"]
@@ -56,11 +119,21 @@ class MicroBatch:
     is_counted: bool = True
     """False for a repetition with weight 0, which is computed only because other ranks wait for it."""
     is_on_device: bool = False
+    make_data: Callable[[Mapping[str, Any]], Any] = DictBatch
+    """Makes the user's batch from the fields."""
+
+    @property
+    def data(self) -> Any:
+        """The micro-batch in the type of the user's batch: what the collate function returned, a tuple or a dict."""
+        data = self.make_data(self.fields)
+        if isinstance(data, DictBatch | TupleBatch):
+            data.sample_ids, data.first_index = self.ids, self.first_index
+        return data
 
     def map_tensors(self, function: MapTensor) -> "MicroBatch":
         """Apply a function, such as a copy to a device, to every tensor."""
         fields = {name: map_field(name, field, function) for name, field in self.fields.items()}
-        return MicroBatch(fields=fields, ids=self.ids, first_index=self.first_index, is_counted=self.is_counted)
+        return MicroBatch(fields, self.ids, self.first_index, is_counted=self.is_counted, make_data=self.make_data)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,8 +141,8 @@ class MicroBatch:
         except KeyError:
             raise AttributeError(f"this data has no field {name!r}; it has {', '.join(self.fields)}") from None
 
-    def __getitem__(self, key: str | int) -> Any:
-        return self.fields[key] if isinstance(key, str) else tuple(self.fields.values())[key]
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.fields.values())

@@ -1,86 +1,196 @@
 """Data as named columns of equal length, and random subsets of it."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError
-from whet.data.batch import Ragged
+from whet.data.batch import DictBatch, Ragged, TupleBatch, only_field
 
 Column = Tensor | Ragged
 Columns = dict[str, Column]
+MakeData = Callable[[Mapping[str, Any]], Any]
+"""Makes the user's batch from named fields."""
+
+
+_MAX_LISTED_COLUMNS = 8
+"""A longer list of tensors is a dataset of samples."""
 
 
 def as_columns(data: object) -> Columns | None:
-    """Return the data as columns; None if it does not consist of tensors."""
+    """Return the data as columns; None if it does not consist of tensors and arrays.
+
+    A list of many tensors is a dataset of samples.
+    """
     if isinstance(data, Tensor | Ragged | np.ndarray):
         named: dict[str, Any] = {"x": data}
     elif isinstance(data, Mapping):
         named = {str(name): column for name, column in data.items()}
-    elif isinstance(data, tuple | list) and data and all(isinstance(p, Tensor | Ragged | np.ndarray) for p in data):
-        named = name_fields(data)
+    elif _is_column_sequence(data):
+        if isinstance(data, list):
+            # Lists are datasets of samples everywhere else in torch, but [x, y] is also written for (x, y).
+            raise UsageError(
+                "a list of tensors may be a list of samples or of columns",
+                got=f"a list of {len(data)}",
+                try_="tuple(data) if they are columns; torch.stack(data), or collate_fn=, if they are samples",
+            )
+        named = _as_fields(data)
     else:
         return None
     named = {name: _as_tensor(c) if isinstance(c, np.ndarray) else c for name, c in named.items()}
     if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
         return None
-    check_field_names(named)
     _check_lengths(named)
     _check_finite_data(named)
     return named
 
 
+def _is_column_sequence(data: object) -> TypeGuard[Sequence[Any]]:
+    if not isinstance(data, tuple | list) or not data or (isinstance(data, list) and len(data) > _MAX_LISTED_COLUMNS):
+        return False
+    return all(isinstance(part, Tensor | Ragged | np.ndarray) for part in data)
+
+
+def columns_type(data: object) -> MakeData:
+    """Return what makes the user's batch from columns: a tuple for a tuple, a dict for a dict, else a tensor."""
+    if isinstance(data, Mapping):
+        return DictBatch
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        make: MakeData = lambda fields: type(data)(*fields.values())  # noqa: E731
+        return make
+    return TupleBatch.of if isinstance(data, tuple | list) else only_field
+
+
 def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
-    """Name the parts of an unnamed sample: x for one part, x and y for a pair, else f0, f1, ..."""
-    names = ("x", "y") if len(parts) == 2 else ("x",) if len(parts) == 1 else tuple(f"f{i}" for i in range(len(parts)))
-    return dict(zip(names, parts, strict=True))
+    """Name the parts of a tuple: x, y, field2, field3, ..."""
+    names = ("x", "y", *(f"field{index}" for index in range(2, len(parts))))
+    return dict(zip(names, parts, strict=False))
 
 
-def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
-    """Stack single samples into columns. Fields whose first dimension differs become ragged.
+def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> tuple[Columns, MakeData] | None:
+    """Stack single samples into columns; None if a field holds something else than tensors, arrays and numbers.
 
-    `ragged` collects the names of ragged fields, so that they stay ragged in a later batch of equal lengths.
+    Fields whose first dimension differs become ragged. `ragged` collects their names, so that they stay ragged in a
+    later batch of equal lengths.
     """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
-    check_field_names(names)
     if any(field.keys() != names for field in fields):
         raise WhetError("samples have different fields", got=", ".join(names), try_="the same keys in every sample")
+    if not all(_is_numeric(value) for field in fields for value in field.values()):
+        return None
     columns = {name: _stack(name, [_as_tensor(field[name]) for field in fields], ragged) for name in names}
     ragged |= {name for name, column in columns.items() if isinstance(column, Ragged)}
-    return columns
+    return columns, columns_type(samples[0])
 
 
-def check_field_names(names: Iterable[str]) -> None:
-    """Raise for field names that an attribute of MicroBatch would hide."""
-    reserved = {"ids", "fields", "map_tensors", "first_index", "is_counted", "is_on_device"}
-    taken = sorted(reserved & set(names))
-    if taken:
-        raise WhetError("this field name is reserved", got=", ".join(taken), try_=f"{taken[0]}_ or another name")
+def stack_nested(values: Sequence[Any], *, ragged: set[str] | None = None, name: str = "") -> Any:
+    """Stack nested samples: tensors of one shape into a tensor, dicts and tuples part by part, all else into a list.
+
+    `ragged` collects the names of fields that are lists of tensors, so that they stay lists in a later batch whose
+    shapes happen to be equal.
+
+    >>> stack_nested([{"x": 1, "name": "a"}, {"x": 2, "name": "b"}])
+    {'x': tensor([1, 2]), 'name': ['a', 'b']}
+    """
+    ragged = set() if ragged is None else ragged
+    first = values[0]
+    if isinstance(first, Mapping) and all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
+        return DictBatch(
+            {key: stack_nested([v[key] for v in values], ragged=ragged, name=f"{name}.{key}") for key in first}
+        )
+    if isinstance(first, tuple) and all(isinstance(v, tuple) and len(v) == len(first) for v in values):
+        parts = [
+            stack_nested([value[index] for value in values], ragged=ragged, name=f"{name}.{index}")
+            for index in range(len(first))
+        ]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if name not in ragged and all(_is_numeric(value) for value in values):
+        tensors = [_as_tensor(value) for value in values]
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
+            return torch.stack(tensors)
+        ragged.add(name)
+    # Strings, objects and tensors of different shapes (boxes of an image): one entry for each sample.
+    return list(values)
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(_is_numeric(part) for part in value)
+    return isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float | complex)
+
+
+class RowDataset:
+    """Rows of columns of which some are lists (strings, objects), as a map-style dataset of dicts."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        sizes = {name: len(column) for name, column in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise _unequal_lengths(sizes)
+        self._columns = columns
+        self._num_rows = next(iter(sizes.values()), 0)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
+class TupleRows:
+    """Rows of several columns as tuples, or the entries of a list, as a map-style dataset."""
+
+    def __init__(self, columns: Sequence[Any]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        row = tuple(column[index] for column in self._columns)
+        return row if len(row) > 1 else row[0]
+
+
+def rows_to_collate(data: Any) -> Any:
+    """Return the data as a dataset of the samples that a collate function gets.
+
+    A tuple or dict of columns has rows. A list is a list of samples, even if it consists of tensors.
+    """
+    if isinstance(data, Mapping):
+        return RowDataset(data)
+    if isinstance(data, tuple) and (columns := as_columns(data)) is not None:
+        return TupleRows(list(columns.values()))
+    return TupleRows([data]) if isinstance(data, list) else data
 
 
 def _as_fields(sample: Any) -> dict[str, Any]:
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        return dict(zip(sample._fields, sample, strict=True))
     return name_fields(sample) if isinstance(sample, tuple | list) else {"x": sample}
 
 
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
+        value = np.asarray(value)
         # NumPy defaults to float64, which takes twice the memory and is not supported on MPS.
         value = value.astype(np.float32) if value.dtype == np.float64 else value
-        return torch.from_numpy(np.ascontiguousarray(value))
+        # ascontiguousarray would give a scalar a dimension.
+        return torch.from_numpy(np.ascontiguousarray(value) if value.ndim else value.copy())
     try:
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WhetError(
-            "a sample must consist of tensors and numbers", got=f"{type(value).__name__}: {error}"
+            "a sample must consist of tensors and numbers",
+            got=f"{type(value).__name__}: {error}",
+            try_="torch.tensor(...) of the values in the dataset, or collate_fn=...",
         ) from None
 
 
@@ -90,14 +200,26 @@ def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     if len(shapes) == 1 and name not in ragged:
         return torch.stack(values)
     if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):
-        raise WhetError(f"samples of {name!r} cannot be stacked", got=str(sorted(map(tuple, shapes))[:4]))
+        raise WhetError(
+            f"samples of {name!r} cannot be stacked",
+            got=f"shapes {sorted(map(tuple, shapes))[:4]}",
+            try_="samples of one shape, or collate_fn=... that pads them",
+        )
     return Ragged.of(values)
 
 
 def _check_lengths(columns: Columns) -> None:
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise WhetError("columns must have equal lengths", got=", ".join(f"{n}: {s}" for n, s in sizes.items()))
+        raise _unequal_lengths(sizes)
+
+
+def _unequal_lengths(sizes: Mapping[str, int]) -> WhetError:
+    return WhetError(
+        "columns must have equal lengths",
+        got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+        try_="one row for each sample in every column",
+    )
 
 
 def _check_finite_data(columns: Columns) -> None:

@@ -1,10 +1,14 @@
-"""The order of samples: a pure function of (seed, epoch, position), the same on every device and for every split.
+"""Sample orders and their division into global batches.
 
-Samples are sorted by a hash of (seed, epoch, sample). The hash does not change between library versions, unlike a
-shuffle, so there is no loader state to save.
+The orders here are pure functions of (seed, epoch, position), the same on every device and for every split, so no
+loader state has to be saved. They are made with a hash, which does not change between library versions, unlike a
+library's shuffle. `data/samplers.py` has the orders of the user's samplers.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 
@@ -14,6 +18,8 @@ from whet.data.batch import Position
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
+_COLLATE = 0xC011A7E
+"""Separates the seeds of collate functions from those of samples."""
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -29,24 +35,142 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     return np.argsort(keys, kind="stable")
 
 
-def ordered_batches(
-    num_samples: int, position: Position, *, global_batch_size: int, seed: int, shuffle: bool
-) -> Iterator[tuple[np.ndarray, Position, bool]]:
-    """Yield the ids of each remaining global batch of an epoch, the position after it, and whether it is the last.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBatch:
+    """The samples of one global batch, before they are read."""
 
-    The last batch may be smaller.
-    """
-    order = epoch_order(num_samples, seed=seed, epoch=position.epoch, shuffle=shuffle)
-    for start in range(position.samples, num_samples, global_batch_size):
-        end = min(start + global_batch_size, num_samples)
-        is_last = end == num_samples
+    ids: np.ndarray
+    keys: np.ndarray
+    """What seeds each sample together with the epoch: its id, or its place in the epoch if samples may repeat."""
+    after: Position
+    """The position once the optimizer has consumed this batch."""
+    is_last: bool
+    """Whether it is the last batch of the epoch."""
+    all_ids: np.ndarray
+    """The samples of all ranks; `ids` are those of this rank."""
+
+
+class SampleOrder(ABC):
+    """The order of the samples of an epoch, and their division into global batches."""
+
+    num_samples: int | None
+    """Number of samples of an epoch, with repetitions; None if it is not known in advance."""
+    num_batches: int | None
+    """Number of global batches of an epoch; None if it is not known in advance."""
+    inexact_reason: str | None = None
+    """Why a resumed run may see another order; None if it sees the same."""
+
+    @abstractmethod
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        """Yield the remaining global batches of the epoch at `position`."""
+
+    def state(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return what other processes and a resume need to repeat the order of this epoch, as plain JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Use the order that `state` describes."""
+
+
+@final
+class SeededOrder(SampleOrder):
+    """Shuffled or sequential samples in batches of one size: a pure function of (seed, epoch, position)."""
+
+    def __init__(
+        self, dataset_size: int, *, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        self._size, self._batch_size = dataset_size, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self.num_samples: int = dataset_size - dataset_size % batch_size if drop_last else dataset_size
+        self.num_batches: int = -(-self.num_samples // batch_size)
+
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        order = epoch_order(self._size, seed=self._seed, epoch=position.epoch, shuffle=self._shuffle)
+        return _divide(order[: self.num_samples], position, batch_size=self._batch_size)
+
+
+@final
+class RepeatingOrder(SampleOrder):
+    """A given number of draws per epoch, with or without replacement, like RandomSampler(num_samples=...)."""
+
+    def __init__(
+        self,
+        dataset_size: int,
+        *,
+        num_draws: int,
+        replacement: bool,
+        batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+    ) -> None:
+        self._size, self._replacement = dataset_size, replacement
+        self._batch_size, self._seed = batch_size, seed
+        self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
+        """The epoch and number of the pass that was shuffled last, and its order."""
+        self.num_samples: int = num_draws - num_draws % batch_size if drop_last else num_draws
+        self.num_batches: int = -(-self.num_samples // batch_size)
+
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        epoch, start = position.epoch, position.samples
+        # Drawn batch by batch: minGPT asks for 10^10 draws, which do not fit into memory.
+        while start < self.num_samples:
+            end = min(start + self._batch_size, self.num_samples)
+            is_last = end == self.num_samples
+            after = Position(epoch=epoch + 1) if is_last else Position(epoch=epoch, samples=end)
+            keys = np.arange(start, end)
+            ids = self._draw(epoch, keys)
+            yield PlannedBatch(ids=ids, keys=keys, after=after, is_last=is_last, all_ids=ids)
+            start = end
+
+    def _draw(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the samples at these places of an epoch."""
+        if self._replacement:
+            mixed = _scramble(places.astype(np.uint64) + np.uint64(mix_seed(self._seed, epoch)))
+            return (mixed % np.uint64(self._size)).astype(np.int64)
+        # Whole shuffled passes over the data, one after the other.
+        passes = places // self._size
+        return np.concatenate(
+            [self._pass(epoch, int(number))[places[passes == number] % self._size] for number in np.unique(passes)]
+        )
+
+    def _pass(self, epoch: int, number: int) -> np.ndarray:
+        if self._shuffled is None or self._shuffled[0] != (epoch, number):
+            seed = mix_seed(self._seed, epoch, number) % 2**63
+            self._shuffled = (epoch, number), epoch_order(self._size, seed=seed, epoch=0)
+        return self._shuffled[1]
+
+
+def _divide(order: np.ndarray, position: Position, *, batch_size: int) -> Iterator[PlannedBatch]:
+    """Yield the remaining batches of an epoch. The last one may be smaller."""
+    # Counted from the position and not from 0: a resumed run may have another batch size.
+    ends = np.arange(position.samples + batch_size, len(order) + batch_size, batch_size).clip(max=len(order))
+    return divide_at(order, ends, position)
+
+
+def divide_at(
+    order: np.ndarray, ends: np.ndarray, position: Position, *, keys: np.ndarray | None = None
+) -> Iterator[PlannedBatch]:
+    """Yield the remaining batches of an epoch whose batches end at `ends`."""
+    keys = order if keys is None else keys
+    first = int(np.searchsorted(ends, position.samples, side="right"))
+    start = position.samples
+    for number in range(first, len(ends)):
+        end = int(ends[number])
+        is_last = number == len(ends) - 1
         after = Position(epoch=position.epoch + 1) if is_last else Position(epoch=position.epoch, samples=end)
-        yield order[start:end], after, is_last
+        ids = order[start:end]
+        yield PlannedBatch(ids=ids, keys=keys[start:end], after=after, is_last=is_last, all_ids=ids)
+        start = end
 
 
-def sample_seed(seed: int, epoch: int, sample: int) -> int:
+def sample_seed(seed: int, epoch: int, key: int) -> int:
     """Return the seed for everything random in one sample of one epoch (augmentation, masking)."""
-    return mix_seed(seed, epoch, sample)
+    return mix_seed(seed, epoch, key)
+
+
+def collate_seed(seed: int, epoch: int, after: Position) -> int:
+    """Return the seed for everything random in a collate function. `after` identifies the batch in its epoch."""
+    return mix_seed(seed, epoch, after.epoch - epoch, after.samples, _COLLATE)
 
 
 def mix_seed(*parts: int) -> int:

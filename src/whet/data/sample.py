@@ -1,21 +1,25 @@
 """Single samples: seeded reading, transport between processes, and hashing."""
 
 import contextlib
+import copy
 import hashlib
 import random
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data._utils import worker as torch_worker
 
 from whet.base.errors import WhetError
-from whet.data.order import sample_seed
+from whet.data.batch import Position
+from whet.data.order import collate_seed, mix_seed, sample_seed
 
 _WHET_ROOT = str(Path(__file__).parent.parent)
 
@@ -32,24 +36,107 @@ def _rebuild_error(what: str, got: str | None, try_: str | None) -> BadSampleErr
 
 
 class DatasetReader:
-    """Reads samples with generators seeded by (seed, epoch, sample), and restores the generators afterwards."""
+    """Reads samples and collates batches, each under its own seed, and restores the generators afterwards."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._collate_fn = collate_fn
+        self._worker_init_fn = worker_init_fn
+        self._is_initialized = worker_init_fn is None
 
-    def __call__(self, request: tuple[int, int]) -> Any:
-        epoch, sample = request
-        with seeded_rng(sample_seed(self._seed, epoch, sample)):
+    @property
+    def has_collate(self) -> bool:
+        """Whether batches are collated as a whole."""
+        return self._collate_fn is not None
+
+    def init_worker(self, number: int, count: int) -> None:
+        """Prepare a worker process as torch's DataLoader does: `get_worker_info()` and the user's worker_init_fn."""
+        seed = mix_seed(self._seed, number) % 2**63
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=count, seed=seed, dataset=self._dataset
+        )
+        self._is_initialized = True
+        if self._worker_init_fn is not None:
+            with seeded_rng(seed):
+                try:
+                    self._worker_init_fn(number)
+                except Exception as error:
+                    raise _explain(error, "worker_init_fn failed", f"worker_init_fn({number})") from error
+
+    def read(self, epoch: int, sample: int, key: int) -> Any:
+        """Return one sample. Its random numbers depend on (seed, epoch, key)."""
+        if not self._is_initialized:
+            # The plan reads in this process, but the dataset may need what worker_init_fn does, such as opening files.
+            info = torch_worker._worker_info
+            try:
+                self.init_worker(0, 1)
+            finally:
+                torch_worker._worker_info = info
+        with seeded_rng(sample_seed(self._seed, epoch, key)):
             try:
                 return self._dataset[sample]
             except WhetError:
                 raise
             except Exception as error:
-                raise _explain(error, sample) from error
+                raise _explain(error, f"sample {sample} could not be read", f"dataset[{sample}]") from error
+
+    def collate(self, samples: list[Any], epoch: int, after: Position) -> Any:
+        """Return what the collate function makes of a global batch; None without one."""
+        if self._collate_fn is None:
+            return None
+        with seeded_rng(collate_seed(self._seed, epoch, after)):
+            try:
+                collated = self._collate_fn(samples)
+            except WhetError:
+                raise
+            except Exception as error:
+                raise _explain(error, "the collate function failed", "collate_fn([dataset[0], dataset[1]])") from error
+        if collated is None:
+            raise BadSampleError("the collate function returned nothing", got="None", try_="return the batch")
+        return collated
+
+    def identify(self, ids: list[int]) -> "SampleIdentity":
+        """Read a few samples, the first one twice, and collate them twice."""
+        samples = [self.read(0, number, number) for number in ids]
+        digests = [sample_digest(sample) for sample in samples]
+        # If the results differ, the data is random and cannot be identified.
+        is_repeatable = not ids or sample_digest(self.read(0, ids[0], ids[0])) == digests[0]
+        return SampleIdentity(tuple(digests), is_repeatable, is_repeatable and self._is_collate_repeatable(samples))
+
+    def _is_collate_repeatable(self, samples: list[Any]) -> bool:
+        if self._collate_fn is None or not samples:
+            return True
+        try:
+            # A copy, so that the state of a collate function stays as the user made it.
+            collate_fn = copy.deepcopy(self._collate_fn)
+            collated = []
+            for _ in range(2):
+                with seeded_rng(self._seed):
+                    collated.append(sample_digest(collate_fn(copy.deepcopy(samples))))
+        except Exception:
+            # It may need as many samples as a batch has.
+            return True
+        return collated[0] == collated[1]
 
 
-def _explain(error: Exception, sample: int) -> BadSampleError:
+@dataclass(frozen=True, slots=True)
+class SampleIdentity:
+    """The digests of a few samples, and whether reading and collating them again gives the same."""
+
+    digests: tuple[bytes, ...] = ()
+    is_repeatable: bool = True
+    is_collate_repeatable: bool = True
+
+
+def _explain(error: Exception, problem: str, call: str) -> BadSampleError:
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (_WHET_ROOT, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     user_frames = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
@@ -57,9 +144,9 @@ def _explain(error: Exception, sample: int) -> BadSampleError:
     where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
     what = f"{type(error).__name__}: {error}"[:300]
     explained = BadSampleError(
-        f"sample {sample} could not be read",
+        problem,
         got=f"{what} ({where})",
-        try_=f"dataset[{sample}] in a Python shell, or exclude the sample",
+        try_=f"{call} in a Python shell",
     )
     explained.add_note("".join(traceback.format_exception(error)))
     return explained
@@ -82,41 +169,57 @@ def seeded_rng(seed: int) -> Iterator[None]:
         torch.set_rng_state(saved[2])
 
 
+@contextlib.contextmanager
+def seeded_generator(generator: Any, seed: int) -> Iterator[None]:
+    """Seed a generator of the user while entered, if there is one, and restore it on exit."""
+    if not isinstance(generator, torch.Generator):
+        yield
+        return
+    # Restored, because the seed of the user's generator is the seed of the run.
+    saved = generator.get_state()
+    generator.manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        generator.set_state(saved)
+
+
 # --- transport -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    """A tensor as bytes. torch would send it through a file in /dev/shm, which is small in containers."""
+class _SamplePickler(ForkingPickler):
+    """Sends tensors as bytes. torch would send them through files in /dev/shm, which is small in containers."""
 
-    data: np.ndarray
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def pack_sample(value: Any) -> Any:
-    """Convert the tensors of a sample to plain bytes."""
-    if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
-        flat = value.detach().contiguous().reshape(-1)
-        return _PackedTensor(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
-    return _map_nested(pack_sample, value)
-
-
-def unpack_sample(value: Any) -> Any:
-    """Undo `pack_sample`."""
-    if isinstance(value, _PackedTensor):
-        if not value.data.size:
-            return torch.empty(value.shape, dtype=value.dtype)
-        return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
-    return _map_nested(unpack_sample, value)
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        # The memory format is kept: kernels may round differently for channels_last.
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+        if not value.permute(order).is_contiguous():
+            order = list(range(value.dim()))
+        data = value.detach().permute(order).contiguous()
+        array = data.reshape(-1).view(torch.uint8).numpy()
+        return _unpack_tensor, (array, value.dtype, tuple(data.shape), tuple(order))
 
 
-def _map_nested(change: Any, value: Any) -> Any:
-    if type(value) is dict:
-        return {name: change(item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(change(item) for item in value)
-    return value
+def _unpack_tensor(array: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    flat = torch.from_numpy(array).view(dtype) if array.size else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).permute(tuple(np.argsort(order)))
+
+
+def pack_samples(value: Any) -> memoryview:
+    """Return samples or batches of any structure as bytes, to be sent to another process."""
+    try:
+        return _SamplePickler.dumps(value)
+    except Exception as error:
+        raise BadSampleError(
+            "a batch cannot be sent from a worker",
+            got=f"{type(error).__name__}: {error}",
+            try_="workers=0, or batches that can be pickled",
+        ) from error
 
 
 # --- identity --------------------------------------------------------------------------------------------------------

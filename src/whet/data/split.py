@@ -5,17 +5,20 @@ The optimizer step has the same samples with the same weights for every split.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.data.batch import Field, GlobalBatch, MapTensor, MicroBatch, Packed, Ragged
-from whet.data.columns import Columns, stack_samples
+from whet.base.errors import UsageError
+from whet.data.batch import DictBatch, Field, GlobalBatch, MapTensor, MicroBatch, Packed, Ragged
+from whet.data.columns import Columns, MakeData, stack_nested, stack_samples
+from whet.data.padding import pad_tokens
+from whet.data.structure import flatten, row_obstacle, select_rows
 
-LengthMode = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
-"""Values of the setting `lengths`: in order, sorted by length, padded to few shapes, packed, packed to few totals."""
+LengthMode = Literal["fixed", "sorted", "bucketed", "packed", "packed_bucketed"]
+"""Values of the setting `lengths`: in order, sorted, padded to a few lengths, packed, packed to a few totals."""
 
 _NUM_PADDED_LENGTHS = 4
 """Number of padded lengths. A small number keeps the number of compiled graphs small.
@@ -100,12 +103,13 @@ def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthM
     >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="sorted")]
     [[1, 3], [0, 2]]
 
-    With "packed few", micro-batches have about the same total length:
+    With "packed_bucketed", micro-batches have about the same total length:
 
-    >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="packed few")]
+    >>> pieces = split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="packed_bucketed")
+    >>> [piece.tolist() for piece in pieces]
     [[0, 1], [2, 3]]
     """
-    if length_mode == "packed few":
+    if length_mode == "packed_bucketed":
         yield from _balanced(lengths, num_pieces=-(-len(lengths) // micro_batch))
         return
     order = np.arange(len(lengths)) if length_mode == "fixed" else np.argsort(lengths, kind="stable")
@@ -126,11 +130,11 @@ def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
 def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: int) -> int:
     """Return the length to pad samples to: their maximum, or the next of a few lengths.
 
-    >>> [padded_length(np.array([n]), length_mode="few shapes", max_length=64) for n in (1, 16, 17, 60, 64)]
+    >>> [padded_length(np.array([n]), length_mode="bucketed", max_length=64) for n in (1, 16, 17, 60, 64)]
     [16, 16, 32, 64, 64]
     """
     longest = int(lengths.max())
-    if length_mode != "few shapes":
+    if length_mode != "bucketed":
         return longest
     # -(-a // b) rounds the quotient up.
     grain = -(-max_length // _NUM_PADDED_LENGTHS)
@@ -177,9 +181,12 @@ class PackedTotals:
 class BatchSplitter:
     """Selects rows of columns and splits them into micro-batches."""
 
-    def __init__(self, columns: Columns, *, send: MapTensor, is_on_device: bool = False) -> None:
+    def __init__(
+        self, columns: Columns, *, send: MapTensor, is_on_device: bool = False, make_data: MakeData = DictBatch
+    ) -> None:
         """Split `columns`. `send` copies row numbers to the memory of the columns, which may be on the device."""
         self._columns = columns
+        self._make_data = make_data
         self._send = send
         self._is_on_device = is_on_device
         # Lengths are kept on the host, so that shapes are known without waiting for the device.
@@ -194,10 +201,12 @@ class BatchSplitter:
         if len(rows) <= micro_batch and not self._lengths:
             yield self._whole(rows, ids)
             return
-        # A list, because with "packed few" all pieces share one total, which must be known before the first one.
+        # A list, because with "packed_bucketed" all pieces share one total, which must be known before the first one.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
-            {name: self._total(name, rows, pieces) for name in self._lengths} if length_mode == "packed few" else {}
+            {name: self._total(name, rows, pieces) for name in self._lengths}
+            if length_mode == "packed_bucketed"
+            else {}
         )
         for piece in pieces:
             selected = self._send(torch.from_numpy(rows[piece]))
@@ -205,13 +214,19 @@ class BatchSplitter:
             for name, (packing, total) in totals.items():
                 fields[name] = self._filled(name, fields[name], packing, total)
             first_index = piece.start if isinstance(piece, slice) else None
-            yield MicroBatch(fields=fields, ids=ids[piece], first_index=first_index, is_on_device=self._is_on_device)
+            yield MicroBatch(
+                fields=fields,
+                ids=ids[piece],
+                first_index=first_index,
+                is_on_device=self._is_on_device,
+                make_data=self._make_data,
+            )
 
     def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
         """Return all rows as one micro-batch: the fast path for small steps with columns of one shape."""
         selected = self._send(torch.from_numpy(rows))
         fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
-        return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device)
+        return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the lengths of these samples, summed over columns; None if all samples have one shape."""
@@ -231,7 +246,7 @@ class BatchSplitter:
         lengths = self._lengths[name][rows]
         if length_mode == "packed":
             return column.packed(selected, max_length=int(lengths.max()), total=int(lengths.sum()))
-        if length_mode == "packed few":
+        if length_mode == "packed_bucketed":
             return column.packed(selected, max_length=self._max_length[name], total=int(lengths.sum()))
         return column.padded(
             selected, length=padded_length(lengths, length_mode=length_mode, max_length=self._max_length[name])
@@ -254,17 +269,70 @@ class BatchSplitter:
 
 
 def split_samples(
-    batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode, ragged: set[str], share: RankShare
+    batch: GlobalBatch,
+    *,
+    micro_batch: int,
+    length_mode: LengthMode,
+    ragged: set[str],
+    share: RankShare,
+    pad_token_id: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Split samples that were read one by one. The micro-batches are on the host."""
-    splitter = BatchSplitter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
-    if share.size == 1:
-        return splitter.micro_batches(
-            np.arange(len(batch)), batch.ids, micro_batch=micro_batch, length_mode=length_mode
-        )
     part = share.of(len(batch))
-    rows = np.arange(len(part.indices))
-    micro_batches = splitter.micro_batches(
-        rows, batch.ids[part.indices], micro_batch=micro_batch, length_mode=length_mode
-    )
+    ids, rows = batch.ids[part.indices], np.arange(len(part.indices))
+    padded = pad_tokens(batch.samples, pad_token_id=pad_token_id)
+    stacked = None if padded is not None else stack_samples(batch.samples, ragged=ragged)
+    if stacked is None:
+        nested = stack_nested(batch.samples, ragged=ragged) if padded is None else padded
+        size = micro_batch if row_obstacle(nested, len(rows)) is None else len(rows)
+        micro_batches = _split_rows(nested, rows, ids, num_samples=len(rows), micro_batch=size)
+    else:
+        columns, make_data = stacked
+        splitter = BatchSplitter(columns, send=lambda rows: rows, make_data=make_data)
+        micro_batches = splitter.micro_batches(rows, ids, micro_batch=micro_batch, length_mode=length_mode)
+    if share.size == 1:
+        return micro_batches
     return share.equalize(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)
+
+
+def take_samples(batch: GlobalBatch, rows: np.ndarray) -> GlobalBatch:
+    """Return some samples of a batch as a batch of their own."""
+    collated = None if batch.collated is None else select_rows(batch.collated, rows, len(batch))
+    samples = tuple(batch.samples[row] for row in rows) if batch.samples else ()
+    return replace(batch, ids=batch.ids[rows], samples=samples, collated=collated)
+
+
+def split_collated(batch: GlobalBatch, *, micro_batch: int, share: RankShare) -> Iterator[MicroBatch]:
+    """Split the result of a collate function along dimension 0. A batch that cannot be divided stays whole."""
+    num_samples, part = len(batch), share.of(len(batch))
+    obstacle = row_obstacle(batch.collated, num_samples)
+    if obstacle is not None and share.size > 1:
+        raise UsageError(
+            "several processes cannot share this batch: it cannot be divided into samples",
+            got=obstacle,
+            try_="a collate function whose tensors and lists have one row per sample, or --nproc 1",
+        )
+    size = micro_batch if obstacle is None else num_samples
+    ids = batch.ids[part.indices]
+    micro_batches = _split_rows(batch.collated, part.indices, ids, num_samples=num_samples, micro_batch=size)
+    if share.size == 1:
+        return micro_batches
+    return share.equalize(micro_batches, part, num_samples=num_samples, micro_batch=micro_batch)
+
+
+def _split_rows(
+    value: Any, rows: np.ndarray, ids: np.ndarray, *, num_samples: int, micro_batch: int
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of some rows of a batch of any structure, which has `num_samples` rows in all."""
+    for start in range(0, len(rows), micro_batch):
+        piece = rows[start : start + micro_batch]
+        # A slice of a tensor is a view; an index array makes a copy.
+        is_range = piece[-1] - piece[0] == len(piece) - 1
+        is_whole = is_range and len(piece) == num_samples
+        selected = slice(int(piece[0]), int(piece[-1]) + 1) if is_range else piece
+        part = value if is_whole else select_rows(value, selected, num_samples)
+        fields, make_data = flatten(part)
+        first_index = int(piece[0]) if is_range else None
+        yield MicroBatch(
+            fields=fields, ids=ids[start : start + micro_batch], first_index=first_index, make_data=make_data
+        )

@@ -16,8 +16,9 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -26,9 +27,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Position
-from whet.data.sample import BadSampleError, pack_sample, sample_digest, unpack_sample
+from whet.data.order import PlannedBatch, SampleOrder
+from whet.data.sample import BadSampleError, DatasetReader, SampleIdentity, pack_samples
 
 WORKER_TIMEOUT_SECONDS = 120.0
 """A worker counts as hung if it sends nothing for this long."""
@@ -41,9 +43,6 @@ BATCHES_TO_RESET_LOSSES = 100
 _HEAD = struct.Struct("<cQ")
 _BATCH, _ERROR, _HEARTBEAT = b"b", b"e", b"."
 _HEARTBEAT_SECONDS = 1.0
-
-PlannedBatches = Callable[[Position], Iterator[tuple[np.ndarray, Position, bool]]]
-ReadSample = Callable[[tuple[int, int]], Any]
 
 
 class _WorkerLostError(Exception):
@@ -60,8 +59,8 @@ class _Worker:
 class Workers:
     """Reads the batches of an epoch in worker processes. The processes stay alive for the next epoch."""
 
-    def __init__(self, read: ReadSample, planned: PlannedBatches, *, count: int, start: str, prefetch: int) -> None:
-        self._read, self._planned = read, planned
+    def __init__(self, reader: DatasetReader, order: SampleOrder, *, count: int, start: str, prefetch: int) -> None:
+        self._reader, self._order = reader, order
         self._count, self._prefetch = count, prefetch
         self._context: Any = multiprocessing.get_context(start)
         self._workers: list[_Worker] = []
@@ -76,38 +75,39 @@ class Workers:
         """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
-    def batches(self, position: Position) -> Iterator[list[Any]]:
-        """Yield the samples of each global batch from `position` to the end of its epoch."""
+    def batches(self, position: Position) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the samples of each global batch of the epoch from `position` on, and what collating made of them."""
         self._begin(position)
         turn, current = 0, position
-        for ids, after, _ in self._planned(position):
+        for planned in self._order.batches(position):
             while True:
                 try:
-                    samples = self._receive(self._workers[turn % self._count])
+                    content = self._receive(self._workers[turn % self._count])
                     break
                 except _WorkerLostError as lost:
-                    self._record_loss(str(lost), ids)
+                    self._record_loss(str(lost), planned.ids)
                     self.close()
                     # Restart at the batch that did not arrive. Batches that were read ahead are read again.
                     self._begin(current)
                     turn = 0
-            turn, current = turn + 1, after
+            turn, current = turn + 1, planned.after
             self._num_since_loss += 1
-            yield samples
+            yield content
         self._is_idle = True
 
-    def sample_digests(self, ids: list[int]) -> list[bytes] | None:
-        """Return the digests of these samples, and of the first one again; None if the worker is lost.
+    def identify(self, ids: list[int]) -> SampleIdentity:
+        """Return what `DatasetReader.identify` returns; an empty identity if the worker is lost.
 
-        They are computed in a separate process. A dataset may open files at the first read, and workers that are forked
-        later must not inherit them.
+        It runs in a separate process. A dataset may open files at the first read, and workers that are forked later
+        must not inherit them.
         """
         try:
             self._workers = [self._start(0)]
-            self._workers[0].commands.send([*ids, ids[0]])
-            return self._receive(self._workers[0])
+            self._workers[0].commands.send(ids)
+            identity: SampleIdentity = self._receive(self._workers[0])
+            return identity
         except (_WorkerLostError, OSError):
-            return None
+            return SampleIdentity()
         finally:
             self.close()
 
@@ -125,12 +125,14 @@ class Workers:
         if not self._is_idle:
             # The last epoch was abandoned. New workers discard the batches that were read ahead.
             self.close()
+        # The workers compute the order themselves, except for what only this process knows.
+        state = self._order.state(position.epoch)
         for is_last_try in (False, True):
             if not self._workers:
                 self._workers = [self._start(number) for number in range(self._count)]
             try:
                 for worker in self._workers:
-                    worker.commands.send((position.epoch, position.samples))
+                    worker.commands.send((position.epoch, position.samples, state))
                 break
             except OSError:
                 # A worker died while idle, so no batch is lost.
@@ -142,18 +144,28 @@ class Workers:
     def _start(self, number: int) -> _Worker:
         commands_in, commands = self._context.Pipe(duplex=False)
         results, results_out = self._context.Pipe(duplex=False)
-        args = (self._read, self._planned, number, self._count, self._prefetch, commands_in, results_out, os.getpid())
+        args = (self._reader, self._order, number, self._count, self._prefetch, commands_in, results_out, os.getpid())
         process = self._context.Process(target=worker_main, args=args, daemon=True, name=f"whet-data-{number}")
         with warnings.catch_warnings():
             # Python 3.12 and later warn about a fork of a process with threads. The workers use none of these threads.
             warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
+            try:
+                process.start()
+            except Exception as error:
+                if isinstance(error, OSError):
+                    raise
+                # Spawned workers get everything as a pickle.
+                raise UsageError(
+                    "the dataset or its collate function cannot be sent to workers",
+                    got=f"{type(error).__name__}: {error}",
+                    try_="workers=0, or functions of a module instead of lambdas and local functions",
+                ) from error
         # Close these ends in this process, so that a read from the pipe of a dead worker returns EOF.
         commands_in.close()
         results_out.close()
         return _Worker(process, commands, results)
 
-    def _receive(self, worker: _Worker) -> list[Any]:
+    def _receive(self, worker: _Worker) -> Any:
         try:
             while True:
                 kind, size = _HEAD.unpack(_read_exactly(worker.results, _HEAD.size))
@@ -170,7 +182,7 @@ class Workers:
             error, note = content
             error.add_note(note)
             raise error
-        return [unpack_sample(sample) for sample in content]
+        return content
 
     def _record_loss(self, how: str, ids: np.ndarray) -> None:
         self._num_losses = 1 if self._num_since_loss >= BATCHES_TO_RESET_LOSSES else self._num_losses + 1
@@ -217,8 +229,8 @@ def _read_exactly(source: Connection, size: int) -> bytearray:
 
 
 def worker_main(
-    read: ReadSample,
-    planned: PlannedBatches,
+    reader: DatasetReader,
+    order: SampleOrder,
     number: int,
     count: int,
     prefetch: int,
@@ -236,33 +248,45 @@ def worker_main(
     # Bounded, so that a worker reads at most `prefetch` batches ahead.
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
     threading.Thread(target=_send, args=(outbox, results), daemon=True).start()
+    is_ready = False
     while True:
         try:
             request = commands.recv()
         except EOFError:
             return
         try:
+            if not is_ready:
+                # Here, so that its error is sent as an answer.
+                reader.init_worker(number, count)
+                is_ready = True
             if isinstance(request, list):
-                outbox.put((_BATCH, ForkingPickler.dumps([sample_digest(read((0, sample))) for sample in request])))
+                outbox.put((_BATCH, ForkingPickler.dumps(reader.identify(request))))
                 continue
-            epoch, samples = request
-            for turn, (ids, _, _) in enumerate(planned(Position(epoch=epoch, samples=samples))):
+            epoch, samples, state = request
+            order.load_state(state)
+            for turn, planned in enumerate(order.batches(Position(epoch=epoch, samples=samples))):
                 if turn % count == number:
-                    outbox.put((_BATCH, ForkingPickler.dumps(_read_all(read, epoch, ids, outbox))))
-        except BadSampleError as error:
-            outbox.put((_ERROR, ForkingPickler.dumps((error, "\n".join(error.__notes__)))))
+                    outbox.put((_BATCH, pack_samples(_read_all(reader, epoch, planned, outbox))))
+        except WhetError as error:
+            sent = BadSampleError(error.what, got=error.got, try_=error.try_)
+            notes = getattr(error, "__notes__", None) or [traceback.format_exc()]
+            outbox.put((_ERROR, ForkingPickler.dumps((sent, "\n".join(notes)))))
 
 
-def _read_all(read: ReadSample, epoch: int, ids: np.ndarray, outbox: "queue.Queue[tuple[bytes, Any]]") -> list[Any]:
-    packed = []
+def _read_all(
+    reader: DatasetReader, epoch: int, planned: PlannedBatch, outbox: "queue.Queue[tuple[bytes, Any]]"
+) -> tuple[list[Any], Any]:
+    """Return the samples of a batch, or none of them and the result of the collate function."""
+    samples = []
     last_beat = time.monotonic()
-    for sample in ids:
-        packed.append(pack_sample(read((epoch, int(sample)))))
+    for sample, key in zip(planned.ids, planned.keys, strict=True):
+        samples.append(reader.read(epoch, int(sample), int(key)))
         if time.monotonic() - last_beat > _HEARTBEAT_SECONDS:
             last_beat = time.monotonic()
             if outbox.empty():
                 outbox.put((_HEARTBEAT, b""))
-    return packed
+    collated = reader.collate(samples, epoch, planned.after)
+    return ([], collated) if collated is not None else (samples, None)
 
 
 def _send(outbox: "queue.Queue[tuple[bytes, Any]]", results: Connection) -> None:

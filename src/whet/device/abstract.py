@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.device.kernels.switches import prefer_sdpa_kernel, use_own_kernels, use_torch_kernels
+from whet.device.kernels.switches import prefer_sdpa_kernel, use_torch_kernels, use_whet_kernels
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,12 +37,12 @@ class AbstractDevice(ABC):
     """Widest dtype of a learning rate on this device."""
     attention_kernels: tuple[str, ...] = ()
     """Values of the setting `attention` that this device supports besides "torch"."""
-    has_own_norms = False
+    has_whet_norms = False
     """Whether the norm kernels of whet run on this device."""
 
     def __init__(self) -> None:
-        self.memory = DeviceMemory()
-        self.monitor = DeviceMonitor()
+        self.memory: DeviceMemory = DeviceMemory()
+        self.monitor: DeviceMonitor = DeviceMonitor()
 
     @property
     @abstractmethod
@@ -79,7 +79,7 @@ class AbstractDevice(ABC):
         """Return the seconds between two marks. Waits until the device has passed both."""
         return float(end - start)
 
-    # --- how models are computed -------------------------------------------------------------------------------------
+    # --- computation of models ---------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
         """Set the process-wide precision of float32 matrix products: tf32 or full."""
@@ -97,14 +97,14 @@ class AbstractDevice(ABC):
     def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:
         """Select attention and norm kernels in this context.
 
-        "torch" leaves the choice to torch. "own" selects the kernels of whet in models that call them. All other values
-        of `attention` name a preferred backend of scaled_dot_product_attention.
+        "torch" leaves the choice to torch. "whet" selects whet's kernels in models that call them. All other values of
+        `attention` name a preferred backend of scaled_dot_product_attention.
         """
         self.check_settings(attention=attention, norms=norms)
         with contextlib.ExitStack() as stack:
             for name, value in (("attention", attention), ("norms", norms)):
-                stack.enter_context(use_own_kernels(name) if value == "own" else use_torch_kernels(name))
-            if attention not in ("own", "torch"):
+                stack.enter_context(use_whet_kernels(name) if value == "whet" else use_torch_kernels(name))
+            if attention not in ("whet", "torch"):
                 stack.enter_context(prefer_sdpa_kernel(attention))
             yield
 
@@ -119,8 +119,8 @@ class AbstractDevice(ABC):
                 got=f"attention={attention}",
                 try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
             )
-        if norms == "own" and not self.has_own_norms:
-            raise UsageError(f"{self.kind} has no norm kernels of whet's own", got="norms=own", try_="norms=torch")
+        if norms == "whet" and not self.has_whet_norms:
+            raise UsageError(f"{self.kind} has no norm kernels of whet", got="norms=whet", try_="norms=torch")
 
     def check_loss_scaling(self, optimizer: Optimizer) -> None:
         """Raise UsageError for an optimizer that gives wrong results with loss scaling on this device."""

@@ -103,7 +103,6 @@ With tensors of up to 200 MB, a threshold of 1 GB doubled the peak.
 """
 _GLIBC_MMAP_MAX_BYTES = 32 << 20
 """Maximum to which glibc raises its mmap threshold by default. It trims the heap at twice that size."""
-_USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 _holders: list[object] = []
 """Active `keep_freed_memory` contexts. The process has one heap, so the last context to exit restores it."""
@@ -116,7 +115,7 @@ def keep_freed_memory() -> Iterator[None]:
     Has an effect only with glibc, and only if the user has not configured malloc by environment variables.
     """
     set_limit = _mallopt()
-    if set_limit is None or _has_user_settings():
+    if set_limit is None or env.malloc_variable() is not None:
         yield
         return
     holder = object()
@@ -145,10 +144,6 @@ def trim_heap() -> None:
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
     return getattr(ctypes.CDLL(None), "mallopt", None)
-
-
-def _has_user_settings() -> bool:
-    return any(env.read(name) for name in _USER_VARIABLES) or "glibc.malloc." in (env.read("GLIBC_TUNABLES") or "")
 
 
 def _restore_limits(set_limit: Callable[[int, int], int]) -> None:

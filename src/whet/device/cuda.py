@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, Made, MemoryUsage, Replay
-from whet.device.kernels.switches import use_own_kernels
+from whet.device.kernels.switches import use_whet_kernels
 
 _SYNC_WARNING = "called a synchronizing"
 """Start of torch's warning about a synchronization (c10/cuda/CUDAFunctions.cpp, torch 2.11 to 2.13)."""
@@ -24,8 +24,8 @@ class CudaDevice(AbstractDevice):
     kind = "cuda"
     # Fused optimizer kernels read the learning rate from GPU memory as float32.
     lr_dtype = torch.float32
-    attention_kernels = ("cudnn", "flash", "efficient", "math", "own")
-    has_own_norms = True
+    attention_kernels = ("cudnn", "flash", "efficient", "math", "whet")
+    has_whet_norms = True
 
     def __init__(self, index: int = 0, *, overlaps_copies: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class CudaDevice(AbstractDevice):
             matmul.allow_tf32, cudnn.allow_tf32 = before
 
     def compute_context(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        return use_own_kernels("gates")
+        return use_whet_kernels("gates")
 
     def graphs(self) -> "CudaGraphs":
         return CudaGraphs(self._torch_device)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from whet.base import env
 from whet.base.errors import UsageError
+from whet.machine.environment import MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
+from whet.plan.environment import TORCH_WATERMARKS, WHET_WATERMARKS
 
-FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
-HIGH = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
-LOW = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
-_WHET_WATERMARKS = {HIGH: "1.0", LOW: "0.9"}
-_TORCH_WATERMARKS = {HIGH: 1.7, LOW: 1.4}
+FALLBACK, HIGH, LOW = MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
+_TORCH_WATERMARKS = dict(zip((HIGH, LOW), TORCH_WATERMARKS, strict=True))
 _MAX_RATIO = 2.0
 _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
@@ -41,6 +40,17 @@ def configure_mps_memory() -> None:
     _check_watermarks()
 
 
+def check_mps_memory(watermarks: tuple[float, float]) -> None:
+    """Raise if the watermarks of a plan are not in force: torch has read others before."""
+    current = _read_ratio(HIGH), _read_ratio(LOW)
+    if current != watermarks:
+        raise UsageError(
+            "torch has read other watermarks of MPS than those of the plan",
+            got=f"high {current[0]:g} and low {current[1]:g}; the plan has {watermarks[0]:g} and {watermarks[1]:g}",
+            try_=f"export {HIGH}={watermarks[0]:g} {LOW}={watermarks[1]:g}",
+        )
+
+
 def configure_compile_cache() -> None:
     """Cache compiled code in whet's home folder, so that similar runs start faster.
 
@@ -55,25 +65,14 @@ def configure_compile_cache() -> None:
         env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
 
 
-def watermark_note() -> str | None:
-    """Return a note if the watermarks differ from the plan's; None if they are equal."""
-    current = {name: env.read(name) for name in _WHET_WATERMARKS}
-    if current == _WHET_WATERMARKS:
-        return None
-    if _read_ratio(HIGH) == 0:
-        return f"{HIGH}=0.0 removes the limit of GPU memory: the Mac may swap or freeze, and the GPU fail silently"
-    values = ", ".join(f"{name}={value}" for name, value in current.items() if value is not None)
-    return f"using the watermarks of your environment instead of the plan's: {values}"
-
-
 def has_fallback() -> bool:
     """Whether the MPS fallback is enabled. Any value except 0 enables it."""
     return env.read(FALLBACK) not in (None, "0")
 
 
 def _set_watermarks() -> None:
-    if not any(env.read(name) for name in _WHET_WATERMARKS):
-        env.set_defaults(_WHET_WATERMARKS)
+    if env.read(HIGH) is None and env.read(LOW) is None:
+        env.set_defaults(dict(zip((HIGH, LOW), map(str, WHET_WATERMARKS), strict=True)))
 
 
 def _check_watermarks() -> None:

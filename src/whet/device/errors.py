@@ -27,7 +27,7 @@ OUT_OF_MEMORY_TEXTS = (
 FALLBACK_WARNING = r"The operator '[\w:.]+' is not currently supported on the MPS backend and will fall back"
 """Hidden, because it names only the first operator. The report of a run lists all operators and their cost."""
 PIN_MEMORY_WARNING = r"'pin_memory' argument is set as true but not supported on MPS"
-"""Hidden, because rule L3 already reports that nothing is pinned."""
+"""Hidden, because rule L4 already reports that nothing is pinned."""
 
 _MISSING_OPERATOR = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
 _NO_FLOAT64 = "MPS framework doesn't support float64"

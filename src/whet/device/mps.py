@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
 from whet.device.abstract import AbstractDevice, DeviceMemory, DeviceMonitor, MemoryUsage
-from whet.device.environment import HIGH, configure_mps_memory, watermark_note
+from whet.device.environment import HIGH, configure_mps_memory
 from whet.device.errors import check_dtype, explain_mps_errors, ignore_handled_warnings
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
@@ -155,8 +155,7 @@ class MpsMonitor(DeviceMonitor):
         self._sync = sync
         self._watch: StderrWatch | None = None
         self._timer: FallbackTimer | None = None
-        note = watermark_note()
-        self._events: list[tuple[str, dict[str, Any]]] = [("plan", {"message": note})] if note else []
+        self._events: list[tuple[str, dict[str, Any]]] = []
 
     @contextmanager
     def watch(self, *, has_fallback: bool = False) -> Iterator[None]:

@@ -11,9 +11,10 @@ from whet.device.cuda import CudaDevice, cuda_unavailable_reason
 from whet.device.environment import configure_mps_memory
 from whet.device.fake import FakeDevice
 from whet.device.mps import MpsDevice, mps_unavailable_reason
-from whet.device.virtual_mac.faults import conditions as simulated_conditions
+from whet.device.virtual_mac.faults import system_state as simulated_state
 from whet.device.virtual_mac.installation import installed as installed_virtual_mac
-from whet.machine.facts import Conditions, Machine
+from whet.machine.environment import read_environment
+from whet.machine.facts import Machine, SystemState
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
@@ -22,14 +23,14 @@ UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_r
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedDevice:
+class SelectedDevice:
     """A device, and why it is not the requested one; None if it is."""
 
     device: AbstractDevice
-    fell_back: str | None = None
+    fallback_reason: str | None = None
 
 
-def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> OpenedDevice:
+def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> SelectedDevice:
     """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
 
     Raises WhetError if the device cannot be used. With on_failure="cpu", the CPU is opened instead, with the reason.
@@ -40,11 +41,11 @@ def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies
     if kind not in ("cpu", "cuda", "mps", "fake") or (index and (kind != "cuda" or not index.isdecimal())):
         raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
     try:
-        return OpenedDevice(device=_open(kind, int(index or 0), overlaps_copies=overlaps_copies))
+        return SelectedDevice(device=_open(kind, int(index or 0), overlaps_copies=overlaps_copies))
     except WhetError as error:
         if on_failure != "cpu":
             raise
-        return OpenedDevice(device=CpuDevice(), fell_back=f"{error.what}: {error.got}")
+        return SelectedDevice(device=CpuDevice(), fallback_reason=f"{error.what}: {error.got}")
 
 
 def rank_device(name: str, local_rank: int) -> str:
@@ -78,23 +79,25 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
 # --- this machine ----------------------------------------------------------------------------------------------------
 
 
-def current_machine() -> tuple[Machine, Conditions]:
-    """Return the machine and its current conditions, as `whet probe` reports them.
+def current_machine() -> tuple[Machine, SystemState]:
+    """Return the machine and its current state, as `whet probe` reports them.
 
     This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, the machine is the
-    simulated one, and the conditions are those of this computer except for simulated readings.
+    simulated one, and its state is that of this computer except for simulated readings.
     """
     system = read_system()
     machine = installed_virtual_mac() or assemble_machine(system, torch=_torch_facts())
-    return machine, with_simulated_conditions(system.conditions)
+    environment = read_environment(is_deterministic=torch.are_deterministic_algorithms_enabled())
+    system_state = system.system_state.model_copy(update={"environment": environment})
+    return machine, with_simulated_state(system_state)
 
 
-def with_simulated_conditions(conditions: Conditions) -> Conditions:
-    """Return the conditions with the readings that a virtual Mac simulates."""
-    simulated = simulated_conditions()
+def with_simulated_state(system_state: SystemState) -> SystemState:
+    """Return the state with the readings that a virtual Mac simulates."""
+    simulated = simulated_state()
     if simulated is None:
-        return conditions
-    return conditions.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
+        return system_state
+    return system_state.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
 
 
 def _torch_facts() -> TorchInfo:

@@ -35,7 +35,7 @@ def trace_as(kind: str) -> Iterator[None]:
 
 
 class StandInDevice(AbstractDevice):
-    """Stands for another device in a trace. Its tensors are on the CPU."""
+    """Represents another device in a trace. Its tensors are on the CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -37,14 +37,14 @@ class RankGroup:
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks
         # Plain attributes instead of properties, because every step reads them.
-        self.is_rank_zero = ranks.is_rank_zero
+        self.is_rank_zero: bool = ranks.is_rank_zero
         """Whether this is rank 0, which writes files and prints."""
-        self.is_single_process = ranks.is_single_process
+        self.is_single_process: bool = ranks.is_single_process
         self.tensor_group: dist.ProcessGroup | None = None
         """The process group for device tensors; None for the default group."""
-        self.backend = "none"
+        self.backend: str = "none"
         """The backend for device tensors: nccl, gloo, or none before `use_device`."""
-        self.stall_detector = StallDetector(is_single_process=ranks.is_single_process)
+        self.stall_detector: StallDetector = StallDetector(is_single_process=ranks.is_single_process)
 
     @functools.cached_property
     def store(self) -> RankStore:
@@ -122,7 +122,7 @@ class RankGroup:
             # The heartbeat may know which rank is lost, which makes a better message.
             self.heartbeat.check_lost()
             raise LostRankError(
-                "another rank is gone, or does not answer",
+                "another rank exited or does not respond",
                 got=f"rank {self.ranks.rank} of {self.ranks.size}: {(str(error).splitlines() or [''])[0][:200]}",
                 try_="see what the rank that failed first printed; the same command resumes from the last checkpoint",
             ) from error

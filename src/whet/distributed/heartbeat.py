@@ -223,7 +223,7 @@ class Heartbeat:
         """Raise if a rank is known to be lost."""
         if self.lost is not None:
             raise LostRankError(
-                "another rank does not answer",
+                "another rank does not respond",
                 got=self.lost,
                 try_="the same command, which resumes from the last checkpoint",
             )
@@ -246,8 +246,8 @@ class Heartbeat:
                     self._seen[rank] = heartbeat, now
             if message is not None and not self._has_left.is_set():
                 self._end(message)
-            elif (gone := self._find_gone()) is not None:
-                self._report_lost(gone, "has ended unexpectedly")
+            elif (lost := self._find_lost_rank()) is not None:
+                self._report_lost(lost, "has ended unexpectedly")
             elif self._store.rank == 0:
                 self._check_stalls()
 
@@ -274,7 +274,7 @@ class Heartbeat:
                 self._report_lost(silent[0], f"has sent no heartbeat for {self._patience:.0f} s, and is ended")
                 return
 
-    def _find_gone(self) -> int | None:
+    def _find_lost_rank(self) -> int | None:
         """Return a rank on this machine whose process has ended without a normal exit; None if there is none."""
         for rank in self._watched:
             if self._seen[rank][0] == LEFT_MARK or self._process(rank) is not None or not self._is_local(rank):

@@ -64,7 +64,7 @@ def _environment_error(what: str, *, got: str) -> UsageError:
 def check_not_mps(num_processes: int, *, device: str, is_mac: bool, command: str = "whet train ...") -> None:
     """Raise for several ranks on MPS, before any of them starts and before torch is imported.
 
-    `is_mac` says whether "auto" selects MPS on this machine.
+    `is_mac` is whether "auto" selects MPS on this machine.
     """
     if num_processes == 1 or not (device == "mps" or (device == "auto" and is_mac)):
         return

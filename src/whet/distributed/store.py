@@ -77,7 +77,7 @@ class RankStore:
             self.check_lost()
             if time.monotonic() > deadline:
                 raise LostRankError(
-                    "another rank does not answer",
+                    "another rank does not respond",
                     got=f"rank {self.rank} of {self.size} has waited {self._timeout:.0f} s for {name}",
                     try_="the same command, which resumes from the last checkpoint",
                 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from whet.base.units import format_seconds
 from whet.doctor.check import CheckResult, Verdict
 from whet.doctor.report import DoctorReport
-from whet.machine.render import conditions_lines, machine_line
+from whet.machine.render import machine_line, system_state_lines
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
 # Problems beyond this number are counted, not listed.
@@ -20,11 +20,11 @@ def render_report(report: DoctorReport) -> Iterator[str]:
     yield f"machine   {machine_line(report.machine)}"
     simulated = ", SIMULATED on this computer's CPU: nothing here is about a real Mac" if report.is_virtual else ""
     yield f"device    {report.device}{simulated}"
-    yield from conditions_lines(report.conditions)
+    yield from system_state_lines(report.system_state)
     if report.num_busy_processes or (report.load_per_core or 0) > _BUSY_LOAD:
         yield f"busy      {_describe_load(report)}: speeds are lower than they could be"
-    if report.conditions_after.thermal != report.conditions.thermal:
-        yield f"after     thermal pressure {report.conditions_after.thermal or 'unknown'}"
+    if report.system_state_after.thermal != report.system_state.thermal:
+        yield f"after     thermal pressure {report.system_state_after.thermal or 'unknown'}"
     yield ""
     for name in dict.fromkeys(result.group for result in report.checks):
         yield render_group(name, [result for result in report.checks if result.group == name])

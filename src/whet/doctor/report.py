@@ -23,7 +23,7 @@ from whet.device.environment import FALLBACK
 from whet.device.virtual_mac.installation import installed as installed_virtual_mac
 from whet.doctor.check import CheckGroup, CheckResult
 from whet.doctor.runner import CheckRunner
-from whet.machine.facts import Conditions, Machine
+from whet.machine.facts import Machine, SystemState
 from whet.machine.probe import probe, read_system
 from whet.run.folder import installed_versions
 
@@ -60,8 +60,8 @@ class DoctorReport(FrozenModel):
     finished: str
     budget_seconds: float
     machine: Machine
-    conditions: Conditions
-    conditions_after: Conditions
+    system_state: SystemState
+    system_state_after: SystemState
     num_busy_processes: int
     """Other processes that used a whole core or 10 % of the memory at the start. Their names are left out."""
     load_per_core: float | None = None
@@ -118,9 +118,9 @@ def run_doctor(
         budget_seconds=budget_seconds,
         machine=_redact_machine(machine),
         # The names of busy processes may be private, so report only their number.
-        conditions=probed.conditions.model_copy(update={"busy": ()}),
-        conditions_after=read_system().conditions.model_copy(update={"busy": ()}),
-        num_busy_processes=len(probed.conditions.busy),
+        system_state=probed.system_state.model_copy(update={"busy": ()}),
+        system_state_after=read_system().system_state.model_copy(update={"busy": ()}),
+        num_busy_processes=len(probed.system_state.busy),
         load_per_core=load_per_core,
         versions=installed_versions(),
         checks=tuple(results),

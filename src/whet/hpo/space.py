@@ -225,7 +225,9 @@ def _check_searchable(key: str, config: type[CommonConfig]) -> None:
             try_=f"whet plan --measure, or {key}=...",
         )
     if key in _NOT_SEARCHED:
-        raise UsageError(f"{key} is the same in all trials", got=key, try_=_NOT_SEARCHED[key])
+        raise UsageError(
+            f"{key} cannot be searched: it must be the same in all trials", got=key, try_=_NOT_SEARCHED[key]
+        )
 
 
 def _checked(

@@ -12,7 +12,7 @@ import sys
 from typing import Any, Literal, NamedTuple
 
 from whet.base.units import GB
-from whet.machine.facts import Accelerator, Conditions, CpuFacts, Machine, OperatingSystem, PressureLevel, ThermalLevel
+from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, PressureLevel, SystemState, ThermalLevel
 from whet.machine.known import find_chip
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
@@ -353,9 +353,9 @@ def mac_accelerator(
     )
 
 
-def mac_conditions(answers: MacReadings) -> Conditions:
-    """Return the current conditions that the programs report."""
-    return Conditions(
+def mac_system_state(answers: MacReadings) -> SystemState:
+    """Return the current system state, as the programs report it."""
+    return SystemState(
         swap_used_bytes=parse_swap_used(answers.sysctl),
         power_source=answers.power_source,
         low_power_mode=answers.low_power,

@@ -1,6 +1,6 @@
 """Facts about a computer. None means unknown; no value is guessed.
 
-`Machine` holds constant facts. `Conditions` holds values that change, such as free memory, power source and heat.
+`Machine` holds constant facts. `SystemState` holds values that change, such as free memory, power source and heat.
 """
 
 from typing import Annotated, Literal
@@ -111,8 +111,24 @@ class BusyProcess(FrozenModel):
     cpu_percent: float | None = None
 
 
-class Conditions(FrozenModel):
-    """The current state of the machine, limited to what can slow down a run."""
+class EnvironmentFacts(FrozenModel):
+    """What environment variables and flags of torch have fixed before a plan is made. None means not set."""
+
+    mps_fallback: bool | None = None
+    mps_high_watermark: float | None = None
+    mps_low_watermark: float | None = None
+    threads: PositiveInt | None = None
+    threads_variable: str | None = None
+    compile_disabled_by: str | None = None
+    """The variable that turns torch.compile off."""
+    malloc_variable: str | None = None
+    """The variable with which the user has configured malloc of glibc."""
+    is_deterministic: bool | None = None
+    """Whether torch.use_deterministic_algorithms is on in this process; None if torch was not asked."""
+
+
+class SystemState(FrozenModel):
+    """The current state of the machine and of this process, limited to what a plan depends on."""
 
     memory_available_bytes: int | None = None
     swap_used_bytes: int | None = None
@@ -125,10 +141,11 @@ class Conditions(FrozenModel):
     """Other processes that use a whole core or a tenth of the memory."""
     disk_bytes_per_second: float | None = None
     """Uncached read speed of the disk that holds the working folder."""
+    environment: EnvironmentFacts = EnvironmentFacts()
 
 
 class ProbeResult(FrozenModel):
     """The result of `whet probe`."""
 
     machine: Machine
-    conditions: Conditions
+    system_state: SystemState

@@ -132,7 +132,7 @@ def parse_machine(text: str, *, where: str) -> Machine:
         raise UsageError(
             f"{where} is not JSON", got=str(error)[:200], try_="whet probe --json > machine.json"
         ) from None
-    # `whet probe --json` also prints the current conditions. A plan for another machine ignores them.
+    # `whet probe --json` also prints the current system state. A plan for another machine ignores it.
     if isinstance(data, dict) and "machine" in data:
         return ProbeResult.from_json(data, where=where).machine
     return Machine.from_json(data, where=where)

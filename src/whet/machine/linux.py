@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import psutil
 
-from whet.machine.facts import Conditions, CpuFacts, Machine, OperatingSystem
+from whet.machine.facts import CpuFacts, Machine, OperatingSystem, SystemState
 from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
 # Tests pass another root.
@@ -56,11 +56,11 @@ def usable_memory_bytes(*, root: Path = ROOT) -> int | None:
     )
 
 
-def linux_conditions(*, root: Path = ROOT) -> Conditions:
+def linux_system_state(*, root: Path = ROOT) -> SystemState:
     """Return current memory, swap and power source."""
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
-    return Conditions(
+    return SystemState(
         memory_available_bytes=min_known(memory.get("MemAvailable"), read_cgroup_limits(root).memory_left_bytes),
         swap_used_bytes=None if swap_total is None or swap_free is None else max(0, swap_total - swap_free),
         power_source=power_source(_power_supplies(root / "sys/class/power_supply")),

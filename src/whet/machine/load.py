@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from whet.machine.facts import BusyProcess, Conditions
+from whet.machine.facts import BusyProcess, SystemState
 from whet.machine.programs import clean_name
 
 # The sizes and times bound the measurement to about 0.3 s, even on a slow network disk.
@@ -106,8 +106,8 @@ class ProcessSample(NamedTuple):
     memory_bytes: int
 
 
-def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
-    """Add the values that can be measured on any system to the conditions that the system reported."""
+def complete_system_state(known: SystemState, *, folder: Path) -> SystemState:
+    """Add the values that can be measured on any system to the state that the system reported."""
     memory = _system_memory()
     return known.model_copy(
         update={

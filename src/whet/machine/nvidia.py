@@ -114,7 +114,7 @@ class SingleGpuReader:
             if not self._is_open:
                 self._is_open = True
                 self._card = self._open()
-            return GpuState() if self._card is None else self._ask(self._card)
+            return GpuState() if self._card is None else self._query(self._card)
         except (AttributeError, OSError, ctypes.ArgumentError):
             return GpuState()
 
@@ -125,7 +125,7 @@ class SingleGpuReader:
             return None
         return card if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(card)) == 0 else None
 
-    def _ask(self, card: ctypes.c_void_p) -> GpuState:
+    def _query(self, card: ctypes.c_void_p) -> GpuState:
         reasons, busy = ctypes.c_ulonglong(), _NvmlUtilization()
         nvml = self._library
         has_reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card, ctypes.byref(reasons)) == 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import psutil
 
 from whet.machine import apple, linux, nvidia
-from whet.machine.facts import Conditions, PressureLevel, ThermalLevel
+from whet.machine.facts import PressureLevel, SystemState, ThermalLevel
 from whet.machine.programs import ProgramRunner, complete_lines, run_program, whole_number
 
 # Percent of the last ten seconds that processes waited for memory. From here on, users notice the stalls.
@@ -29,20 +29,20 @@ PROGRAM_INTERVAL_SECONDS = 30.0
 # The timeout is short, because the end of a session waits for the reading in progress.
 PROGRAM_TIMEOUT_SECONDS = 2.0
 
-ReadConditions = Callable[[], Conditions]
-"""Reads the current conditions. A thread calls it during training, so it must use little CPU time."""
+ReadSystemState = Callable[[], SystemState]
+"""Reads the current system state. A thread calls it during training, so it must use little CPU time."""
 
 _THERMAL_ORDER: tuple[ThermalLevel, ...] = get_args(ThermalLevel)
 _run_with_timeout = partial(run_program, timeout_seconds=PROGRAM_TIMEOUT_SECONDS)
 
 
-def read_conditions() -> Conditions:
-    """Read the conditions of this machine once; use a `ConditionsReader` to read them repeatedly."""
-    return ConditionsReader()()
+def read_system_state() -> SystemState:
+    """Read the state of this machine once; use a `SystemStateReader` to read it repeatedly."""
+    return SystemStateReader()()
 
 
-class ConditionsReader:
-    """Reads the conditions of this machine repeatedly: caches slow programs and compares counters."""
+class SystemStateReader:
+    """Reads the state of this machine repeatedly: caches slow programs and compares counters."""
 
     def __init__(
         self,
@@ -54,22 +54,22 @@ class ConditionsReader:
         libc: Any = None,
         card: Callable[[], nvidia.GpuState] | None = None,
     ) -> None:
-        # No sensors are known for other systems, so all their conditions are unknown.
-        self._read = {"darwin": self._macos, "linux": self._linux}.get(system, Conditions)
+        # No sensors are known for other systems, so every value stays unknown.
+        self._read = {"darwin": self._macos, "linux": self._linux}.get(system, SystemState)
         self._run, self._clock, self._root, self._libc = run, clock, root, libc
         self._card = card or nvidia.SingleGpuReader()
-        self._from_programs = Conditions()
+        self._from_programs = SystemState()
         self._programs_ran_at: float | None = None
         self._throttle: tuple[float, ThrottleCounters] | None = None
 
-    def __call__(self) -> Conditions:
+    def __call__(self) -> SystemState:
         return self._read()
 
-    def _macos(self) -> Conditions:
+    def _macos(self) -> SystemState:
         now = self._clock()
         if self._programs_ran_at is None or now - self._programs_ran_at >= PROGRAM_INTERVAL_SECONDS:
             self._programs_ran_at = now
-            self._from_programs = Conditions(
+            self._from_programs = SystemState(
                 power_source=apple.parse_power_source(self._run(apple.BATTERY)),
                 low_power_mode=apple.parse_low_power(self._run(apple.POWER)),
                 gpu_busy_percent=apple.parse_ioreg(self._run(apple.IOREG)).busy_percent,
@@ -83,8 +83,8 @@ class ConditionsReader:
             }
         )
 
-    def _linux(self) -> Conditions:
-        known = linux.linux_conditions(root=self._root)
+    def _linux(self) -> SystemState:
+        known = linux.linux_system_state(root=self._root)
         card = self._card()
         before, now = self._throttle, (self._clock(), read_throttle_counters(self._root))
         self._throttle = now

@@ -13,8 +13,17 @@ from typing import NamedTuple
 from whet.base import env
 from whet.machine import apple, linux, nvidia
 from whet.machine.apple import major_version
-from whet.machine.facts import Accelerator, Conditions, DeviceKind, Machine, MissingDevice, OperatingSystem, ProbeResult
-from whet.machine.load import complete_conditions
+from whet.machine.environment import read_environment
+from whet.machine.facts import (
+    Accelerator,
+    DeviceKind,
+    Machine,
+    MissingDevice,
+    OperatingSystem,
+    ProbeResult,
+    SystemState,
+)
+from whet.machine.load import complete_system_state
 from whet.machine.nvidia import NO_DRIVER, NvidiaCards
 from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
@@ -29,7 +38,7 @@ class SystemReadings(NamedTuple):
     """Facts from the operating system and the driver, without torch."""
 
     machine: Machine
-    conditions: Conditions
+    system_state: SystemState
     mac: apple.MacReadings | None = None
     cards: nvidia.NvidiaCards = nvidia.NO_DRIVER
     has_card_on_bus: bool | None = None
@@ -44,12 +53,13 @@ def probe(*, folder: Path | None = None) -> ProbeResult:
     # Importing torch in the child takes seconds, so read the system in the meantime.
     with torch_query() as torch_info:
         system = read_system()
-        conditions = complete_conditions(system.conditions, folder=folder or Path.cwd())
-        return ProbeResult(machine=assemble_machine(system, torch=torch_info()), conditions=conditions)
+        system_state = complete_system_state(system.system_state, folder=folder or Path.cwd())
+        system_state = system_state.model_copy(update={"environment": read_environment()})
+        return ProbeResult(machine=assemble_machine(system, torch=torch_info()), system_state=system_state)
 
 
 def probe_machine() -> Machine:
-    """Return the constant facts about this machine, without its current conditions."""
+    """Return the constant facts about this machine, without its current state."""
     with torch_query() as torch_info:
         system = read_system()
         return assemble_machine(system, torch=torch_info())
@@ -63,12 +73,12 @@ def read_system(
     if system == "darwin":
         readings = apple.read_mac(run=run)
         machine = apple.mac_machine(readings, architecture=architecture)
-        return SystemReadings(machine, apple.mac_conditions(readings), mac=readings)
+        return SystemReadings(machine, apple.mac_system_state(readings), mac=readings)
     cards = nvidia.query_driver(run=run)
     busy = [card.busy_percent for card in cards.cards if card.busy_percent is not None]
-    conditions = linux.linux_conditions().model_copy(update={"gpu_busy_percent": max(busy, default=None)})
+    system_state = linux.linux_system_state().model_copy(update={"gpu_busy_percent": max(busy, default=None)})
     machine = linux.linux_machine(architecture=architecture)
-    return SystemReadings(machine, conditions, cards=cards, has_card_on_bus=linux.has_nvidia_card())
+    return SystemReadings(machine, system_state, cards=cards, has_card_on_bus=linux.has_nvidia_card())
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:

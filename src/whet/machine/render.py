@@ -1,9 +1,9 @@
-"""Render machines and conditions as lines of text."""
+"""Render a machine and its state as lines of text."""
 
 from collections.abc import Iterator
 
 from whet.base.units import format_bytes
-from whet.machine.facts import Accelerator, Conditions, Machine
+from whet.machine.facts import Accelerator, Machine, SystemState
 
 _UNKNOWN = "unknown"
 
@@ -41,26 +41,26 @@ def machine_lines(machine: Machine) -> Iterator[str]:
         yield f"source    {source}"
 
 
-def conditions_lines(conditions: Conditions) -> Iterator[str]:
-    """Yield the current conditions."""
-    now = [f"{_bytes_text(conditions.memory_available_bytes)} free"]
-    if conditions.swap_used_bytes:
-        now.append(f"{format_bytes(conditions.swap_used_bytes)} swapped")
-    if conditions.power_source:
-        now.append(f"on {conditions.power_source}")
-    if conditions.low_power_mode:
+def system_state_lines(system_state: SystemState) -> Iterator[str]:
+    """Yield lines that describe the current state of a machine."""
+    now = [f"{_bytes_text(system_state.memory_available_bytes)} free"]
+    if system_state.swap_used_bytes:
+        now.append(f"{format_bytes(system_state.swap_used_bytes)} swapped")
+    if system_state.power_source:
+        now.append(f"on {system_state.power_source}")
+    if system_state.low_power_mode:
         now.append("low power mode: the GPU is throttled")
-    if conditions.thermal and conditions.thermal != "nominal":
-        now.append(f"thermal pressure {conditions.thermal}")
-    if conditions.memory_pressure and conditions.memory_pressure != "normal":
-        now.append(f"memory pressure {conditions.memory_pressure}")
-    if conditions.gpu_busy_percent is not None:
-        now.append(f"GPU {conditions.gpu_busy_percent:.0f} % busy")
+    if system_state.thermal and system_state.thermal != "nominal":
+        now.append(f"thermal pressure {system_state.thermal}")
+    if system_state.memory_pressure and system_state.memory_pressure != "normal":
+        now.append(f"memory pressure {system_state.memory_pressure}")
+    if system_state.gpu_busy_percent is not None:
+        now.append(f"GPU {system_state.gpu_busy_percent:.0f} % busy")
     yield "now       " + ", ".join(now)
-    for process in conditions.busy:
+    for process in system_state.busy:
         yield f"busy      {process.name} (pid {process.pid}): {_load_text(process.cpu_percent, process.memory_bytes)}"
-    if conditions.disk_bytes_per_second is not None:
-        yield f"disk      reads {format_bytes(conditions.disk_bytes_per_second)} per second"
+    if system_state.disk_bytes_per_second is not None:
+        yield f"disk      reads {format_bytes(system_state.disk_bytes_per_second)} per second"
 
 
 def _cores_text(machine: Machine) -> str:

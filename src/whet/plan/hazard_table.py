@@ -154,7 +154,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="pinned-memory",
         what="pin_memory() writes through an invalid pointer",
         issue="#86060",
-        answer="nothing is pinned (rule L3)",
+        answer="nothing is pinned (rule L4)",
         is_avoided=True,
         fixed_in=_AFTER_2_13,
     ),

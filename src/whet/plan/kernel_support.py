@@ -70,7 +70,7 @@ def supports_unpadded_attention(machine: Machine, workload: Workload, *, device:
 def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, lengths: object) -> str | None:
     """Return the reason to use whet's attention kernels for these layers, or None if they do not fit.
 
-    >>> attention_kernel_reason((SPAN_ATTENTION,), lengths_vary=True, lengths="packed few")
+    >>> attention_kernel_reason((SPAN_ATTENTION,), lengths_vary=True, lengths="packed_bucketed")
     'packed texts: attention stays within each text'
     """
     if SHORT_ROTARY_ATTENTION in layers:

@@ -1,13 +1,15 @@
 """The plan of a run: settings decided by rules, measurements and the user's overrides."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
-from whet.base.errors import InsufficientMemoryError, UsageError, WhetError, closest_match
+from whet.base.errors import InsufficientMemoryError, UsageError, WhetError
 from whet.base.model import FrozenModel
-from whet.machine.facts import Conditions, Machine
+from whet.machine.facts import Machine, SystemState
+from whet.plan.environment import forced_value, no_effect_reason
 from whet.plan.rule import Rule, RuleContext
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar, Setting, TuneTrial
@@ -16,6 +18,20 @@ from whet.plan.warnings import known_hazards, plan_warnings
 from whet.plan.workload import AutoBatch, Workload
 
 FORMAT_VERSION = 1
+
+# Names that other tools have for what follows from other settings, with what to set instead.
+_MICRO_BATCH = "micro_batch=N: the accumulation is global_batch_size / micro_batch"
+_COPIES = "copies=overlapped or copies=blocking: pinned memory is used for overlapped copies"
+_DERIVED = {
+    "accumulation": _MICRO_BATCH,
+    "accumulation_steps": _MICRO_BATCH,
+    "accumulate_grad_batches": _MICRO_BATCH,
+    "gradient_accumulation_steps": _MICRO_BATCH,
+    "pin_memory": _COPIES,
+    "persistent_workers": "workers=N: workers live as long as the run",
+    "prefetch_factor": "prefetch=N",
+    "watermarks": "high_watermark and low_watermark",
+}
 
 
 class Plan(FrozenModel, SettingValues):
@@ -27,7 +43,7 @@ class Plan(FrozenModel, SettingValues):
 
     format_version: int = FORMAT_VERSION
     machine: Machine
-    conditions: Conditions
+    system_state: SystemState
     workload: Workload
     overrides: Mapping[str, Scalar] = Field(default_factory=dict)
     """Settings that the user has chosen."""
@@ -56,20 +72,21 @@ def make_plan(
     *,
     overrides: Mapping[str, Scalar] | None = None,
     measured: Mapping[str, MeasuredSetting] | None = None,
-    conditions: Conditions | None = None,
+    system_state: SystemState | None = None,
     trials: tuple[TuneTrial, ...] = (),
 ) -> Plan:
-    """Plan a workload on a machine: overrides take precedence over measurements, measurements over rules.
+    """Plan a workload on a machine.
 
-    This needs no torch, and the machine can be another one.
+    Overrides take precedence over the environment, the environment over measurements, measurements over rules. This
+    needs no torch, and the machine can be another one. `system_state.environment` holds what the environment fixes.
     """
     # None means that the user has not given the setting.
     overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
-    measured, conditions = measured or {}, conditions or Conditions()
+    measured, system_state = measured or {}, system_state or SystemState()
     _check_setting_names({*overrides, *measured})
     # The rules fill this mapping one by one, so that each rule sees the settings decided before it.
     settings: dict[str, Setting] = {}
-    context = RuleContext(machine=machine, conditions=conditions, workload=workload, settings=settings)
+    context = RuleContext(machine=machine, system_state=system_state, workload=workload, settings=settings)
     for rule in ALL_RULES:
         settings[rule.setting] = _decide(rule, context, overrides, measured)
         # Check the device here: `device` and `on_device_failure` are decided, and all later rules depend on the device.
@@ -77,7 +94,7 @@ def make_plan(
             _resolve_missing_device(context, settings)
     return Plan(
         machine=machine,
-        conditions=conditions,
+        system_state=system_state,
         workload=workload,
         overrides=overrides,
         measured=measured,
@@ -95,7 +112,7 @@ def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
         plan.workload,
         overrides={**plan.overrides, **overrides},
         measured=plan.measured,
-        conditions=plan.conditions,
+        system_state=plan.system_state,
         trials=plan.trials,
     )
 
@@ -117,7 +134,9 @@ def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> 
             for name, change in changes.items()
         },
     }
-    context = RuleContext(machine=plan.machine, conditions=plan.conditions, workload=plan.workload, settings=settings)
+    context = RuleContext(
+        machine=plan.machine, system_state=plan.system_state, workload=plan.workload, settings=settings
+    )
     return plan.model_copy(update={"settings": settings, "warnings": tuple(plan_warnings(context))})
 
 
@@ -181,14 +200,34 @@ def _decide(
     # Run the rule even if its value is overridden, so that the plan can show the value it would have chosen.
     by_rule = rule.decide(context)
     evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
+    forced = forced_value(rule.setting, context)
     if rule.setting in overrides:
         value = overrides[rule.setting]
         if not rule.constraint.holds(value):
             raise UsageError(
                 f"{rule.setting} must be {rule.constraint.text}", got=repr(value), try_=rule.sections["Override"]
             )
+        no_effect = no_effect_reason(rule.setting, value, context)
+        if no_effect is not None:
+            # The plan shows what is executed. A warning names the override (plan/warnings.py).
+            reason = f"your {value} has no effect: {no_effect}"
+            return Setting(value=by_rule.value, reason=reason, source="rule", evidence={**evidence, "no_effect": value})
+        if forced is not None and forced.is_final and forced.value != value:
+            raise UsageError(
+                f"{rule.setting} is fixed by the environment",
+                got=f"{rule.setting}={value}, and {forced.origin}",
+                try_=f"{rule.setting}={forced.value}, or unset {forced.origin.partition('=')[0]}",
+            )
         reason = "set by you" if value == by_rule.value else f"set by you; the rule would choose {by_rule.value}"
         return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})
+    if forced is not None:
+        would = "" if forced.value == by_rule.value else f"; the rule would choose {by_rule.value}"
+        return Setting(
+            value=forced.value,
+            reason=f"{forced.origin} is in force{would}",
+            source="environment",
+            evidence={**evidence, "origin": forced.origin, "rule_value": by_rule.value},
+        )
     if rule.setting in measured:
         # The decision is based on the measurement, so its evidence replaces that of the rule.
         best = measured[rule.setting]
@@ -198,8 +237,10 @@ def _decide(
 
 def _check_setting_names(names: set[str]) -> None:
     for name in sorted(names - set(SETTING_NAMES)):
-        meant = closest_match(name, SETTING_NAMES)
-        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(SETTING_NAMES)
+        if name in _DERIVED:
+            raise UsageError(f"{name} is not a setting of the plan", got=name, try_=_DERIVED[name])
+        near = difflib.get_close_matches(name, SETTING_NAMES, n=3)
+        hint = " or ".join(near) if near else "one of " + ", ".join(SETTING_NAMES)
         raise UsageError("a plan has no such setting", got=name, try_=hint)
 
 

@@ -52,7 +52,7 @@ def settings_rows(plan: Plan) -> list[SettingRow]:
         (name, format_value(setting.value), setting.reason, _source_text(setting))
         for name, setting in plan.settings.items()
         # Always show an override, even if it has no effect on this device.
-        if setting.value not in (None, "unused") or setting.source == "you"
+        if setting.value not in (None, "unused") or setting.source == "you" or "no_effect" in setting.evidence
     ]
 
 

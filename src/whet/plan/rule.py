@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from whet.machine.facts import Accelerator, Conditions, Machine
+from whet.machine.facts import Accelerator, Machine, SystemState
 from whet.plan.setting import Evidence, Scalar, Setting
 from whet.plan.values import DECLARED, Constraint, SettingValues
 from whet.plan.workload import Workload
@@ -19,10 +19,10 @@ SECTIONS = ("Why", "When wrong", "Override", "Sources")
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext(SettingValues):
-    """The inputs of a rule: machine, current conditions, workload, and the settings decided before it."""
+    """The inputs of a rule: machine, its current state, workload, and the settings decided before it."""
 
     machine: Machine
-    conditions: Conditions
+    system_state: SystemState
     workload: Workload
     settings: Mapping[str, Setting]
 

@@ -9,7 +9,7 @@ from whet.base.model import FrozenModel
 
 Scalar = bool | int | float | str | None
 Evidence = Mapping[str, Scalar | tuple[Scalar, ...]]
-Source = Literal["rule", "measured", "you"]
+Source = Literal["rule", "measured", "environment", "you"]
 
 
 class Setting(FrozenModel):

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 from whet.base.errors import WhetError
 from whet.plan.setting import Scalar, Setting
 
-Attention = Literal["torch", "cudnn", "flash", "efficient", "math", "own"]
+Attention = Literal["torch", "cudnn", "flash", "efficient", "math", "whet"]
 CausalMask = Literal["flag", "explicit"]
 Compile = Literal["off", "blocks", "on"]
 Copies = Literal["blocking", "overlapped"]
@@ -17,18 +17,17 @@ EmptyCache = Literal["never", "per epoch"]
 FreedMemory = Literal["returned", "kept"]
 KeepAwake = Literal["on", "off", "unused"]
 Layout = Literal["contiguous", "channels_last"]
-Lengths = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
+Lengths = Literal["fixed", "sorted", "bucketed", "packed", "packed_bucketed"]
 LossScaling = Literal["off", "dynamic"]
-Norms = Literal["torch", "own"]
+Norms = Literal["torch", "whet"]
 OnDeviceFailure = Literal["stop", "cpu"]
 OnHeat = Literal["warn", "pace", "pause"]
 OnOff = Literal["off", "on"]
-OptimizerKernels = Literal["fused", "foreach", "loop", "your optimizer"]
+OptimizerKernels = Literal["fused", "foreach", "loop", "yours"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Sharding = Literal["off", "full", "unused"]
 StartMethod = Literal["fork", "spawn"]
 Verify = Literal["on", "off", "always"]
-Watermarks = Literal["high 1.0, low 0.9", "unused"]
 
 T = TypeVar("T")
 
@@ -58,6 +57,10 @@ POSITIVE = Constraint(
     text="a number above 0",
     # bool is a subclass of int, but True is not a number here.
     holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+)
+WATERMARK = Constraint(
+    text="a number from 0 to 2",
+    holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2,
 )
 DEVICE_NAME = Constraint(
     text="auto, mps, cuda, cuda:1 or cpu",
@@ -125,14 +128,14 @@ class SettingValues:
     micro_batch = SettingValue[int](integer(1))
     eval_batch = SettingValue[int](integer(1))
     lengths = SettingValue[Lengths]()
-    watermarks = SettingValue[Watermarks]()
+    high_watermark = SettingValue[float | None](WATERMARK)
+    low_watermark = SettingValue[float | None](WATERMARK)
     empty_cache = SettingValue[EmptyCache]()
     freed_memory = SettingValue[FreedMemory]()
     attention = SettingValue[Attention]()
     norms = SettingValue[Norms]()
     data_location = SettingValue[DataLocation]()
     workers = SettingValue[int](integer(0, 1024))
-    pin_memory = SettingValue[OnOff]()
     copies = SettingValue[Copies]()
     worker_start_method = SettingValue[StartMethod]()
     prefetch = SettingValue[int](integer(1, 1024))

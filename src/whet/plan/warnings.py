@@ -7,6 +7,7 @@ from whet.machine.facts import Machine
 from whet.plan.hazard_table import HAZARDS, Hazard, Release
 from whet.plan.memory import predict_memory
 from whet.plan.rule import RuleContext
+from whet.plan.values import SettingValues
 
 # Maximum rows that a matrix product can sum over without errors on M1 and M2 (pytorch/pytorch#177116).
 ROW_LIMIT = 32_768
@@ -39,8 +40,7 @@ def plan_warnings(context: RuleContext) -> Iterator[str]:
         yield "bf16 on a CPU without native bf16 was measured 60 to 100 times slower than fp32"
     if precision == "fp16" and device == "cpu":
         yield "fp16 on CPUs was measured 50 times slower than fp32, even where bf16 is native"
-    if precision == "tf32" and device != "cuda":
-        yield f"tf32 exists on CUDA only; {device} computes in fp32"
+    yield from override_notes(context)
     if workload.has_dropout and workload.world_size > 1:
         yield "dropout masks depend on the number of processes: another number gives other draws"
     if workload.has_batchnorm and micro < workload.global_batch_size:
@@ -61,6 +61,15 @@ def plan_warnings(context: RuleContext) -> Iterator[str]:
     yield from hazard_lines(context)
     if context.machine.origin == "composed":
         yield f"{context.machine.name} is composed from public sources; nothing was run on it"
+
+
+def override_notes(plan: SettingValues) -> Iterator[str]:
+    """Yield the overrides that have no effect on this device, and a limit that the environment has removed."""
+    for name, setting in plan.settings.items():
+        if "no_effect" in setting.evidence:
+            yield f"{name}: {setting.reason}"
+    if plan.high_watermark == 0:
+        yield "a high watermark of 0 removes the limit of GPU memory: the Mac may swap or freeze, and the GPU fail"
 
 
 def known_hazards(machine: Machine, device: str) -> tuple[Hazard, ...]:

@@ -88,6 +88,8 @@ class Workload(FrozenModel):
     """Whether samples must be read or decoded on the CPU (images, audio), so that workers may help."""
     has_dropout: bool = False
     has_batchnorm: bool = False
+    split_obstacle: str | None = None
+    """Why a global batch may not be split into micro-batches, besides BatchNorm; None if nothing is known."""
     is_causal: bool = False
     layers: tuple[str, ...] = ()
     """Detected layer kinds, by their names in plan/hazard_table.py and plan/kernel_support.py."""
@@ -97,6 +99,11 @@ class Workload(FrozenModel):
     """Number of these processes on this machine."""
     batch: AutoBatch | None = None
     """Measurement of the global batch size, or None without global_batch_size=auto."""
+
+    @property
+    def whole_batch_reason(self) -> str | None:
+        """Why a global batch is not split into micro-batches; None if it may be."""
+        return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
 
     @property
     def share(self) -> int:

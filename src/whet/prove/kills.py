@@ -146,7 +146,7 @@ class ProofRunner:
             try_ = failure["try_"] or "whet train, which fails alike: fix that first"
             raise kind(failure["what"], got=failure["got"], try_=try_)
         how = "it did not end" if code is None else f"exit code {code}: {process.failure()}"
-        raise WhetError("the training fails without being killed", got=how, try_="whet train first")
+        raise WhetError("the training fails even without kills", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
         """Resume a run one last time. It must reach the end."""
@@ -238,11 +238,11 @@ def kill_at_random(
     """Kill processes at times drawn from `seed`, finish each run and compare it. Raises ProofFailure."""
     draw = random.Random(seed)
     runs = misses = 0
-    while _wants_more(counter.counts, kills) and misses < kills + MAX_EXTRA_KILLS:
+    while _needs_more(counter.counts, kills) and misses < kills + MAX_EXTRA_KILLS:
         runs += 1
         run, first, state = runner.scratch / f"random-{runs}", counter.counts.kills + 1, CrashState()
         for _ in range(MAX_KILLS_PER_RUN):
-            if not _wants_more(counter.counts, kills):
+            if not _needs_more(counter.counts, kills):
                 break
             process = runner.start(run)
             when = _kill_at_random_time(process, pace, draw, complete=state.complete)
@@ -262,7 +262,7 @@ def kill_at_random(
         log(f"run {runs} is done, and every bit is equal")
 
 
-def _wants_more(counts: KillCounts, kills: int) -> bool:
+def _needs_more(counts: KillCounts, kills: int) -> bool:
     if counts.kills < kills:
         return True
     has_resumed_rarely = counts.resumed < MIN_RESUMED_FRACTION * counts.processes

@@ -149,7 +149,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     theirs = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}())" if theirs else ""
     got = f"{type(error).__name__}: {error}{where}"[:500]
-    return {"what": "the training fails without being killed", "got": got, "try_": None, "is_usage": False}
+    return {"what": "the training fails even without kills", "got": got, "try_": None, "is_usage": False}
 
 
 # --- Fork server -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from whet.device.kernels.attention import Spans, rotary_attention, span_attention
 from whet.device.kernels.rowwise import has_rms_kernel, rms_norm_sum, swiglu
-from whet.device.kernels.switches import is_own_kernel_on, is_supported
+from whet.device.kernels.switches import is_supported, is_whet_kernel_on
 from whet.plan.kernel_support import supports_short_attention
 
 _EPSILON = 1e-5
@@ -163,13 +163,13 @@ class SelfAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _has_kernel(self, qkv: Tensor, args: AttentionArgs) -> bool:
-        """Return whether whet's fused kernel can rotate and attend (attention=own).
+        """Return whether whet's fused kernel can rotate and attend (attention=whet).
 
         The kernel supports full attention over a small number of positions.
         """
         is_full = args.mask is None and not args.is_causal and args.memory is None
         return (
-            is_own_kernel_on("attention")
+            is_whet_kernel_on("attention")
             and is_full
             and is_supported(qkv)
             and supports_short_attention(qkv.shape[1], qkv.shape[2] // 3 // self.num_heads)

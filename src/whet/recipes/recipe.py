@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from whet.base.errors import DataChangedError, UsageError, WhetError, closest_match
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 from whet.run.folder import installed_versions
+from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
     from whet.config.resolve import ResolvedConfig
@@ -68,8 +69,8 @@ class Recipe:
     """The options: a subclass of `CommonConfig`."""
     goal: str | None = None
     """The metric that selects the best checkpoint. A key `goal` in the Config lets the user choose another one."""
-    lower_is_better: tuple[str, ...] = ()
-    """Metrics for which lower values are better. All other metrics are maximized."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether the goal is minimized ("min") or maximized ("max"). "auto" follows from its name (config/goal.py)."""
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Model sizes by name for `whet bench --sweep arch`: {"small": {"arch.layers": 2}}."""
     resource: str | None = None
@@ -155,7 +156,7 @@ class Recipe:
 
     def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
         """Return (model, predict function) for `whet predict`. The weights are loaded afterwards."""
-        raise self._unsupported("predict")
+        raise self._unsupported("predict", "predict")
 
     def example_input(self, metadata: dict[str, Any]) -> str | None:  # noqa: ARG002
         """Return an input to suggest for `whet predict` after training, or None for no suggestion."""
@@ -163,23 +164,23 @@ class Recipe:
 
     def load_generator(self, metadata: dict[str, Any]) -> Any:  # noqa: ARG002
         """Return the text generator for `whet generate`, `whet chat` and `whet serve`."""
-        raise self._unsupported("generate text")
+        raise self._unsupported("load_generator", "generate text")
 
     def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:  # noqa: ARG002
         """Report the contents and defects of `path`. Write a cleaned copy to `fix`, except for kinds in `leave`."""
-        raise self._unsupported("inspect data")
+        raise self._unsupported("inspect_data", "inspect data")
 
     def write_model_files(self, model: Any, metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:  # noqa: ARG002
         """Write the model in the format `to` for `whet export`, and return the facts for the export manifest."""
-        raise self._unsupported("export its model")
+        raise self._unsupported("write_model_files", "export its model")
 
     def play_match(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
         """Play two players against each other for `whet arena`."""
-        raise self._unsupported("be played")
+        raise self._unsupported("play_match", "be played")
 
     def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
         """Train by self-play and return the exit code."""
-        raise self._unsupported("train by self-play")
+        raise self._unsupported("train_by_self_play", "train by self-play")
 
     def selected_goal(self, config: Any) -> str | None:
         """Return the metric that selects the best checkpoint: `goal` of the config if set, else of the recipe."""
@@ -195,10 +196,11 @@ class Recipe:
         # Compare the attributes, like Lightning's is_overridden: a default that raises is not support.
         return getattr(type(self), method) is not getattr(Recipe, method)
 
-    def _unsupported(self, action: str) -> UsageError:
-        return UsageError(
-            f"the recipe {self.name} cannot {action}", got=self.name, try_=f"one of {', '.join(BUILT_IN)}"
-        )
+    def _unsupported(self, method: str, action: str) -> UsageError:
+        """Return the error for an optional method that this recipe does not override."""
+        able = [name for name in BUILT_IN if load_factory(name)().supports(method)]
+        hint = able[0] if len(able) == 1 else f"one of {', '.join(able)}"
+        return UsageError(f"the recipe {self.name} cannot {action}", got=self.name, try_=hint)
 
 
 _REQUIRED_METHODS = ("data", "model", "loss")
@@ -206,7 +208,17 @@ _REQUIRED_METHODS = ("data", "model", "loss")
 
 def load_recipe(word: str) -> Recipe:
     """Load a recipe: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
-    return validate_recipe(load_factory(word)(), word)
+    try:
+        # A script that trains by itself must not start here, when it is imported or called.
+        with intercept(Interception()):
+            made = load_factory(word)()
+    except FirstStepReached:
+        raise UsageError(
+            f"{word} is a script that trains, not a recipe",
+            got="it calls whet.train or whet.Session",
+            try_=f"python {word.partition(':')[0]}; whet prove, bench, check and compare take {word}",
+        ) from None
+    return validate_recipe(made, word)
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
@@ -235,7 +247,7 @@ def validate_recipe(made: object, word: str) -> Recipe:
     """Check that a factory returned a complete recipe."""
     if not isinstance(made, Recipe):
         raise UsageError(
-            f"what {word} returns is not a recipe",
+            f"{word} does not return a recipe",
             got=type(made).__name__,
             try_="class Mine(whet.Recipe); whet init FILE writes an example",
         )

@@ -18,7 +18,8 @@ from whet.run.folder import RECIPE_FILE, open_run
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler, emit_event
-from whet.training.loop import TrainResult, train
+from whet.training.keywords import SessionKeywords
+from whet.training.loop import TrainResult, train_run
 from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
 from whet.training.workload import count_parameters, describe_workload, layer_kinds
@@ -84,35 +85,36 @@ def train_recipe(
         _check_vocabulary(open_run(run).metadata, recipe.metadata(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         emit_event(on_event, "data", {"notes": notes})
-    goal = recipe.selected_goal(config)
+    keywords = SessionKeywords(
+        training=made.training,
+        run=run,
+        device=device,
+        overrides=resolved.overrides,
+        workload=made.workload.model_copy(update={"batch": resolved.batch}),
+        goal=recipe.selected_goal(config),
+        mode=recipe.mode,
+        recipe=recipe.name,
+        config=config.model_dump(mode="json"),
+        command=command,
+        init_from=config.init_from,
+        allow=allow,
+        # The metadata of a resumed run is already in its folder and must not change.
+        attach={} if is_resumed else {RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
+        outputs=partial(recipe.outputs, made.model) if recipe.supports("outputs") else None,
+    )
     with _explain_changed_data(recipe, config, run):
-        return train(
+        return train_run(
             made.model,
             made.data.train,
+            keywords,
             loss=made.loss,
             optimizer=made.optimizer,
             evaluate=recipe_evaluation(recipe),
-            # Without `evaluate` there are no metrics, so the split is not read.
-            val=made.data.val if recipe.supports("evaluate") else None,
+            val=made.data.val,
             test=made.data.test,
-            # The metadata of a resumed run is already in its folder and must not change.
-            attach={} if is_resumed else {RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
-            run=run,
-            device=device,
-            overrides=resolved.overrides,
-            workload=made.workload.model_copy(update={"batch": resolved.batch}),
-            goal=goal,
-            mode="min" if goal in recipe.lower_is_better else "max",
-            recipe=recipe.name,
-            config=config.model_dump(mode="json"),
-            command=list(command),
-            init_from=config.init_from,
             on_event=on_event,
             measure=open_bench is not None,
             open_bench=open_bench,
-            allow=allow,
-            outputs=partial(recipe.outputs, made.model) if recipe.supports("outputs") else None,
-            **made.training,
         )
 
 
@@ -175,6 +177,8 @@ def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
         "eval_every": config.eval_every,
         "patience": config.patience,
         "epochs_per_session": config.epochs_per_session,
+        # The loss of a recipe is a mean over samples or a pair (sum, weight), by the contract of Recipe.loss.
+        "split_batch": True,
     }
 
 

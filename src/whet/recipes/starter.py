@@ -52,7 +52,7 @@ class MyRecipe(Recipe):
         correct = total = 0
         for micro in micro_batches:
             correct += int((model(micro.x).argmax(1) == micro.y).sum())
-            total += len(micro)
+            total += len(micro.sample_ids)
         return {"accuracy": correct / total}
 
     # Optional methods, such as predict() for `whet predict` and describe() for plans without torch, are documented in

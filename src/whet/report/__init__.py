@@ -2,7 +2,7 @@
 
 One model of a run:
     run_status      RunStatus: what lists can afford to read; LiveStatus: the live terminal view
-    run_report      RunReport: everything a run folder says; it extends RunStatus
+    run_report      RunReport: everything in a run folder; it extends RunStatus
     timeline, tracks, evaluation, plan_evidence, advice    its parts
 
 Its renderers:

@@ -78,9 +78,10 @@ def key_figures(report: RunReport) -> dict[str, str]:
         figures[report.goal] = f"{report.goal_value:.4g}"
         if report.best_goal is not None and report.best_goal != report.goal_value:
             figures[f"best {report.goal}"] = f"{report.best_goal:.4g} (step {report.best_goal_step:,})"
-        tested = report.metrics.get(f"test_{report.goal}")
+        name = report.goal.removeprefix("val_")
+        tested = report.metrics.get(f"test_{name}")
         if tested is not None:
-            figures[f"test {report.goal}"] = f"{tested:.4g}"
+            figures[f"test {name}"] = f"{tested:.4g}"
     speed = next((figure.actual for figure in report.planned_vs_actual if figure.name == "speed"), None)
     if speed is not None:
         figures["speed"] = f"{speed:,.4g} samples/s" if speed < 1000 else f"{speed:,.0f} samples/s"

@@ -20,7 +20,7 @@ def run_markdown(report: RunReport) -> str:
     sections = [
         f"# {escape_markdown(report.name)}",
         f"{escape_markdown(report.recipe)} on {escape_markdown(report.machine)}.",
-        f"**Failed:** {escape_markdown(report.failure)}" if report.failure else "",
+        f"**Ended:** {escape_markdown(report.reason)}" if report.reason else "",
         markdown_table(("figure", "value"), figures),
         _curves(report),
         _advice(report),

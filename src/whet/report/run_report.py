@@ -180,8 +180,8 @@ class RunReport(RunStatus):
     inexact_reason: str | None = None
     damaged_lines: int = 0
     """Number of lines of events.jsonl that could not be read."""
-    failure: str | None = None
-    """Reason why the last session failed."""
+    reason: str | None = None
+    """Why the last session ended, as one sentence; None while it runs."""
     resume: str | None = None
     """Command that resumes the run, or None if it is done or running."""
 
@@ -235,7 +235,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         saving=_saving_cost(history),
         proof=_proof(run.path),
         damaged_lines=history.damaged,
-        failure=_failure(history) if status.state == "failed" else None,
+        reason=None if status.state == "running" else _end_reason(history),
         resume=None if status.state in ("done", "running") else resume_command(run),
         **_progress_fields(history),
         **_result_fields(run, history, goal=status.goal),
@@ -395,9 +395,11 @@ def _proof(folder: Path) -> str | None:
     return None if proof is None else proof_line(proof)
 
 
-def _failure(history: History) -> str | None:
-    end = history.last("end")
-    return None if end is None else str(end.get("reason") or "") or None
+def _end_reason(history: History) -> str | None:
+    last = history.last(*SESSION_START_KINDS, "end")
+    if last is None:
+        return None
+    return str(last.get("reason") or "") or None if last.kind == "end" else "stopped: the process died"
 
 
 def _plan_warnings(plan: Mapping[str, Any]) -> tuple[str, ...]:

@@ -252,7 +252,7 @@ class SvgImage:
         """Write the image to a file, replacing an existing one, and return the path."""
         path = Path(path).expanduser().absolute()
         if path.suffix.lower() not in ("", ".svg"):
-            raise UsageError("the image is SVG", got=path.name, try_=f"{path.stem}.svg")
+            raise UsageError("images are written as SVG", got=path.name, try_=f"{path.stem}.svg")
         durable.write_file(path, data=self.svg.encode())
         return path
 

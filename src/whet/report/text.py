@@ -43,8 +43,8 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, ha
 def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "run", f"{report.name}: {report.recipe}, {_progress(report)}"
     yield "machine", report.machine
-    if report.failure:
-        yield "failed", report.failure
+    if report.reason:
+        yield "ended", report.reason
     yield "time", _time(report)
     yield "loss", _loss(report)
     if report.goal:

@@ -214,8 +214,7 @@ def _event_text(event: Event) -> str:
     if event.kind == "plan":
         return str(event.get("message") or "the plan was made")
     if event.kind == "end":
-        reason = event.get("reason")
-        return str(event.get("state") or "done") + (f": {reason}" if reason else "")
+        return str(event.get("reason") or event.get("state") or "done")
     return incident_text(event.kind, event.fields)
 
 

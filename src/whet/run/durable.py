@@ -74,10 +74,10 @@ def _advice(code: int | None, *, path: Path) -> str:
     if code == errno.EFBIG:
         return "raise this shell's limit on file sizes (`ulimit -f unlimited`)"
     if code in (errno.ENOTDIR, errno.EEXIST):
-        in_the_way = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
-        return f"another name: {in_the_way} is in the way" if in_the_way else "another name"
+        blocker = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
+        return f"another name: {blocker} is not a folder" if blocker else "another name"
     if code == errno.ENOTEMPTY:
-        return "another name: a folder that is not empty is in the way"
+        return "another name: the folder is not empty"
     if code == errno.ENAMETOOLONG:
         return "a shorter name"
     if code == errno.ELOOP:

@@ -4,7 +4,8 @@ Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimi
 kind. NaN and infinity are written as described in strict_json. Fields that readers know:
 
     start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min")
-    plan        message: why the plan changed, or what was verified before the first step; then also seconds and
+    plan        message: why the plan changed, a note on it (is_in_plan), or what was verified before the first step;
+                then also seconds and
                 difference (the largest relative error: against the CPU, or of a compiled model against its own code)
     step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
                 16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
@@ -31,7 +32,8 @@ kind. NaN and infinity are written as described in strict_json. Fields that read
                 (where a step failed in this process), moved_from (another device)
     warning     something failed, and training continues: reason, retry (when, or how); of a failed write: path,
                 errno, free_bytes; of a lost data worker: samples
-    end         state ("done", "stopped" or "failed"), reason, seconds (spent after the last step, as for a step)
+    end         state ("done", "stopped" or "failed"), reason (a sentence, such as "all 3 epochs done"),
+                seconds (spent after the last step, as for a step)
     fallback    operators that ran on the CPU: {name: {"calls": ..., "seconds": ...}} of one step; reason
     throttle    cause ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,
                 thermal, cooldown_seconds

@@ -1,6 +1,6 @@
 """The run folder: its files, and creating, opening and finding runs.
 
-    run.json        format version, id, recipe, creation time and command
+    run.json        format version, id, recipe, creation time, command, and the script that trained
     config.json     the resolved configuration
     plan.json       {"settings": {name: {value, reason, source, evidence}}}
     machine.json    the machine it was planned for
@@ -56,6 +56,8 @@ class RunHeader(FrozenModel):
     """Version of whet that created the run."""
     command: tuple[str, ...]
     """Command line that created the run. Running it again resumes the run."""
+    script: str | None = None
+    """File and function that trained in Python, as `path.py:function`, or `path.py` outside of a function."""
 
 
 class Run(FrozenModel):
@@ -117,6 +119,7 @@ def create_run(
     machine: Mapping[str, Any],
     versions: Mapping[str, str | None],
     command: list[str],
+    script: str | None = None,
 ) -> Run:
     """Create a run folder atomically."""
     path = path.expanduser().absolute()
@@ -129,6 +132,7 @@ def create_run(
         created=time.time(),
         whet=VERSION,
         command=tuple(command),
+        script=script,
     )
     parts = {"config": config, "plan": plan, "machine": machine, "versions": versions}
     files = {RUN_FILE: _file_bytes(header.as_json())} | {f"{k}.json": _file_bytes(v) for k, v in parts.items()}
@@ -186,10 +190,18 @@ def resume_command(run: Run) -> str:
     words = [word for word in run.header.command if word != "--fresh"]
     path = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
     if not words:
-        return f"the same Python code again, with run={path!r}"
+        code = f"{short_script(run.header.script)} again" if run.header.script else "the same Python code again"
+        return f"{code}, with run={path!r}"
     if not any(word == "--run" or word.startswith("--run=") for word in words):
         words += ["--run", path]
     return shlex.join(words)
+
+
+def short_script(script: str) -> str:
+    """Return `path.py:function` with a path relative to the working folder where it is inside."""
+    place, colon, function = script.partition(":")
+    path = Path(place)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}{colon}{function}"
 
 
 def run_folder(run: Run | Path) -> Path:

@@ -5,7 +5,7 @@
 model in between. Measuring enters all of them for each candidate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.data.adapters import AbstractSource, LoaderConfig, open_source
+from whet.data.adapters import LoadingConfig, open_source
+from whet.data.loader import CollateFunction
+from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device.abstract import AbstractDevice, AbstractGraphs
 from whet.device.cpu import set_num_threads
-from whet.device.environment import FALLBACK, has_fallback
+from whet.device.environment import FALLBACK, check_mps_memory, has_fallback
 from whet.device.open import open_device, rank_device
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
@@ -33,9 +35,9 @@ _DEFAULT_BUCKET_MB = 25.0
 
 
 def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan, AbstractDevice, str | None]:
-    """Open the planned device and set what holds for the whole process; each rank has its own GPU.
+    """Open the planned device and apply the settings of the whole process. Each rank has its own GPU.
 
-    Returns the plan, the device, and why the device is not the one that was asked for (None if it is). With
+    Returns the plan, the device, and why it is not the requested device (None if it is). With
     on_device_failure=cpu, a device that cannot be opened leads to a new plan for the CPU.
     """
     opened = open_device(
@@ -43,11 +45,13 @@ def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan
         on_failure=plan.on_device_failure,
         overlaps_copies=plan.copies == "overlapped",
     )
-    reason = opened.fell_back
+    reason = opened.fallback_reason
     if reason is not None:
         plan = override(plan, {"device": "cpu"})
     elif str(plan.overrides.get("device", opened.device.kind)).partition(":")[0] != opened.device.kind:
         reason = plan.settings["device"].reason
+    if opened.device.kind == "mps" and plan.high_watermark is not None and plan.low_watermark is not None:
+        check_mps_memory((plan.high_watermark, plan.low_watermark))
     if plan.mps_fallback == "on" and opened.device.kind == "mps" and not has_fallback():
         raise UsageError(
             "mps_fallback must be set before torch starts",
@@ -67,6 +71,8 @@ def open_planned_source(
     seed: int = 0,
     shuffle: bool = False,
     share: RankShare | None = None,
+    collate_fn: CollateFunction | None = None,
+    pad_token_id: int | None = None,
 ) -> AbstractSource:
     """Open data by the plan: on the device or on the host, read by workers or in this process."""
     return open_source(
@@ -76,10 +82,12 @@ def open_planned_source(
         seed=seed,
         shuffle=shuffle,
         is_resident=plan.data_location == "device",
-        loading=LoaderConfig(
+        loading=LoadingConfig(
             workers=int(plan.workers or 0), start=plan.worker_start_method, prefetch=int(plan.prefetch or 2)
         ),
         share=share,
+        collate_fn=collate_fn,
+        pad_token_id=pad_token_id,
     )
 
 
@@ -126,6 +134,7 @@ def build_stepper(
     clip: float | None = None,
     has_ema: bool = False,
     strategy: ParallelStrategy | None = None,
+    other_parameters: Sequence[nn.Parameter] = (),
 ) -> tuple[Stepper, list[float]]:
     """Build the optimizer, if it is not the user's own, and the stepper; also return the base learning rates."""
     strategy = strategy or ParallelStrategy()
@@ -147,6 +156,7 @@ def build_stepper(
         "clip": clip,
         "ema": Ema(model) if has_ema else None,
         "strategy": strategy,
+        "other_parameters": other_parameters,
     }
     if graphs is None:
         stepper = Stepper(model, optimizer, device, **options)

@@ -14,6 +14,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
 from whet.device.rng import get_host_rng, host_rng_equal, set_host_rng
+from whet.step.loss import BatchLoss
 from whet.step.rollback import BufferSnapshot
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -99,6 +100,10 @@ def loss_key(loss: Callable[..., Any]) -> Hashable:
 
 def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
     """Yield everything that a loss refers to. A caller keeps these objects alive so that their ids are not reused."""
+    if isinstance(loss, BatchLoss):
+        yield loss.model
+        yield from loss_dependencies(loss.function)
+        return
     if isinstance(loss, functools.partial):
         yield from (*loss.args, *loss.keywords, *loss.keywords.values())
         yield from loss_dependencies(loss.func)

@@ -7,7 +7,7 @@ cannot be captured run eagerly, and `graph_obstacle` holds the reason.
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from whet.step.graph_safety import (
     loss_dependencies,
     loss_key,
 )
-from whet.step.loss import LossFunction, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
 from whet.step.step import Outcome, Stepper, WrongReplayError
 
@@ -104,7 +104,7 @@ class GraphedStepper(Stepper):
 
     def __call__(
         self,
-        loss: LossFunction,
+        loss: MicroLoss,
         micro_batches: Iterable[MicroBatch],
         *,
         num_samples: int,
@@ -116,7 +116,7 @@ class GraphedStepper(Stepper):
         self._set_ema_share(step)
         if is_checked or self.graph_obstacle is not None:
             return super().__call__(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
-        with self.device.compute_context(is_step=True):
+        with self.device.compute_context(is_step=True), self._freeze_others():
             return self._replay_or_run(loss, micro_batches, num_samples=num_samples, step=step)
 
     def release_graphs(self, reason: str) -> None:
@@ -126,7 +126,7 @@ class GraphedStepper(Stepper):
         self._seen.clear()
 
     def _replay_or_run(
-        self, loss: LossFunction, micro_batches: Iterable[MicroBatch], *, num_samples: int, step: int
+        self, loss: MicroLoss, micro_batches: Iterable[MicroBatch], *, num_samples: int, step: int
     ) -> Outcome:
         mark = self.device.mark
         start = mark()
@@ -140,7 +140,7 @@ class GraphedStepper(Stepper):
         captured = self._valid_capture(key) or self._capture(key, loss, made, num_samples=num_samples)
         if captured is None:
             outcome = self._run_eagerly(key, loss, made, num_samples=num_samples, step=step)
-            return Outcome(loss=outcome.loss, grad_norm=outcome.grad_norm, marks=(*fetching, *outcome.marks))
+            return replace(outcome, marks=(*fetching, *outcome.marks))
         self._num_replays += 1
         # Check the first replay of each shape, and then a share of all replays, independent of the number of shapes.
         is_due = not captured.is_verified or _is_check_due(self._num_replays)
@@ -159,6 +159,7 @@ class GraphedStepper(Stepper):
             loss=replayed,
             grad_norm=None if norm is None else norm.clone(),
             marks=(*fetching, ("graph", moved, mark())),
+            scalars={name: value.clone() for name, value in captured.outcome.scalars.items()},
         )
 
     def _find_obstacle(self) -> None:
@@ -171,7 +172,7 @@ class GraphedStepper(Stepper):
     # --- eager steps --------------------------------------------------------------------------------------------------
 
     def _run_eagerly(
-        self, key: Hashable, loss: LossFunction, made: Sequence[MicroBatch], *, num_samples: int, step: int
+        self, key: Hashable, loss: MicroLoss, made: Sequence[MicroBatch], *, num_samples: int, step: int
     ) -> Outcome:
         seen = self._seen.get(key)
         if seen is None and len(self._seen) < _MAX_SEEN_SHAPES:
@@ -218,7 +219,7 @@ class GraphedStepper(Stepper):
         return None
 
     def _capture(
-        self, key: Hashable, loss: LossFunction, made: Sequence[MicroBatch], *, num_samples: int
+        self, key: Hashable, loss: MicroLoss, made: Sequence[MicroBatch], *, num_samples: int
     ) -> _CapturedStep | None:
         seen, kind = self._seen.get(key), (len(made), loss_key(loss), self._tensors.modes())
         has_run = seen is not None and not seen.syncs
@@ -282,7 +283,7 @@ class GraphedStepper(Stepper):
 
     # --- periodic checks ----------------------------------------------------------------------------------------------
 
-    def _eager_loss(self, loss: LossFunction, made: Sequence[MicroBatch], num_samples: int) -> Tensor:
+    def _eager_loss(self, loss: MicroLoss, made: Sequence[MicroBatch], num_samples: int) -> Tensor:
         """Compute the loss of this step eagerly. Restore the buffers and generators that the forward pass changes."""
         buffers, rng = BufferSnapshot(self.model), get_torch_rng(self.device)
         total: Tensor | None = None
@@ -340,7 +341,8 @@ class StaticInputs:
 
 def _copied(micro: MicroBatch) -> MicroBatch:
     fields = micro.map_tensors(torch.clone).fields
-    return MicroBatch(fields, _UnreadableIds(len(micro)), micro.first_index)  # type: ignore[arg-type]
+    ids: Any = _UnreadableIds(len(micro))
+    return MicroBatch(fields, ids, micro.first_index, make_data=micro.make_data)
 
 
 class _UnreadableIds:
@@ -353,7 +355,7 @@ class _UnreadableIds:
         return self._number
 
     def _reject(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("the loss reads micro.ids, which are on the host")
+        raise RuntimeError("the loss reads sample_ids, which are on the host")
 
     __getattr__ = __getitem__ = __iter__ = __array__ = __eq__ = __add__ = __radd__ = __mod__ = _reject
     __hash__ = object.__hash__

@@ -39,10 +39,11 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 @contextmanager
 def deterministic(is_on: bool) -> Iterator[None]:
-    """Allow only deterministic kernels while entered, if `is_on`. torch raises for an operator without one."""
+    """Allow only deterministic kernels while entered, or all. torch raises for an operator without one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if is_on:
-        torch.use_deterministic_algorithms(True)
+    if is_on != before[0]:
+        # Also switched off: the plan is "off" with the flag on only if the user overrides it.
+        torch.use_deterministic_algorithms(is_on)
     try:
         yield
     finally:
@@ -109,7 +110,7 @@ def _batch_norms(block: nn.Module) -> list[nn.Module]:
 
 # --- compilation -----------------------------------------------------------------------------------------------------
 
-_DYNAMIC_LENGTHS = ("sorted", "packed", "packed few")
+_DYNAMIC_LENGTHS = ("sorted", "packed", "packed_bucketed")
 """Values of `lengths` with too many shapes to compile each of them."""
 _COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
 """Modules whose errors mean that the compiler failed, not the model."""

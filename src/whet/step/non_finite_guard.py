@@ -26,15 +26,15 @@ _HINT = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from 
 
 
 class NonFiniteGuard:
-    """What is known about the steps of one run: which are suspect, which are skipped, and the usual losses."""
+    """Tracks the steps of one run: non-finite steps, skipped steps, and the usual losses."""
 
     def __init__(self, *, has_scaler: bool, earlier: Iterable[Event] = ()) -> None:
         self.skipped = {event.step for event in earlier if event.get("verdict") == "reproducible"}
         self.first_non_finite: tuple[int, str] | None = None
-        """The first step known to be not finite, and how that showed."""
+        """The first step known to be non-finite, and the symptom."""
         self.check_until_step = 0
         """Up to this step every one is checked before its update."""
-        self.found_bad_step = False
+        self.has_bad_step = False
         """Whether a bad step was found since the rollback."""
         self.has_scaler = has_scaler
         self._num_scaler_skips = 0
@@ -68,13 +68,13 @@ class NonFiniteGuard:
             self.raise_diverged()
         (step, how), self.first_non_finite = self.first_non_finite, None
         self.check_until_step = max(self.check_until_step, step)
-        self.found_bad_step = False
+        self.has_bad_step = False
         return f"step {step:,}: {how}"
 
     def skip(self, step: int, how: str) -> None:
         """Skip a step from now on; raises if too many were skipped."""
         self.skipped.add(step)
-        self.found_bad_step = True
+        self.has_bad_step = True
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MAX_SKIPPED or in_a_row > MAX_CONSECUTIVE_SKIPS:
             got = f"step {step}: {how}; with it {len(self.skipped)} steps would be skipped, {in_a_row} in a row"

@@ -159,17 +159,17 @@ def release_traceback(error: BaseException) -> str:
 
 
 def reduce_memory(
-    plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, may_split: bool = True
+    plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, whole_reason: str | None = None
 ) -> Plan:
     """Return the plan with half the micro-batch, or with activation checkpointing. Raise if neither is possible.
 
-    `num_samples` is the batch size of the failed step. `may_split` is False for a model that updates buffers in every
-    forward pass, such as BatchNorm: a smaller micro-batch would change its statistics.
+    `num_samples` is the batch size of the failed step. `whole_reason` says why the batch may not be split further, such
+    as the statistics of BatchNorm; None if it may.
     """
     planned = plan.micro_batch
     assert isinstance(planned, int)
     micro = min(planned, num_samples)
-    if micro > 1 and may_split:
+    if micro > 1 and whole_reason is None:
         reason = f"micro-batch {planned} ran out of memory at step {step:,}"
         return with_smaller_micro_batch(plan, micro // 2, reason=reason, problem=problem)
     if plan.activation_checkpointing == "off" and find_blocks(model):
@@ -181,9 +181,9 @@ def reduce_memory(
     if micro > 1:
         raise InsufficientMemoryError(
             "a step of this model needs more memory than is available",
-            got=f"micro-batch {micro}: {problem}",
-            try_=f"micro_batch={micro // 2}, if running statistics (e.g. of BatchNorm) may use fewer samples; "
-            "or a smaller global_batch_size",
+            got=f"micro-batch {micro}: {problem}; the batch is not split: {whole_reason}",
+            try_="a smaller batch; split_batch=True, if the loss is a mean over samples; or "
+            f"micro_batch={micro // 2}, if statistics (e.g. of BatchNorm) may use fewer samples",
         )
     raise InsufficientMemoryError(
         "not even one sample fits into memory", got=problem, try_="a smaller model, shorter samples, or precision=bf16"

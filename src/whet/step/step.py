@@ -4,9 +4,11 @@ Nothing here waits for the device or reads the value of a tensor, so that a step
 exception is a checked step, which verifies loss and gradient before the update.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice, Mark
 from whet.distributed.strategies import ParallelStrategy
 from whet.step.ema import Ema
-from whet.step.loss import LossFunction, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, clamp_weight, loss_scalars, parse_loss
 
 NORM_EVERY = 16
 """Steps between two computations of the gradient norm if gradients are not clipped.
@@ -42,6 +44,12 @@ class Outcome:
     marks: tuple[Phase, ...]
     is_skipped: bool = False
     """Whether the NaN guard skipped the step. The loss is then NaN."""
+    is_manual: bool = False
+    """Whether the user's own code made the step (`session.manual`)."""
+    has_loss: bool = True
+    """False for a manual step without `session.log_loss`. The loss is then NaN and is not logged."""
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other numbers that the loss function returned, to be logged with the step."""
 
 
 class NonFiniteError(Exception):
@@ -66,7 +74,9 @@ class Stepper:
         clip: float | None = None,
         ema: Ema | None = None,
         strategy: ParallelStrategy | None = None,
+        other_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
+        """Make steps of `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -76,16 +86,20 @@ class Stepper:
         self.is_updating = False
         """Whether an update is in progress, so that some weights may have changed."""
         self.graph_obstacle: str | None = None
-        """The reason why steps are not captured although the plan says so; None if there is none."""
+        """The reason why steps are not captured in spite of graph=on; None if there is none."""
         self._precision = precision
         self._clip = clip
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # In the order of the model: the norm is rounded by the order of its sum, and loops clip model.parameters().
+        positions = {parameter: position for position, parameter in enumerate(model.parameters())}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
+        self._other_parameters = tuple(other_parameters)
         # Both are set after the first backward pass.
         self._has_gradients = self._can_clip_foreach = False
 
     def __call__(
         self,
-        loss: LossFunction,
+        loss: MicroLoss,
         micro_batches: Iterable[MicroBatch],
         *,
         num_samples: int,
@@ -96,12 +110,16 @@ class Stepper:
 
         A checked step waits for the device and raises NonFiniteError before a NaN or Inf can reach the weights.
         """
-        with self.device.compute_context(is_step=True):
+        with self.device.compute_context(is_step=True), self._freeze_others():
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
+
+    def _freeze_others(self) -> AbstractContextManager[object]:
+        """Return a context in which the parameters of other optimizers need no gradient."""
+        return _frozen(self._other_parameters) if self._other_parameters else _NOTHING
 
     def _step(
         self,
-        loss: LossFunction,
+        loss: MicroLoss,
         micro_batches: Iterable[MicroBatch],
         *,
         num_samples: int,
@@ -110,9 +128,12 @@ class Stepper:
         mark: Callable[[], Mark] | None = None,
     ) -> Outcome:
         mark = mark or self.device.mark
-        self._zero_grad()
+        self.zero_grad()
         # 1. Accumulate the gradients of all micro-batches in .grad.
-        loss_sum, weight_sum, marks = self._forward_backward(loss, micro_batches, num_samples=num_samples, mark=mark)
+        scalars: dict[str, Tensor] = {}
+        loss_sum, weight_sum, marks = self._forward_backward(
+            loss, micro_batches, num_samples=num_samples, mark=mark, scalars=scalars
+        )
         # 2. Sum loss and weight over all ranks. The last backward pass has summed the gradients.
         loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
@@ -137,17 +158,21 @@ class Stepper:
             self._update_ema(self.ema, step)
         self.is_updating = False
         marks.append(("optimizer", marks[-1][2], mark()))
-        return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
+        return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _forward_backward(
         self,
-        loss: LossFunction,
+        loss: MicroLoss,
         micro_batches: Iterable[MicroBatch],
         *,
         num_samples: int,
         mark: Callable[[], Mark],
+        scalars: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | float | None, list[Phase]]:
-        """Accumulate gradients. Return the loss, the sum of weights (None if it is not needed) and the phases."""
+        """Accumulate gradients, and other numbers of the loss in `scalars`.
+
+        Return the loss, the sum of weights (None if it is not needed) and the phases.
+        """
         strategy, marks = self.strategy, []
         loss_sum: Tensor | None = None
         weight_sum: Tensor | float | None = None
@@ -163,7 +188,8 @@ class Stepper:
             is_whole = len(micro) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
                 with self.device.autocast(self._precision):
-                    total, weight = parse_loss(strategy.call(loss, micro))
+                    returned = strategy.call(loss, micro)
+                    total, weight = parse_loss(returned)
                 if weight is None:
                     # A mean over the micro-batch, weighted by its share of the global batch.
                     part = total if is_whole else total * (micro.is_counted * len(micro) / num_samples)
@@ -177,6 +203,8 @@ class Stepper:
                 scaled = self.scaler.scale(part)
                 scaled.backward(strategy.seed(scaled))
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
+            if strategy.is_single_process:
+                _add_scalars(scalars, returned, share=len(micro) / num_samples)
             done = mark()
             marks += [
                 ("data", start, loaded),
@@ -204,7 +232,7 @@ class Stepper:
     def abort(self) -> None:
         """Discard gradients and scaler state of an unfinished step. The caller restores the weights."""
         self.is_updating = False
-        self._zero_grad()
+        self.zero_grad()
         if self.scaler.is_enabled():
             # The scaler remembers that the gradients are unscaled, and only update() clears that.
             self.scaler._per_optimizer_states.clear()
@@ -214,7 +242,7 @@ class Stepper:
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
         """Clear gradients like Optimizer.zero_grad, but without its profiler hooks, which take 12 us."""
         if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
@@ -265,13 +293,35 @@ class Stepper:
         ema.update(step)
 
 
+@contextmanager
+def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Switch requires_grad off. backward(inputs=...) would lose gradients with reentrant checkpointing."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+
+
+_NOTHING = nullcontext()
+
+
+def _add_scalars(scalars: dict[str, Tensor], returned: Any, *, share: float) -> None:
+    """Add the mean of other numbers of a loss over the micro-batches of a step."""
+    for name, value in loss_scalars(returned).items():
+        scalars[name] = value * share if name not in scalars else scalars[name] + value * share
+
+
 def _make_scaler(device: AbstractDevice, loss_scaling: str) -> torch.amp.GradScaler:
     """Return the loss scaler. It is disabled if it is not needed."""
     return torch.amp.GradScaler(device.torch_device.type, enabled=loss_scaling == "dynamic")
 
 
 def mark_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-    """Yield each micro-batch with whether it is the last one."""
+    """Yield pairs of a micro-batch and whether it is the last one."""
     ahead: MicroBatch | None = None
     for micro in micro_batches:
         if ahead is not None:

@@ -85,6 +85,8 @@ class State:
     """Number of samples consumed over all epochs."""
     evaluated_step: int = 0
     """The step of the last evaluation."""
+    goal: str | None = None
+    """The goal and its direction, such as "val_loss (min)"; None without a goal."""
     best_score: float | None = None
     """The best goal metric so far, negated if mode is "min"; None before the first one."""
     best_step: int | None = None
@@ -103,8 +105,11 @@ class State:
     batch: GlobalBatch | None = None
     """The global batch of the last step."""
 
+    stop_reason: str | None = None
+    """Why the loop stopped before the last step; None if it did not."""
+
     _SAVED: ClassVar[tuple[str, ...]] = (
-        "step", "samples", "evaluated_step", "best_score", "best_step", "num_worse", "ended_early",
+        "step", "samples", "evaluated_step", "goal", "best_score", "best_step", "num_worse", "ended_early",
     )  # fmt: skip
 
     @property
@@ -145,6 +150,14 @@ class State:
         """Restore the fields that are saved in a checkpoint."""
         # Read all fields first: a KeyError must not leave the state half restored.
         values = {name: saved[name] for name in self._SAVED}
+        if values["best_score"] is not None and self.goal not in (None, values["goal"]):
+            # Scores of two goals cannot be compared: early stopping and the best checkpoint would be wrong.
+            raise UsageError(
+                "the run was started with another goal",
+                got=f"{self.goal}; the run has {values['goal']}",
+                try_="the same goal, mode and evaluation, or another run folder",
+            )
+        values["goal"] = self.goal or values["goal"]
         self.position = Position(**saved["position"])
         for name, value in values.items():
             setattr(self, name, value)

@@ -85,9 +85,11 @@ class Checkpointer:
         """Steps whose checkpoints were rejected when the run resumed."""
         self._last_bytes = 0
         self._num_failures = 0
-        if run.group.is_rank_zero:
-            with contextlib.suppress(WhetError, OSError):
-                durable.remove_leftovers(self._folder)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left of an unfinished checkpoint."""
+        with contextlib.suppress(WhetError, OSError):
+            durable.remove_leftovers(self._folder)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -160,13 +162,16 @@ class Checkpointer:
             step=state.step,
             progress={
                 "progress": progress,
-                "schedule": run.schedule.state_dict(),
-                "source": run.source.state(),
-                "base_rates": base_rates,
+                "schedule": run.rates.state_dict(),
+                "source": run.source.state(run.state.position),
+                "initial": run.rates.initial,
+                "code": run.sources.state_dict(),
                 "callbacks": run.callbacks.state_dict(),
             },
             info=info,
             num_groups=len(base_rates),
+            others=run.other_optimizers,
+            has_gradients=run.has_users_gradients,
         )
 
     def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:
@@ -174,8 +179,8 @@ class Checkpointer:
         step, best, total_steps = run.state.step, run.state.best_step, run.state.total_steps
         if self._is_sharded:
             snapshot = rank_part(snapshot, rank=group.ranks.rank)
-        has_room = self._staging.has_room(snapshot.num_bytes)
-        in_background = urgency != "last" and self._write_mode.is_background and has_room
+        has_capacity = self._staging.has_capacity(snapshot.num_bytes)
+        in_background = urgency != "last" and self._write_mode.is_background and has_capacity
         # A background write needs a copy, because the next step changes the live tensors.
         held = self._staging.copy(snapshot) if in_background else snapshot
         turn = group.store.next_turn() if self._is_sharded else 0
@@ -225,7 +230,7 @@ class Checkpointer:
         # A margin of 5 % for file system overhead.
         if free is not None and free < 1.05 * needed:
             with durable.disk_errors("write", self._folder):
-                raise OSError(errno.ENOSPC, "no room")
+                raise OSError(errno.ENOSPC, "not enough disk space")
 
     # --- the end of a write ------------------------------------------------------------------------------------------
 

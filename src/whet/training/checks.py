@@ -3,22 +3,25 @@
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from whet.base.errors import UsageError
-from whet.data.adapters import AbstractSource
 from whet.data.batch import Position
+from whet.data.source import AbstractSource
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo, check_not_mps
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, attention_kernel_reason, norm_kernel_reason
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.step.optimizers import OptimizerChoice
+from whet.training.optimizer_set import OptimizerSet
 from whet.training.resume import ALLOWED_KEYS
+from whet.training.torch_schedule import encode_scheduler
 from whet.training.training_config import TrainingConfig
 
 _HALF_PRECISIONS = ("bf16", "fp16")
@@ -27,11 +30,12 @@ _RESERVED_METRICS = {"kind", "time", "step", "weights"}
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
-# --- what the user passes ---------------------------------------------------------------------------------------------
+# --- arguments of the user --------------------------------------------------------------------------------------------
 
 
-def check_model_and_optimizer(model: Any, optimizer: Any, mode: str) -> None:
+def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
     """Raise for objects of the wrong type, and for an optimizer over parameters of a different model."""
+    optimizer: Any = optimizers.main
     if not isinstance(model, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
@@ -42,13 +46,11 @@ def check_model_and_optimizer(model: Any, optimizer: Any, mode: str) -> None:
         )
     if not isinstance(optimizer, Optimizer | OptimizerChoice):
         hint = 'torch.optim.AdamW(model.parameters(), lr=1e-3), or whet.OptimizerChoice(name="adamw", lr=1e-3)'
-        raise UsageError("the optimizer must be one of torch's or a choice", got=repr(optimizer)[:80], try_=hint)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS runs a step several times", got="LBFGS", try_="an optimizer that steps once")
-    if mode not in ("max", "min"):
-        raise UsageError("mode must be max or min", got=repr(mode), try_='mode="max" or mode="min"')
-    if isinstance(optimizer, Optimizer):
-        _check_parameters_owned(model, optimizer)
+        raise UsageError(
+            "the optimizer must be a torch.optim.Optimizer or an OptimizerChoice", got=repr(optimizer)[:80], try_=hint
+        )
+    for one in optimizers.torch_optimizers.values():
+        _check_parameters_owned(model, one)
 
 
 def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
@@ -63,13 +65,47 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def check_several_optimizers(optimizers: OptimizerSet, training: TrainingConfig, *, num_ranks: int) -> None:
+    """Raise for options that several optimizers do not support."""
+    if not optimizers.others:
+        return
+    number = f"{len(optimizers.names)} optimizers"
+    if training.ema:
+        raise UsageError(
+            "ema=True supports only one optimizer",
+            got=f"ema=True with {number}",
+            try_="ema=False; a callback can keep its own average",
+        )
+    if num_ranks > 1:
+        raise UsageError(
+            "several optimizers run in one process", got=f"{number}, {num_ranks} processes", try_="--nproc 1"
+        )
+
+
 def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar] | None, device: str) -> None:
     """Raise if overrides or a device are passed together with a plan, which contains them already."""
     if plan is not None and (overrides or device not in ("auto", plan.overrides.get("device"))):
         raise UsageError(
-            "a plan has its overrides already",
+            "a plan already contains its overrides",
             got="plan together with overrides or device",
             try_="overrides=... when the plan is made",
+        )
+
+
+def check_goal_is_evaluated(
+    options: Mapping[str, Any], *, goal: str | None, is_evaluated: bool = True, hint: str = 'goal="val_loss"'
+) -> None:
+    """Raise for options that watch the goal if it is never evaluated: they would have no effect."""
+    watching = [f"patience={options['patience']}"] if options.get("patience") is not None else []
+    schedule = options.get("schedule")
+    schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
+    watching += ['schedule="plateau"'] if any(one == "plateau" for one in schedules if isinstance(one, str)) else []
+    if watching and (goal is None or not is_evaluated):
+        missing = "a goal" if is_evaluated else "val"
+        raise UsageError(
+            f"{watching[0]} watches the goal, and none is evaluated",
+            got=f"{watching[0]} without {missing}",
+            try_=hint,
         )
 
 
@@ -78,29 +114,100 @@ def parse_allow(allow: object) -> tuple[str, ...]:
     names = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
     for name in names:
         if name not in ALLOWED_KEYS:
-            raise UsageError("this cannot be allowed", got=repr(name), try_=" or ".join(ALLOWED_KEYS))
+            raise UsageError("unknown value for --allow", got=repr(name), try_=" or ".join(ALLOWED_KEYS))
     return names
 
 
-# --- how a session is used --------------------------------------------------------------------------------------------
+# --- use of a session -------------------------------------------------------------------------------------------------
+
+
+def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:
+    """Return the name of the optimizer to step. Raise if it is not known which."""
+    if type(every) is not int or every < 1:
+        raise UsageError("every must be a positive whole number", got=f"every={every!r}", try_="every=5")
+    if name is None and not optimizers.others:
+        return optimizers.main_name
+    if name not in optimizers.names:
+        got = "no optimizer=" if name is None else f"optimizer={name!r}"
+        known = " or ".join(f'optimizer="{known}"' for known in optimizers.names if known) or "no optimizer="
+        raise UsageError(
+            "session.step needs the name of an optimizer", got=got, try_=f"session.step(loss, batch, {known})"
+        )
+    return name
+
+
+def check_no_closure(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that evaluates the loss several times in a step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times in a step",
+            got="session.step with LBFGS",
+            try_="with session.manual(batch) as data: optimizer.step(closure)",
+        )
+
+
+def check_one_optimizer(optimizer: Any) -> None:
+    """Raise for what only an own loop can train: several optimizers, and steps that evaluate the loss repeatedly."""
+    if isinstance(optimizer, Mapping):
+        raise UsageError(
+            "whet.train makes one step for each batch",
+            got=f"optimizers {', '.join(map(str, optimizer))}",
+            try_='with whet.Session(...) as session: session.step(loss, batch, optimizer="..."), for each of them',
+        )
+    check_no_closure(optimizer)
+
+
+def manual_loss(_: Any) -> NoReturn:
+    """Stand for the loss of a training with manual steps, which only its own loop can compute."""
+    raise UsageError(
+        "this command needs a loss function, and the training makes manual steps",
+        got="session.manual",
+        try_="whet prove, which repeats the whole training; or session.step(loss, batch)",
+    )
+
+
+def check_manual(training: TrainingConfig, group: RankGroup) -> None:
+    """Raise for options that have no effect on manual steps."""
+    if not group.is_single_process:
+        raise UsageError("manual steps run in one process", got=f"{group.ranks.size} processes", try_="--nproc 1")
+    if training.ema:
+        raise UsageError("ema=True needs session.step", got="a manual step", try_="ema=False")
+    if training.clip is not None:
+        raise UsageError(
+            "clip has no effect on manual steps",
+            got=f"clip={training.clip}",
+            try_="no clip, and torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()",
+        )
+
+
+def check_training_mode(model: nn.Module, step: int) -> None:
+    """Raise if an evaluation has left the model in eval mode. A plain loop calls model.train() in each epoch."""
+    if not model.training:
+        raise UsageError(
+            "the model is in eval mode: it would train without dropout, and BatchNorm would keep its statistics",
+            got=f"model.eval() before step {step:,}",
+            try_="model.train() after your evaluation, or session.evaluate(...), which restores the mode",
+        )
 
 
 def wrong_batch_error() -> UsageError:
     """Return the error for a batch that is out of order: a resume can only repeat the planned order."""
     got = "a batch that was stepped before, or another one"
-    return UsageError("every batch is stepped once, in order", got=got, try_=_ONE_STEP_HINT)
+    return UsageError("pass each batch to step() once, in order", got=got, try_=_ONE_STEP_HINT)
 
 
 def one_step_error(num_steps: int) -> UsageError:
     """Return the error for a batch that was not stepped exactly once: its samples would be lost or repeated."""
-    return UsageError("every batch is one step", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT)
+    return UsageError(
+        "call step() once for each batch", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT
+    )
 
 
 def check_epoch_complete(position: Position) -> None:
     """Raise if an epoch ends before its last sample."""
     if position.samples > 0:
         raise UsageError(
-            "the data has become shorter",
+            "the data is shorter than when the run was started",
             got=f"nothing after sample {position.samples:,} of the epoch",
             try_="the data the run was started with",
         )
@@ -113,46 +220,46 @@ def check_metric_names(names: set[str]) -> None:
         raise UsageError("a metric has a reserved name", got=", ".join(taken), try_="another name")
 
 
-# --- kernels of our own -----------------------------------------------------------------------------------------------
+# --- whet's kernels ---------------------------------------------------------------------------------------------------
 
 
-def check_own_attention(plan: Plan) -> None:
-    """Raise for attention=own if whet's attention kernels would not be used."""
+def check_whet_attention(plan: Plan) -> None:
+    """Raise for attention=whet if whet's attention kernels would not be used."""
     workload, lengths, precision = plan.workload, plan.lengths, plan.precision
     if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
         if precision not in _HALF_PRECISIONS:
             raise UsageError(
                 "whet's attention kernels need half precision",
-                got=f"attention=own precision={precision}",
+                got=f"attention=whet precision={precision}",
                 try_="precision=bf16, or attention=torch",
             )
         return
     if SPAN_ATTENTION in workload.layers:
         raise UsageError(
             "whet's attention kernels need packed sequences",
-            got=f"attention=own lengths={lengths}",
+            got=f"attention=whet lengths={lengths}",
             try_="lengths=packed, or attention=torch",
         )
     raise UsageError(
-        "the model has no attention that whet's kernels support", got="attention=own", try_="attention=torch"
+        "the model has no attention that whet's kernels support", got="attention=whet", try_="attention=torch"
     )
 
 
-def check_own_norms(plan: Plan) -> None:
-    """Raise for norms=own if whet's norm kernels would not be used."""
+def check_whet_norms(plan: Plan) -> None:
+    """Raise for norms=whet if whet's norm kernels would not be used."""
     layers, layout, precision = plan.workload.layers, plan.layout, plan.precision
     if norm_kernel_reason(layers, layout=layout) is None:
         if GROUP_NORM_ACTIVATION not in layers:
-            raise UsageError("the model has no norms that whet's kernels support", got="norms=own", try_="norms=torch")
+            raise UsageError("the model has no norms that whet's kernels support", got="norms=whet", try_="norms=torch")
         raise UsageError(
             "whet's group norm kernels need channels_last",
-            got=f"norms=own layout={layout}",
+            got=f"norms=whet layout={layout}",
             try_="layout=channels_last, or norms=torch",
         )
     if precision not in _HALF_PRECISIONS:
         raise UsageError(
             "whet's norm kernels need half precision",
-            got=f"norms=own precision={precision}",
+            got=f"norms=whet precision={precision}",
             try_="precision=bf16, or norms=torch",
         )
 
@@ -186,11 +293,15 @@ def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankIn
         )
     if isinstance(optimizer, OptimizerChoice) and optimizer.name == "adafactor":
         raise UsageError(
-            "adafactor needs whole weights", got=f"optimizer=adafactor, sharding=full, {number}", try_="optimizer=adamw"
+            "adafactor does not support sharded weights",
+            got=f"optimizer=adafactor, sharding=full, {number}",
+            try_="optimizer=adamw",
         )
     if plan.loss_scaling == "dynamic":
         raise UsageError(
-            "loss scaling needs whole gradients", got="precision=fp16, sharding=full", try_="precision=bf16"
+            "loss scaling does not support sharded gradients",
+            got="precision=fp16, sharding=full",
+            try_="precision=bf16",
         )
 
 
@@ -204,10 +315,12 @@ def check_ranks_agree(
     """Raise on all ranks if the training differs on one of them: the loss would not show it."""
     if group.is_single_process:
         return
+    schedule = training.schedule
     facts = group.all_gather(
         {
             **training.as_json(),
             **_optimizer_facts(optimizer),
+            **({"scheduler": encode_scheduler(schedule)} if isinstance(schedule, LRScheduler) else {}),
             "model": _model_digest(model),
             "samples": source.num_samples,
             "content of the data": source.fingerprint(),
@@ -220,7 +333,7 @@ def check_ranks_agree(
             is_unknown = name == "content of the data" and None in (first, other)
             if first != other and not is_unknown:
                 raise UsageError(
-                    "the ranks do not train the same",
+                    "the ranks have different configurations",
                     got=f"{name}: {first} on rank 0, {other} on rank {rank}",
                     try_="the same arguments, the same files and the same code on every machine",
                 )

@@ -1,8 +1,9 @@
 """Evaluation of a model without side effects on training."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -10,22 +11,25 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.snapshot import Snapshot, restore_model
-from whet.data.adapters import AbstractSource
 from whet.data.batch import MicroBatch, Position
+from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device.rng import preserve_rng
 from whet.distributed.strategies import local_tensor
 from whet.step.apply_plan import open_planned_source
 from whet.step.ema import named_tensors
+from whet.step.loss import MicroLoss, parse_loss
 from whet.step.step import Stepper
 from whet.training.metrics import normalize_metrics
+from whet.training.workload import pad_token_id
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 
-Evaluate = Callable[[nn.Module, Iterator[MicroBatch]], Mapping[str, Any]]
-"""A function that returns metrics, and optionally a confusion matrix, scores by class and samples (metrics.py)."""
+Evaluate = Callable[[nn.Module, Iterator[Any]], Mapping[str, Any]]
+"""A function of the model and of micro-batches, which have the type of the user's batch. It returns metrics,
+and optionally a confusion matrix, scores by class and samples (metrics.py)."""
 
 _MAX_OPEN_SOURCES = 4
 """Maximum number of open datasets. A user may pass a new one to every evaluation, and each may start workers."""
@@ -35,13 +39,48 @@ _MAX_OPEN_SOURCES = 4
 class ShardedEvaluation(Protocol):
     """An evaluation that ranks share. Each rank evaluates its samples, and rank 0 merges the partial metrics."""
 
-    def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Mapping[str, Any]: ...
+    def __call__(self, model: nn.Module, micro_batches: Iterator[Any], /) -> Mapping[str, Any]: ...
 
-    def partial_metrics(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
+    def partial_metrics(self, model: nn.Module, micro_batches: Iterator[Any], /) -> Any:
         """Return the partial metrics of these samples as plain JSON. There may be no samples."""
 
     def merge_metrics(self, model: nn.Module, parts: list[Any], /) -> Mapping[str, Any]:
         """Return the metrics from the partial metrics of all ranks."""
+
+
+class LossEvaluation:
+    """The loss function as an evaluation: the mean over all samples, or the sum over the sum of the loss's weights.
+
+    Unlike a user's evaluation it receives MicroBatch objects, which know their number of samples.
+    """
+
+    def __init__(self, loss: MicroLoss, autocast: Callable[[], AbstractContextManager[object]]) -> None:
+        self._loss = loss
+        self._autocast = autocast
+
+    def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> dict[str, float]:
+        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
+
+    def partial_metrics(self, _model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> tuple[float, float]:
+        """Return the sum of losses and the sum of weights."""
+        totals: list[Tensor] = []
+        weights: list[Tensor] = []
+        for micro in micro_batches:
+            with self._autocast():
+                total, weight = parse_loss(self._loss(micro))
+            weights.append(torch.as_tensor(len(micro) if weight is None else weight))
+            totals.append(total * len(micro) if weight is None else total)
+        # Read at the end: reading each loss would make every micro-batch wait for the device. Summed on the host in
+        # float64, which MPS does not have.
+        return _sum_on_host(totals), _sum_on_host(weights)
+
+    def merge_metrics(self, _model: nn.Module, parts: list[Any], /) -> dict[str, float]:
+        weight = math.fsum(part[1] for part in parts)
+        return {"loss": math.fsum(part[0] for part in parts) / weight if weight > 0 else 0.0}
+
+
+def _sum_on_host(values: list[Tensor]) -> float:
+    return math.fsum(value.item() for value in values)
 
 
 class Evaluator:
@@ -72,9 +111,9 @@ class Evaluator:
                 for module, mode in modes:
                     module.training = mode
 
-    def batches(self, data: Any) -> Iterator[MicroBatch]:
+    def batches(self, data: Any) -> Iterator[Any]:
         """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
-        return self._micro_batches(data, RankShare())
+        return (micro.data for micro in self._micro_batches(data, RankShare()))
 
     def close(self) -> None:
         """Stop the data workers."""
@@ -85,9 +124,9 @@ class Evaluator:
         """Evaluate all data. Several ranks share it if the evaluation supports that; otherwise rank 0 does it alone."""
         model, group = self._run.model, self._run.group
         if group.is_single_process:
-            return _normalized(evaluate(model, self.batches(data)))
+            return _normalized(evaluate(model, _as_data(evaluate, self._micro_batches(data, RankShare()))))
         if isinstance(evaluate, ShardedEvaluation):
-            parts = group.all_gather(evaluate.partial_metrics(model, self._own_batches(data)))
+            parts = group.all_gather(evaluate.partial_metrics(model, _as_data(evaluate, self._own_batches(data))))
             metrics = _normalized(evaluate.merge_metrics(model, parts)) if group.is_rank_zero else None
         else:
             metrics = _normalized(evaluate(model, self.batches(data))) if group.is_rank_zero else None
@@ -109,13 +148,28 @@ class Evaluator:
             if len(self._sources) >= _MAX_OPEN_SOURCES:
                 oldest, _ = self._sources.pop(next(iter(self._sources)))
                 oldest.close()
-            source = open_planned_source(data, device, plan, global_batch_size=size * share.size, share=share)
+            source = open_planned_source(
+                data,
+                device,
+                plan,
+                global_batch_size=size * share.size,
+                share=share,
+                # A DataLoader has its own collate function. All other data is collated as the training data is.
+                collate_fn=self._run.config.training.collate_fn,
+                pad_token_id=pad_token_id(self._run.model),
+            )
             # Keep a reference to the data, so that its id cannot be reused by another object.
             self._sources[key] = source, data
         source, _ = self._sources[key]
         for batch in source.batches(Position()):
-            for micro in source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths):
+            # A loss that needs whole batches is evaluated on whole batches too.
+            micro_batch = size if self._run.divides_batches else len(batch)
+            for micro in source.micro_batches(batch, micro_batch=micro_batch, length_mode=plan.lengths):
                 yield micro.map_tensors(device.put)
+
+
+def _as_data(evaluate: Evaluate, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
+    return micro_batches if isinstance(evaluate, LossEvaluation) else (micro.data for micro in micro_batches)
 
 
 def _normalized(metrics: Any) -> dict[str, Any]:
@@ -151,7 +205,9 @@ def _load_snapshot(best: Snapshot, stepper: Stepper) -> None:
         return
     for name, average in stepper.ema.average.items():
         if f"ema/{name}" not in best.tensors:
-            raise WhetError("the best checkpoint has no average", got=name, try_="ema as when the run was started")
+            raise WhetError(
+                "the best checkpoint has no EMA weights", got=name, try_="ema=False, as when the run was started"
+            )
         local_tensor(average).copy_(best.tensors[f"ema/{name}"])
 
 

@@ -5,36 +5,41 @@ which is logged.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.base.errors import InsufficientMemoryError, UsageError
+from whet.base.errors import InsufficientMemoryError, UsageError, WhetError
 from whet.base.process import freeze_live_objects
 from whet.data.batch import GlobalBatch, MicroBatch, Shapes, micro_batch_shapes
 from whet.data.order import mix_seed
+from whet.data.split import RankShare
 from whet.device.errors import is_out_of_memory
 from whet.device.rng import seed_everything
 from whet.distributed.strategies import RetryStepError
 from whet.plan.plan import make_plan, with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
 from whet.step.apply_plan import apply_kernels
-from whet.step.loss import LossFunction
+from whet.step.loss import MicroLoss, loss_code
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.rollback import StepRollback, reduce_memory, release_traceback
-from whet.step.step import NonFiniteError, Outcome, WrongReplayError
+from whet.step.step import NonFiniteError, Outcome, Stepper, WrongReplayError
 from whet.training.callbacks.event_log import sample_ids
-from whet.training.checks import check_own_attention, check_own_norms
+from whet.training.checks import check_whet_attention, check_whet_norms
 from whet.training.evaluator import Evaluate, Evaluator
+from whet.training.notebook import describe_held_memory, name_held_memory
 from whet.training.start_checks import StartChecks, uncompiled_plan
-from whet.training.workload import calls_attention, measure_activation_bytes
+from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id, preserve_loss_modules
 from whet.verify.start.causality import use_explicit_masks
+from whet.verify.start.splitting import loss_split_obstacle
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
+_RECHECK_STEPS = 1024
+"""Split steps after which the loss is checked again, in addition to steps 2, 4, 8 and so on."""
 _MAX_SHAPES = 1000
 """Maximum number of distinct shapes to remember: packed batches have a new shape each time."""
 
@@ -54,7 +59,8 @@ class Executor:
         plan, stepper = run.plan, run.stepper
         if plan.layout != "contiguous":
             # On close, return the weights to their original memory format. Optimizer state follows its parameters.
-            self._exit_stack.callback(run.layout.use, "contiguous", stepper.optimizer)
+            for one in run.steppers.values():
+                self._exit_stack.callback(run.layout.use, "contiguous", one.optimizer)
         self._evaluator = Evaluator(run)
         self._exit_stack.callback(self._evaluator.close)
         # Applied here and not at the first step, because an evaluation may run before it.
@@ -63,7 +69,8 @@ class Executor:
         self._exit_stack.enter_context(apply_kernels(plan, run.device))
         if plan.freed_memory == "kept":
             self._exit_stack.enter_context(run.device.memory.keep_freed())
-        self._exit_stack.callback(lambda: stepper.release_graphs("the session is over"))
+        for one in run.steppers.values():
+            self._exit_stack.callback(one.release_graphs, "the session is over")
         self._checks = StartChecks(run=run, exit_stack=self._exit_stack)
         self._rollback = StepRollback(stepper.model, run.device)
         self.shapes: set[Shapes] = set()
@@ -71,6 +78,9 @@ class Executor:
         self.moved_from: str | None = None
         """The kind of device before the resume; None if it is unchanged."""
         self._is_ready = False
+        self._split_steps: dict[tuple[str, Hashable], int] = {}
+        """The number of split steps, by optimizer and loss for which it is known whether the batch may be split."""
+        self._has_stepped = False
         self._oom_step: int | None = None
 
     def close(self) -> None:
@@ -79,8 +89,8 @@ class Executor:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome:
-        """Run optimizer step `number`, unless the NaN guard skips it.
+    def step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str | None = None) -> Outcome:
+        """Run optimizer step `number`, unless the NaN guard skips it. `optimizer` is one of several by name.
 
         Raises RollbackRequiredError if the weights are NaN or Inf, or only half updated.
         """
@@ -89,18 +99,24 @@ class Executor:
             return _skipped_outcome()
         # After a rollback because of NaN, every step up to the bad one is checked before its update.
         is_checked = number <= guard.check_until_step
+        stepper = run.stepper if optimizer is None else run.steppers[optimizer]
         try:
-            outcome = self._run_step(loss, batch, number=number, is_checked=is_checked)
+            outcome = self._run_step(loss, batch, stepper, number=number, is_checked=is_checked)
         except NonFiniteError as error:
             self._skip(batch, number=number, reason=str(error))
+            if len(run.steppers) > 1:
+                # Another optimizer may have stepped on this batch. All of them skip it when it is repeated.
+                raise RollbackRequiredError(f"step {number:,}: {error}") from None
             return _skipped_outcome()
         if is_checked:
-            if not run.stepper.has_finite_weights():
+            if not stepper.has_finite_weights():
                 # Loss and gradient were finite, but the update was not. Only a checkpoint has the earlier weights.
                 reason = "the update makes weights NaN or Inf"
                 self._skip(batch, number=number, reason=reason)
                 raise RollbackRequiredError(f"step {number:,}: {reason}")
-            if number == guard.check_until_step and not guard.found_bad_step:
+            # With several optimizers, a later one may still find that this step is bad.
+            is_last = number == guard.check_until_step and len(run.steppers) == 1
+            if is_last and not guard.has_bad_step:
                 reason = "repeated from the checkpoint, every step was finite"
                 run.log.event("skip", step=number, reason=reason, verdict="transient")
         return outcome
@@ -113,7 +129,8 @@ class Executor:
         run, guard = self._run, self._run.guard
         if check_weights:
             run.log.read()
-            if guard.first_non_finite is None and not run.stepper.has_finite_weights():
+            is_finite = all(stepper.has_finite_weights() for stepper in run.steppers.values())
+            if guard.first_non_finite is None and not is_finite:
                 guard.first_non_finite = run.state.step, "weights are NaN or Inf"
         return guard.first_non_finite is None
 
@@ -121,12 +138,11 @@ class Executor:
         """Reset the rollback snapshot after something other than a step changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
-    def _run_step(self, loss: LossFunction, batch: GlobalBatch, *, number: int, is_checked: bool) -> Outcome:
+    def _run_step(
+        self, loss: MicroLoss, batch: GlobalBatch, stepper: Stepper, *, number: int, is_checked: bool
+    ) -> Outcome:
         """Run a step. If memory runs out, retry it with a smaller micro-batch."""
-        is_first = not self._is_ready
-        if is_first:
-            self._prepare(loss, batch, number=number)
-        run, stepper, rollback = self._run, self._run.stepper, self._rollback
+        run, rollback = self._run, self._rollback
         if not run.group.is_single_process:
             # Seeded by (seed, step, rank): no rank needs generator state in a checkpoint, and dropout differs by rank.
             seed_everything(mix_seed(run.config.training.seed, number, run.group.ranks.rank) % 2**63)
@@ -136,16 +152,16 @@ class Executor:
                 outcome = stepper(loss, self._split(batch), num_samples=len(batch), step=number, is_checked=is_checked)
                 break
             except NonFiniteError as error:
-                if not self._undo():
+                if not self._undo(stepper):
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 raise
             except RetryStepError as error:
                 # Raised on every rank before the update. If one rank cannot undo the step, all ranks roll back.
-                if any(run.group.all_reduce_max([float(not self._undo())])):
+                if any(run.group.all_reduce_max([float(not self._undo(stepper))])):
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 continue
             except WrongReplayError as error:
-                self._log_graph_refusal(number)
+                self._log_graph_refusal(stepper, number)
                 raise RollbackRequiredError(f"step {number:,}: {error}") from None
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -158,22 +174,23 @@ class Executor:
             stepper.abort()
             if run.plan.graph == "on" and stepper.graph_obstacle is None:
                 stepper.release_graphs("memory ran out, and graphs hold some")
-            self._log_graph_refusal(number)
-            self._reduce_memory(problem, number=number, num_samples=len(batch))
+            self._log_graph_refusal(stepper, number)
+            self._reduce_memory(problem, loss, batch, number=number)
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
-        self._log_graph_refusal(number)
+        self._log_graph_refusal(stepper, number)
         self._learn_changes()
-        if is_first and run.plan.compile != "off":
+        if not self._has_stepped and run.plan.compile != "off":
             # torch.compile leaves many objects behind. A collection over them takes 0.15 s after every epoch, so they
             # are excluded from garbage collection.
             freeze_live_objects()
+        self._has_stepped = True
         return outcome
 
-    def _undo(self) -> bool:
+    def _undo(self, stepper: Stepper) -> bool:
         """Undo a step that failed before its update. Return False if something changed that cannot be undone."""
         is_undone = self._rollback.restore()
-        self._run.stepper.abort()
+        stepper.abort()
         return is_undone
 
     def _learn_changes(self) -> None:
@@ -194,14 +211,17 @@ class Executor:
 
     def _split(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         plan = self._run.plan
-        for micro in self._run.source.micro_batches(batch, micro_batch=plan.micro_batch, length_mode=plan.lengths):
+        # A sampler may yield batches that are larger than the global batch size.
+        is_whole = plan.workload.whole_batch_reason is not None and self._run.group.is_single_process
+        size = max(plan.micro_batch, len(batch)) if is_whole else plan.micro_batch
+        for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths):
             if len(self.shapes) < _MAX_SHAPES:
                 self.shapes.add(micro_batch_shapes(micro))
             yield micro
 
-    def _log_graph_refusal(self, number: int) -> None:
+    def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
-        run, reason = self._run, self._run.stepper.graph_obstacle
+        run, reason = self._run, stepper.graph_obstacle
         if reason is None or run.plan.graph == "off":
             return
         off = MeasuredSetting(value="off", reason=reason, evidence={"step": number})
@@ -229,23 +249,45 @@ class Executor:
             action = f"evaluates {run.plan.eval_batch} at once"
             run.log.event("oom", step=step, reason=problem, action=action)
 
-    def batches(self, data: Any) -> Iterator[MicroBatch]:
+    def batches(self, data: Any) -> Iterator[Any]:
         """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
         return self._evaluator.batches(data)
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
-    def _prepare(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
+    def prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str) -> None:
+        """Make the checks that come before the first step, and before the first step of each optimizer and loss."""
+        is_first = not self._is_ready
+        if is_first:
+            with preserve_loss_modules(loss, self._run.model):
+                self._prepare(loss, batch, number=number)
+        if not self._is_split(batch):
+            return
+        key = optimizer, loss_code(loss)
+        if not is_first and key not in self._split_steps:
+            self._check_split(loss, batch)
+            # The check restores buffers, which counts as a change of them.
+            self.expect_changes()
+        count = self._split_steps[key] = self._split_steps.get(key, 0) + 1
+        # Checked again at powers of two, because a loss may change during a run.
+        if count > 1 and (count.bit_count() == 1 or count % _RECHECK_STEPS == 0):
+            self._check_split_again(loss, batch, number=number)
+
+    def _prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Measure the memory per sample, verify the model, and compile it."""
         run = self._run
         # Order matters: the micro-batch decides the shapes to verify, and the compiled model is compared last.
+        if (obstacle := run.source.split_obstacle(batch)) is not None:
+            run.divides_batches = False
+            self._keep_batch_whole(f"the collated batch cannot be divided into samples: {obstacle}")
         is_undecided = "micro_batch" not in run.plan.overrides and run.plan.workload.activation_bytes is None
-        if number == 1 and is_undecided and len(batch) >= 4:
+        if number == 1 and is_undecided and len(batch) >= 4 and run.divides_batches:
             self._plan_micro_batch(loss, batch)
+        self._check_split(loss, batch)
         if run.plan.overrides.get("attention", "torch") != "torch":
             self._check_attention_is_used(loss, batch)
-        if run.plan.overrides.get("norms") == "own":
-            check_own_norms(run.plan)
+        if run.plan.overrides.get("norms") == "whet":
+            check_whet_norms(run.plan)
         plan = self._checks.run_checks(loss, batch, step=number - 1, moved_from=self.moved_from)
         if plan is not run.plan:
             run.use_plan(plan)
@@ -257,10 +299,10 @@ class Executor:
                 run.use_plan(plan)
         self._is_ready = True
 
-    def _check_attention_is_used(self, loss: LossFunction, batch: GlobalBatch) -> None:
+    def _check_attention_is_used(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         run = self._run
-        if run.plan.attention == "own":
-            check_own_attention(run.plan)
+        if run.plan.attention == "whet":
+            check_whet_attention(run.plan)
             return
         few = self._first_samples(batch, min(4, len(batch)))
         if not calls_attention(run.model, loss, few, device=run.device):
@@ -270,40 +312,135 @@ class Executor:
                 try_="attention=torch",
             )
 
-    def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
+    def _plan_micro_batch(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         """Measure the memory per sample and plan the micro-batch again, unless even a few samples do not fit."""
-        run, plan = self._run, self._run.plan
+        run = self._run
         try:
             # The difference between two sizes cancels constant costs. Size 1 is avoided: BatchNorm rejects it.
             small, large = (self._first_samples(batch, size) for size in (2, 4))
             needed = measure_activation_bytes(run.model, loss, small, large, device=run.device)
         except Exception as error:
-            if not is_out_of_memory(error):
+            is_oom = is_out_of_memory(error)
+            if not is_oom and not run.group.is_single_process:
                 raise
             problem = release_traceback(error)
+            if not is_oom:
+                # The loss may need the whole batch. If it fails for another reason, the step raises the error.
+                run.divides_batches = False
+                self._keep_batch_whole(f"the loss fails with 2 of {len(batch)} samples: {problem}")
+                return
             self._check_single_rank(problem)
         else:
             # All ranks use the largest measurement, so that they make the same plan.
             needed = int(run.group.all_reduce_max([float(needed)])[0])
-            run.use_plan(
-                make_plan(
-                    plan.machine,
-                    plan.workload.model_copy(update={"activation_bytes": needed}),
-                    overrides=plan.overrides,
-                    measured=plan.measured,
-                    conditions=plan.conditions,
-                    trials=plan.trials,
-                )
-            )
+            self._plan_again(activation_bytes=needed)
             return
         self._empty_memory()
         action = "the memory of a sample could not be measured: the planned micro-batch stays"
         run.log.event("oom", step=1, reason=problem, action=action)
 
     def _first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
+        return self._run.first_samples(batch, size).map_tensors(self._run.device.put)
+
+    # --- splitting ---------------------------------------------------------------------------------------------------
+
+    def use_whole_batches(self, reason: str) -> None:
+        """Plan batches that are not split, if they are planned otherwise."""
+        if self._run.plan.micro_batch < self._run.plan.workload.global_batch_size:
+            self._keep_batch_whole(reason)
+
+    def _check_split(self, loss: MicroLoss, batch: GlobalBatch) -> None:
+        """Plan batches that are not split if the plan splits them and this loss does not allow that."""
+        if self._is_split(batch) and (reason := self._split_obstacle(loss, batch)) is not None:
+            self._keep_batch_whole(reason)
+
+    def _is_split(self, batch: GlobalBatch) -> bool:
+        plan = self._run.plan
+        # Not the size of this batch alone: a sampler may yield larger ones later.
+        largest = max(len(batch), plan.workload.global_batch_size)
+        return bool(plan.micro_batch < largest) or not self._run.group.is_single_process
+
+    def _check_split_again(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
+        """Raise if the loss is no longer a mean over samples: a term or ignored labels may begin later."""
+        run, plan = self._run, self._run.plan
+        is_known = run.config.training.split_batch is True or plan.workload.whole_batch_reason is not None
+        if is_known or plan.workload.has_batchnorm or (plan.sharding == "full" and plan.workload.world_size > 1):
+            return
+        reason = self._split_obstacle(loss, batch, is_repeated=True)
+        # The check restores buffers, which counts as a change of them.
+        self.expect_changes()
+        if reason is not None:
+            raise WhetError(
+                f"the loss has changed since the start: at step {number:,} the batch may not be split",
+                got=reason,
+                try_="split_batch=False; split_batch=True if the loss is a mean over samples; "
+                "or return (sum of losses, weight)",
+            )
+
+    def _split_obstacle(self, loss: MicroLoss, batch: GlobalBatch, *, is_repeated: bool = False) -> str | None:
+        """Return why the batch may not be split: by the user's word, or by comparing a few samples with their parts."""
         run = self._run
-        micro_batches = run.source.micro_batches(batch, micro_batch=size, length_mode=run.plan.lengths)
-        return next(iter(micro_batches)).map_tensors(run.device.put)
+        if run.config.training.split_batch is True or run.plan.workload.has_batchnorm:
+            return None
+        if run.plan.workload.split_obstacle is not None:
+            return run.plan.workload.split_obstacle
+
+        def split(few: GlobalBatch, size: int) -> Iterator[MicroBatch]:
+            # Whole, and not the part of this rank: the check needs several samples.
+            return iter(run.source.split(few, RankShare(), micro_batch=size, length_mode="fixed"))
+
+        own = run.source.own_samples(batch)
+        try:
+            with preserve_loss_modules(loss, run.model):
+                reason = loss_split_obstacle(
+                    run.model,
+                    loss,
+                    own,
+                    split,
+                    run.device,
+                    pad_token=pad_token_id(run.model),
+                    is_repeated=is_repeated,
+                )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_traceback(error)
+            reason = "memory ran out while it was tested whether the loss is a mean over samples"
+            # The first check has passed, and nothing speaks against it.
+            reason = None if is_repeated else reason
+        is_anywhere = any(run.group.all_reduce_max([float(reason is not None)]))
+        return reason or (
+            "it was not shown on another rank that the loss is a mean over samples" if is_anywhere else None
+        )
+
+    def _keep_batch_whole(self, reason: str) -> None:
+        """Plan again with a batch that is not split. Raise if the batch must be split."""
+        run, plan = self._run, self._run.plan
+        hint = "split_batch=True if the loss is a mean over samples; or return (sum of losses, weight)"
+        if not run.group.is_single_process:
+            raise UsageError(
+                "several processes would change the training: they split every batch", got=reason, try_=hint
+            )
+        micro = plan.overrides.get("micro_batch")
+        if isinstance(micro, int) and micro < plan.workload.global_batch_size:
+            raise UsageError(f"micro_batch={micro} would change the training", got=reason, try_=hint)
+        if plan.workload.split_obstacle != reason:
+            self._plan_again(split_obstacle=reason)
+            run.log.event("plan", step=run.state.step, message=f"the batch is not split: {reason}")
+
+    def _plan_again(self, **facts: Any) -> None:
+        """Plan again with more facts about the workload."""
+        plan = self._run.plan
+        self._run.use_plan(
+            make_plan(
+                plan.machine,
+                plan.workload.model_copy(update=facts),
+                overrides=plan.overrides,
+                measured=plan.measured,
+                system_state=plan.system_state,
+                trials=plan.trials,
+            )
+        )
 
     # --- out of memory -----------------------------------------------------------------------------------------------
 
@@ -318,7 +455,11 @@ class Executor:
                 try_=f"micro_batch={half} or sharding=full in a new run",
             )
 
-    def _reduce_memory(self, problem: str, *, number: int, num_samples: int) -> None:
+    def _used(self) -> tuple[object, ...]:
+        """Return what the training needs in memory, as opposed to what earlier cells of a notebook hold."""
+        return self._run.model, self._run.stepper.optimizer, self._run.config.data
+
+    def _reduce_memory(self, problem: str, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Free memory for another attempt.
 
         The first attempt collects garbage only. The second one reduces the micro-batch or recomputes activations.
@@ -327,21 +468,28 @@ class Executor:
         run = self._run
         if number != self._oom_step:
             self._oom_step = number
-            run.log.event("oom", step=number, reason=problem, action="garbage collected, the step is repeated")
+            held = describe_held_memory(self._used(), device=run.device.kind)
+            action = "garbage collected, the step is repeated" + (f"; {held}" if held else "")
+            run.log.event("oom", step=number, reason=problem, action=action)
             return
         before = run.plan
-        # BatchNorm and other buffers see the micro-batch, so a different split would change their statistics.
-        keeps_statistics = before.workload.has_batchnorm or self._rollback.writes_buffers
-        run.use_plan(
-            reduce_memory(
+        whole_reason = before.workload.whole_batch_reason
+        if whole_reason is None and self._rollback.writes_buffers:
+            # Buffers see the micro-batch, so a different split would change their statistics.
+            whole_reason = "the model updates buffers in every forward pass"
+        whole_reason = whole_reason or self._split_obstacle(loss, batch)
+        try:
+            plan = reduce_memory(
                 before,
                 run.model,
-                num_samples=num_samples,
+                num_samples=len(batch),
                 step=number,
                 problem=problem,
-                may_split=not keeps_statistics,
+                whole_reason=whole_reason,
             )
-        )
+        except InsufficientMemoryError as error:
+            raise name_held_memory(error, self._used(), device=run.device.kind) from None
+        run.use_plan(plan)
         action = f"micro-batch {run.plan.micro_batch} instead of {before.micro_batch}"
         if run.plan.activation_checkpointing != before.activation_checkpointing:
             action = "activations are recomputed in the backward pass"

@@ -1,22 +1,37 @@
 """train(): the training loop as one call, built on the public methods of Session."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Never
 
 from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
+from whet.config.goal import resolve_mode
+from whet.config.options import SchedulerObject
+from whet.data.loader import with_loader_options
 from whet.distributed.ranks import read_rank_info
+from whet.machine.pressure import ReadSystemState
+from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
+from whet.training import checks, intercept
+from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
 from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
+from whet.training.progress import BestStep
 from whet.training.session import Session
+from whet.training.setup import make_run_config
 from whet.training.tune import OpenStepBench, resolve_auto_batch_size
+
+VAL_LOSS = "val_loss"
+"""The metric that `val` without `evaluate` reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +44,12 @@ class TrainResult:
     """"done", or "stopped" if a stop was requested; the same call then resumes the run."""
     step: int
     """Number of completed optimizer steps."""
+    reason: str
+    """Why the session ended: "all 3 epochs done", "stopped early: no better val_loss in 3 evaluations, ...", ..."""
     metrics: dict[str, float]
     """The metrics of the last evaluation, and of the test data if it was evaluated."""
+    best: BestStep | None
+    """The best evaluation of the goal: step, metric, value. None if there is no goal."""
     exit_code: int
     """0, or the exit code for the signal that stopped the run."""
 
@@ -48,26 +67,90 @@ def train(
     notify: bool = False,
     measure: bool = True,
     open_bench: OpenStepBench | None = None,
-    **options: Unpack[SessionKeywords],
+    # begin generated keywords (tools/keywords.py)
+    global_batch_size: int | Literal["auto"] | None = None,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    schedule: Literal["constant", "linear", "cosine", "plateau"]
+    | Callable[[int], float]
+    | SchedulerObject
+    | dict[str, Any] = "constant",
+    warmup_steps: int = 0,
+    clip: float | None = None,
+    ema: bool = False,
+    seed: int = 0,
+    eval_every: int | Literal["auto"] = "auto",
+    patience: int | None = None,
+    epochs_per_session: int | None = None,
+    schedule_interval: Literal["step", "epoch", "auto"] = "auto",
+    shuffle: bool | Literal["auto"] = "auto",
+    collate_fn: Callable[[Any], Any] | None = None,
+    split_batch: bool | Literal["auto"] = "auto",
+    lr_batch: int = 32,
+    run: str | Path | None = None,
+    device: str = "auto",
+    overrides: Mapping[str, Scalar] | None = None,
+    plan: Plan | None = None,
+    workload: Workload | None = None,
+    goal: str | None = None,
+    mode: Literal["auto", "min", "max"] = "auto",
+    init_from: str | Path | None = None,
+    allow: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+    read_sensors: ReadSystemState | None = None,
+    outputs: Callable[[Any], Any] | None = None,
+    # end generated keywords
+    **unknown: Never,
 ) -> TrainResult:
-    """Train a model: probe the machine, plan, train and save checkpoints. The same call with the same `run` resumes.
+    """Train a model; `whet.train` describes the arguments."""
+    keywords = SessionKeywords.from_call({**locals(), "on_event": None})
+    return train_run(
+        model,
+        data,
+        keywords,
+        loss=loss,
+        optimizer=optimizer,
+        evaluate=evaluate,
+        val=val,
+        test=test,
+        on_event=on_event,
+        notify=notify,
+        measure=measure,
+        open_bench=open_bench,
+    )
 
-    `loss` receives a micro-batch and returns the mean over its samples, or a pair (sum, weight). `evaluate` receives
-    the model and micro-batches of `val`, and returns metrics, optionally with a confusion matrix and samples
-    (training/metrics.py). After the last step, `evaluate` runs once on `test`, with the weights of the best `goal` on
-    `val`. `on_event` receives every event: "line" draws a progress line on standard error, a function replaces it, and
-    None is silent. `notify` sends a desktop notification when the run ends or needs attention. With `measure`, a new
-    run that is long enough first measures which plan is fastest; the measured steps do not affect training
-    (docs/measure.md). `open_bench` opens the same training in a separate process for that. All other options are those
-    of `Session`: run, device, overrides, plan, goal, callbacks, init_from, outputs (for a causal model), and the fields
-    of `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, ...).
 
-    global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
-    `lr_batch` samples (default 32) to that size. The run keeps both numbers.
-    """
-    if (evaluate is None) != (val is None):
-        raise UsageError("evaluate and val belong together", got="one of them", try_="evaluate=..., val=...")
-    line = ProgressLine(epochs=options.get("epochs", 1))
+def train_run(
+    model: nn.Module,
+    data: Any,
+    keywords: SessionKeywords,
+    *,
+    loss: LossFunction,
+    optimizer: Optimizer | OptimizerChoice,
+    evaluate: Evaluate | None = None,
+    val: Any = None,
+    test: Any = None,
+    on_event: EventHandler | Literal["line"] | None = None,
+    notify: bool = False,
+    measure: bool = False,
+    open_bench: OpenStepBench | None = None,
+) -> TrainResult:
+    """Train a model with the keywords of a call."""
+    if evaluate is not None and val is None:
+        raise UsageError(
+            "evaluate has no data to evaluate", got="evaluate without val", try_="val=..., with or without evaluate"
+        )
+    checks.check_one_optimizer(optimizer)
+    goal = _goal(keywords.goal, evaluate=evaluate, val=val)
+    resolve_mode(goal, keywords.mode)
+    checks.check_goal_is_evaluated(
+        keywords.training,
+        goal=goal,
+        is_evaluated=val is not None,
+        hint="val=..., which reports val_loss" if val is None else 'goal="accuracy", a metric that evaluate returns',
+    )
+    keywords = replace(keywords, goal=goal, training=with_loader_options(data, keywords.training))
+    line = ProgressLine(epochs=keywords.training.get("epochs", 1))
     is_rank_zero = read_rank_info().is_rank_zero
     handler = line if on_event == "line" else on_event
     if not is_rank_zero:
@@ -75,42 +158,68 @@ def train(
     elif notify:
         handler = DesktopNotifier("train", on_event=handler, print_line=line.print_line)
     resolved = resolve_auto_batch_size(
-        model, data, loss=loss, optimizer=optimizer, options={**options}, may_measure=measure, on_event=handler
+        model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )
-    with resolved as (optimizer, session_options):
-        session = Session(model, optimizer, data, on_event=handler, **session_options)
+    with resolved as (optimizer, keywords):
+        session = Session.from_config(make_run_config(model, optimizer, data, keywords))
+        if (interception := intercept.active()) is not None:
+            interception.before_step(session.config, loss)
         if measure:
             session.tune(loss, open_bench=open_bench)
         metrics = _train(session, loss, evaluate, val=val, test=test)
+    assert session.end_reason is not None
     result = TrainResult(
         path=session.run.path,
         state="done" if session.is_finished else "stopped",
         step=session.state.step,
+        reason=session.end_reason,
         metrics=metrics,
+        best=session.best,
         exit_code=session.exit_code,
     )
     if on_event == "line" and is_rank_zero and result.state == "done":
-        line.print_line(_summary(result))
+        line.print_line(describe_result(result))
     return result
+
+
+def _goal(goal: str | None, *, evaluate: Evaluate | None, val: Any) -> str | None:
+    """Return the goal, by default the validation loss where it is what is evaluated."""
+    if evaluate is not None or val is None:
+        return goal
+    if goal not in (None, VAL_LOSS):
+        raise UsageError(
+            "the goal is not among the metrics",
+            got=f"goal={goal!r}, and val without evaluate reports {VAL_LOSS}",
+            try_=f"goal={VAL_LOSS!r}, or an evaluate function that returns {goal!r}",
+        )
+    return VAL_LOSS
 
 
 def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, val: Any, test: Any) -> dict[str, float]:
     """Run the training loop and return the metrics of the last evaluation."""
+
+    def run_evaluation(data: Any, **how: Any) -> dict[str, float]:
+        if evaluate is None:
+            return session.evaluate_loss(loss, data, **how)
+        return session.evaluate(evaluate, data, **how)
+
     metrics: dict[str, float] = {}
     with session:
         # A run that stopped before an evaluation that was due makes it up here.
-        if evaluate is not None and session.due("evaluate"):
-            metrics |= session.evaluate(evaluate, val)
+        if val is not None and session.due("evaluate"):
+            metrics |= run_evaluation(val)
         for batch in session:
             session.step(loss, batch)
-            if evaluate is not None and session.due("evaluate"):
-                metrics |= session.evaluate(evaluate, val)
-        if evaluate is not None and test is not None and session.is_finished and not session.has_logged("test_"):
-            metrics |= session.evaluate(evaluate, test, prefix="test_", use_best=True)
-    return metrics
+            if val is not None and session.due("evaluate"):
+                metrics |= run_evaluation(val)
+        if test is not None and session.is_finished and not session.has_logged("test_"):
+            metrics |= run_evaluation(test, prefix="test_", use_best=True)
+        # A run that was finished before has evaluated in an earlier session.
+        return metrics or session.run.last_metrics()
 
 
-def _summary(result: TrainResult) -> str:
+def describe_result(result: TrainResult) -> str:
+    """Return the line that ends a training."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
     where = f"; kept in {result.path}: whet report, or whet.open_run(...).plot()" if result.path else ""
-    return f"train: done at step {result.step:,}{metrics}{where}"
+    return f"train: {result.reason} at step {result.step:,}{metrics}{where}"

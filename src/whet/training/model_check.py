@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.base.errors import UsageError
-from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
+from whet.data.batch import GlobalBatch, micro_batch_shapes
 from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
-from whet.step.loss import LossFunction
+from whet.step.loss import MicroLoss
 from whet.step.rollback import release_traceback
 from whet.verify.isolation import preserve_model_and_rng
 from whet.verify.start import causality, device_parity
@@ -49,19 +49,15 @@ class ModelCheckResult:
 class ModelCheck:
     """Checks the model of a run on samples of the first batch. The model and the generators are restored."""
 
-    def __init__(self, run: "RunContext", loss: LossFunction, batch: GlobalBatch) -> None:
+    def __init__(self, run: "RunContext", loss: MicroLoss, batch: GlobalBatch) -> None:
         self._run = run
         self.loss = loss
         plan = run.plan
-
-        def first(size: int) -> MicroBatch:
-            size = min(size, len(batch))
-            return next(iter(run.source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths)))
-
-        self._whole = first(min(plan.micro_batch, _MAX_SAMPLES))
+        self._whole = run.first_samples(batch, min(plan.micro_batch, _MAX_SAMPLES))
         length = causality.sequence_length(self._whole)
         # The CPU is slow, so it gets only a few samples.
-        self._small = first(device_parity.parity_batch_size(plan.workload.num_parameters, length))
+        num_samples = device_parity.parity_batch_size(plan.workload.num_parameters, length)
+        self._small = run.first_samples(batch, num_samples)
 
     @property
     def shapes(self) -> list[Any]:

@@ -91,33 +91,44 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 class RestoredRun:
     """The result of a restore."""
 
-    base_rates: list[float]
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
     fields: dict[str, Any]
     """Fields of the resume event."""
+    changed_code: list[str]
+    """Functions and classes whose source code has changed."""
 
 
 def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mapping[str, Any]) -> RestoredRun:
     """Restore the state after `step`. `data` describes the current data."""
     stepper, state = run.stepper, run.state
     reasons = _data_changes(snapshot.info, data, run.config.allow)
+    initial, changes = _hyperparameter_changes(snapshot, run)
+    reasons += changes
     # Nothing was computed before step 1, so a changed environment cannot make the run inexact.
     if step > 0:
         now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
         reasons += environment_changes(snapshot.info.environment, now)
     saved = restore_snapshot(
-        snapshot, stepper.model, stepper.optimizer, run.device, scaler=stepper.scaler, ema=stepper.ema
+        snapshot,
+        stepper.model,
+        stepper.optimizer,
+        run.device,
+        scaler=stepper.scaler,
+        ema=stepper.ema,
+        others=run.other_optimizers,
     )
     try:
-        run.schedule.load_state_dict(saved["schedule"])
+        run.rates.load_state_dict(saved["schedule"], initial=initial, is_changed=bool(changes))
+        run.has_users_gradients = any(name.startswith("gradient/") for name in snapshot.tensors)
+        run.sources.load_state_dict(saved["code"])
         run.source.load_state(saved["source"])
         state.load_state_dict(saved["progress"])
-        base_rates = [float(rate) for rate in saved["base_rates"]]
         callbacks = {str(name): dict(values) for name, values in saved["callbacks"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        got = f"{type(error).__name__} {error}"
-        raise WhetError("the checkpoint's progress has another structure", got=got, try_="an older one") from None
+        raise _structure_error(error) from None
+    changed_code = run.observe_code()
+    reasons += changed_code
     unmatched = run.callbacks.load_state_dict(callbacks)
     if unmatched:
         reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
@@ -125,14 +136,39 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
     if length is not None and state.position.samples >= length:
         # The data has become shorter, and the epoch has no samples left: continue with the next epoch.
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
-    if not run.source.is_exact:
-        reasons.append("a stream without a state")
+    if (reason := run.source.inexact_reason()) is not None:
+        reasons.append(reason)
     fields: dict[str, Any] = {"exactness": describe_exactness(reasons, run.device)}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]
     if reasons:
         fields |= {"exact": False, "reason": "; ".join(reasons)}
-    return RestoredRun(base_rates=base_rates, reasons=reasons, fields=fields)
+    return RestoredRun(reasons=reasons, fields=fields, changed_code=changed_code)
+
+
+def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapping[str, Any], list[str]]:
+    """Return the hyperparameters that the run was started with, and those that have changed since.
+
+    Raise for a change unless it is allowed: the user would not see that the old value stays in use.
+    """
+    try:
+        initial = snapshot.facts["progress"]["initial"]
+        changes = run.rates.changes(initial)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _structure_error(error) from None
+    if changes and "lr" not in run.config.allow:
+        more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
+        raise UsageError(
+            f"the {changes[0].split(' ')[0]} is not what the run was started with",
+            got=f"{'; '.join(changes[:4])}{more} (the run's value -> yours)",
+            try_='the same values, another run folder, or --allow lr (allow=("lr",)) for yours, not bit-exact',
+        )
+    return initial, changes
+
+
+def _structure_error(error: Exception) -> WhetError:
+    got = f"{type(error).__name__} {error}"
+    return WhetError("the checkpoint's progress has another structure", got=got, try_="an older one")
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
 from whet.device.open import current_machine
+from whet.plan.environment import FINAL_SETTINGS
 from whet.plan.plan import Plan, make_plan, read_plan
-from whet.plan.setting import Scalar
+from whet.plan.setting import Scalar, Setting
 from whet.run.folder import RUN_FILE, Run, open_run
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ _FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
 FREE_KEYS = ("epochs_per_session", *_FREE_SETTINGS)
 """Options that may change when a run resumes."""
 
-ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
+ALLOWED_KEYS = {
+    "data": ("data", "data_paths"),
+    "batch": ("global_batch_size",),
+    "lr": ("lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay"),
+}
 """Options that may change if `allow` contains the key; the run is then not bit-exact."""
 
 
@@ -47,8 +52,8 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
 
     A new run uses `requested.plan` if it is given. A plan for a different machine is an error.
     """
-    machine, conditions = current_machine()
-    plan = make_plan(machine, requested.workload, overrides=requested.overrides, conditions=conditions)
+    machine, system_state = current_machine()
+    plan = make_plan(machine, requested.workload, overrides=requested.overrides, system_state=system_state)
     path = requested.path
     if path is None or not run_exists(path):
         if requested.plan is not None:
@@ -73,10 +78,25 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
         update={
             "workload": saved.workload.model_copy(update={"num_steps": requested.workload.num_steps}),
             "overrides": overrides,
-            "settings": {**saved.settings, **{name: plan.settings[name] for name in _FREE_SETTINGS}},
+            "settings": {
+                **saved.settings,
+                **{name: plan.settings[name] for name in _FREE_SETTINGS},
+                **_forced_settings(saved, plan),
+            },
+            "system_state": saved.system_state.model_copy(update={"environment": plan.system_state.environment}),
         }
     )
     return ResumeDecision(plan=kept, run=run)
+
+
+def _forced_settings(saved: Plan, plan: Plan) -> dict[str, Setting]:
+    """Return the settings that the environment fixes now, or did: they are as they are now."""
+    now = {name: plan.settings[name] for name in FINAL_SETTINGS}
+    return {
+        name: setting
+        for name, setting in now.items()
+        if name in saved.settings and "environment" in (setting.source, saved.settings[name].source)
+    }
 
 
 def check_plan_fits(given: Plan, ours: Plan) -> None:
@@ -86,7 +106,9 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
         batches = f"global_batch_size {given.workload.global_batch_size}"
         changed = f"{batches}; this training has {ours.workload.global_batch_size}"
     if changed is not None:
-        raise UsageError("the plan was made for something else", got=changed, try_="whet.tune(...) here, or no plan")
+        raise UsageError(
+            "the plan was made for another workload or machine", got=changed, try_="whet.tune(...) here, or no plan"
+        )
 
 
 def check_unchanged(

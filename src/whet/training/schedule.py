@@ -1,14 +1,19 @@
 """Learning rate schedules: a factor of the base rate for each step. Steps count from 1."""
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.step.optimizers import set_learning_rate
+from whet.checkpoint.state_json import state_changes
+from whet.step.optimizers import EXECUTION_KEYS, group_values, set_group_value, set_learning_rate
 
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 
@@ -16,8 +21,17 @@ SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 class LearningRateSchedule:
     """A factor of the base rate for each step. It depends on the step only, except for plateau, which has state."""
 
-    def __init__(self, shape: Callable[[int], float], *, is_plateau: bool = False, patience: int = 2) -> None:
+    def __init__(
+        self,
+        shape: Callable[[int], float],
+        *,
+        is_plateau: bool = False,
+        patience: int = 2,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self._shape = shape
+        self.facts = dict(facts or {})
+        """The numbers that the user's function is bound to."""
         self._is_plateau = is_plateau
         self._patience = patience
         self._best: float | None = None
@@ -53,7 +67,7 @@ def make_schedule(
 ) -> LearningRateSchedule:
     """Make a schedule from a name or from a function of the step. Warm-up rises linearly from the first step."""
     if callable(shape):
-        return LearningRateSchedule(shape)
+        return LearningRateSchedule(shape, facts=describe_function(shape))
     if shape not in SCHEDULE_NAMES:
         raise UsageError("unknown schedule", got=shape, try_=" or ".join(SCHEDULE_NAMES))
     if shape in ("linear", "cosine") and total_steps is None:
@@ -74,38 +88,136 @@ def make_schedule(
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer: the base rate of each parameter group times the schedule's factor."""
+    """Sets the learning rates of an optimizer: the base rate of each parameter group times the schedule's factor.
+
+    It also keeps the hyperparameters that the run was started with, which a resume compares with those it is given.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: LearningRateSchedule, base: list[float]) -> None:
-        self.base = base
-        """The base rate of each parameter group, which the factor multiplies; saved in every checkpoint."""
         self._optimizer = optimizer
         self._schedule = schedule
         self._last_set: list[float] = []
+        self._given = {"groups": _compared_values(optimizer, base), "schedule": self._describe_schedule()}
+        # Only the user changes hyperparameters between two sessions, except for what the last session left.
+        self._is_left = _left_by_session.get(optimizer) == self._given
+        self.initial: dict[str, Any] = self._given
+        """The hyperparameters that the run was started with, as JSON; saved in every checkpoint."""
+
+    @property
+    def base(self) -> list[float]:
+        """The learning rate of each parameter group at the beginning; a schedule's factor multiplies it."""
+        return [float(values["lr"]) for values in self.initial["groups"]]
 
     def set_for(self, step: int) -> float:
         """Set the rates of a step and return that of the first group. Raise if other code has changed the rates."""
-        check_parameter_groups(self._optimizer, self.base)
+        base = self.base
+        check_parameter_groups(self._optimizer, base)
         _check_no_other_scheduler(self._optimizer, self._last_set)
-        self._last_set = set_learning_rate(self._optimizer, self._schedule.factor(step), self.base)
+        self._last_set = set_learning_rate(self._optimizer, self._schedule.factor(step), base)
         return self._last_set[0]
 
-    def use_base(self, base: list[float]) -> None:
-        """Use the base rates of a checkpoint."""
-        # Restoring the optimizer has already overwritten its rates, so the last rates are forgotten: otherwise the
-        # check for a second scheduler would fail.
-        self.base, self._last_set = base, []
+    def after_step(self, *, is_last_of_epoch: bool, stepped: Iterable[str] | None = None) -> None:
+        """Advance the schedule after a batch. `stepped` names the optimizers that made a step; None for all.
 
-    def restore(self) -> None:
-        """Set the optimizer back to its base rates."""
+        A function of the step has nothing to advance.
+        """
+
+    def observe(self, score: float) -> None:
+        """Record the score of an evaluation; higher is better."""
+        self._schedule.observe(score)
+
+    def check_length(self, num_steps: int | None) -> None:
+        """Raise if the schedule ends before the remaining steps; None if their number is unknown."""
+
+    def changes(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return by name what differs between the saved `initial` and the hyperparameters that the user has passed."""
+        return [] if self._is_left else hyperparameter_changes(saved, self._given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule that a resume needs."""
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, initial: Mapping[str, Any], is_changed: bool) -> None:
+        """Restore the state, after the optimizer has been restored.
+
+        With `is_changed`, the run continues with the hyperparameters that the user has passed now.
+        """
+        self._schedule.load_state_dict(dict(state))
+        self.initial = self._given if is_changed else dict(initial)
+        if is_changed:
+            self._use_given_values()
+        # Restoring the optimizer has overwritten its rates, so the last rates are forgotten: otherwise the check for a
+        # second scheduler would fail.
+        self._last_set = []
+
+    def close(self) -> None:
+        """Set the optimizer back to its base rates, and remember what this session leaves."""
         set_learning_rate(self._optimizer, 1.0, self.base)
+        self._remember()
+
+    def _use_given_values(self) -> None:
+        for group, values in zip(self._optimizer.param_groups, self._given["groups"], strict=True):
+            for key, value in values.items():
+                set_group_value(group, key, value)
+
+    def _remember(self) -> None:
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        current = {"groups": _compared_values(self._optimizer, rates), "schedule": self._describe_schedule()}
+        _left_by_session[self._optimizer] = current
+
+    def _describe_schedule(self) -> Any:
+        return self._schedule.facts
+
+
+_left_by_session: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+"""The hyperparameters that the last session left in an optimizer. A second call with the same objects resumes."""
+
+
+def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str, Any]]:
+    groups = [{**group_values(group), "lr": rate} for group, rate in zip(optimizer.param_groups, rates, strict=True)]
+    return [{key: value for key, value in values.items() if key not in EXECUTION_KEYS} for values in groups]
+
+
+def hyperparameter_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the changed hyperparameters by name.
+
+    >>> hyperparameter_changes({"groups": [{"lr": 0.1}], "schedule": {}}, {"groups": [{"lr": 0.3}], "schedule": {}})
+    ['lr 0.1 -> 0.3']
+    """
+    changes = []
+    # A different number of groups is found when the optimizer is restored.
+    for number, (before, after) in enumerate(zip(saved["groups"], now["groups"], strict=False), start=1):
+        where = f" (parameter group {number})" if len(saved["groups"]) > 1 else ""
+        changes += [f"{change}{where}" for change in state_changes(before, after)]
+    found = state_changes(saved["schedule"], now["schedule"], path="schedule")
+    # Private values follow from public ones. They are named only if nothing else differs.
+    public = [change for change in found if "._" not in change]
+    return changes + public or found
+
+
+def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the numbers and texts that a function is bound to: arguments of a partial, closure and defaults.
+
+    >>> from functools import partial
+    >>> describe_function(partial(pow, 2, mod=7))
+    {'args.0': 2, 'mod': 7}
+    """
+    values: dict[str, Any] = {}
+    while isinstance(function, partial):
+        values |= {f"args.{index}": value for index, value in enumerate(function.args)} | function.keywords
+        function = function.func
+    if isinstance(function, FunctionType):
+        variables = inspect.getclosurevars(function).nonlocals
+        defaults = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+        values = {**variables, **{p.name: p.default for p in defaults}, **values}
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
 
 
 def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> None:
     """Raise if parameter groups were added or removed: an added group has no base rate and would not be clipped."""
     if len(optimizer.param_groups) != len(base_rates):
         raise UsageError(
-            "the optimizer has other parameter groups than when the session began",
+            "the parameter groups of the optimizer changed after the session started",
             got=f"{len(optimizer.param_groups)} groups; {len(base_rates)} at the beginning",
             try_="all parameters in it from the beginning, with requires_grad_(False) until they are trained",
         )
@@ -117,7 +229,7 @@ def _check_no_other_scheduler(optimizer: Optimizer, last_set: list[float]) -> No
     # A tensor rate belongs to an optimizer that whet built. It is not checked: reading it would wait for the device.
     if last_set and not isinstance(rates[0], torch.Tensor) and rates != last_set:
         raise UsageError(
-            "something else changes the learning rate",
+            "the learning rate was changed outside of the session",
             got=f"{rates}; whet had set {last_set}",
-            try_="schedule=... (a name, or a function from a step to a factor), and no scheduler beside it",
+            try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
         )

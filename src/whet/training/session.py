@@ -8,121 +8,156 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 """
 
 import contextlib
+import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Never, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.base.errors import DivergedError, UsageError, WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
-from whet.config.keywords import TrainingKeywords
-from whet.data.batch import GlobalBatch, MicroBatch
+from whet.config.options import SchedulerObject
+from whet.data.batch import GlobalBatch
 from whet.distributed.group import current_group
-from whet.machine.pressure import ReadConditions
+from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.step.loss import LossFunction
+from whet.step.loss import BatchLoss, LossFunction, adapt_loss
 from whet.step.optimizers import OptimizerChoice
-from whet.training import checks
-from whet.training.callback import SAVE_WHEN_IDLE, Action, Callback, State
+from whet.training import checks, intercept
+from whet.training.batch_loop import BatchLoop
+from whet.training.callback import Callback, State
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.checkpointer import Urgency
-from whet.training.evaluator import Evaluate, use_best_weights
-from whet.training.executor import RollbackRequiredError
+from whet.training.callbacks.progress import is_notebook
+from whet.training.end_reason import describe_end
+from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
+from whet.training.keywords import SessionKeywords
 from whet.training.metrics import normalize_metrics, scalar_metrics
-from whet.training.rank_sync import RankSync
+from whet.training.progress import BestStep, Progress
 from whet.training.resume import run_exists
-from whet.training.setup import RunContext, make_run_config, setup
-from whet.training.training_config import parse_training_config
+from whet.training.setup import RunConfig, RunContext, make_run_config, setup
 from whet.training.tune import OpenStepBench, report_lines, tuned_plan
-from whet.verify.trainable import OutputFunction
 
-_ALL_DONE = "all steps of this session are done"
-MAX_ROLLBACKS = 40
-"""Maximum number of rollbacks in one session, by the NaN guard and by callbacks together. The guard stops earlier."""
+_MAX_LOSSES = 16
+"""Number of loss functions to remember. A loop may define its loss anew in each step."""
 
 
 class Session:
     """Runs optimizer steps, logs them, saves checkpoints and resumes. Enter it, iterate over it, and call `step`.
 
-    `run` is the run folder; without one, nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `overrides`
-    fixes settings of the plan (micro_batch, precision, threads, ...; see docs/rules). `plan` is a plan for a new run,
-    made by `whet.tune` or `whet.make_plan`. `goal` names the metric that selects the best checkpoint, and `mode` is
-    "max" or "min". `init_from` is a run whose weights a new run starts with. `allow` names what may differ when a run
-    resumes: "data", "batch". `callbacks` are instances of whet.Callback (docs/callbacks.md). `on_event` is called with
-    the kind and the fields of every event. `read_sensors` is a function; the default reads the sensors of this
-    machine. `outputs` is for causal models: a function from a micro-batch to the model's outputs, of shape
-    (batch, length, ...); causality is then verified before the first step. All other keywords are fields of
-    `TrainingConfig`: global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema,
-    eval_every, patience, epochs_per_session.
-
     A resumed run keeps its original options. A changed training option, override or dataset is an error that names it.
     The learning rates come from the checkpoint.
+
+    Keywords:
+        global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
+        epochs: Passes over the training data. Default: 1.
+        max_steps: Stop after this many optimizer steps, if earlier.
+        schedule: How the learning rate falls after the warm-up: a name, a function, a torch scheduler, or a dict of
+            them for several optimizers. Default: "constant".
+        warmup_steps: Steps until the full learning rate. Default: 0.
+        clip: Maximum gradient norm; not clipped if unset.
+        ema: Evaluate with an exponential moving average of the weights. Default: False.
+        seed: Decides the order of samples, the initial weights and all random draws. Default: 0.
+        eval_every: Steps between evaluations; auto: once per epoch. Default: "auto".
+        patience: Stop after this many evaluations without a better goal.
+        epochs_per_session: Stop after this many epochs; the same command resumes.
+        schedule_interval: When a torch scheduler steps; auto only for OneCycleLR, CyclicLR and ReduceLROnPlateau.
+            Default: "auto".
+        shuffle: Reshuffle the samples every epoch; auto: yes, or as the DataLoader does. Default: "auto".
+        collate_fn: Makes a batch from a list of samples, as for a DataLoader; called once per global batch.
+        split_batch: Whether the loss of a batch is the mean over its samples, so that it may be computed in parts;
+            auto: tested before the first step; False: the loss needs the whole batch. Default: "auto".
+        run: Run folder; without one, nothing is written. The same call with the same folder resumes.
+        device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
+        overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
+        plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
+        workload: Description of the training for the plan; by default it is derived from the model and the data.
+        goal: Metric that selects the best checkpoint and drives early stopping.
+        mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
+        init_from: Run or import whose weights a new run starts with.
+        allow: What may differ when a run resumes: "data", "batch", "lr".
+        callbacks: Instances of `whet.Callback` (docs/callbacks.md).
+        on_event: Called with the kind and the fields of every event.
+        read_sensors: Reads the sensors; by default those of this machine.
+        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
+            verified.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | OptimizerChoice,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizer | OptimizerChoice | Mapping[str, Optimizer],
         data: Any,
         *,
+        # begin generated keywords (tools/keywords.py)
+        global_batch_size: int | None = None,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        schedule: Literal["constant", "linear", "cosine", "plateau"]
+        | Callable[[int], float]
+        | SchedulerObject
+        | dict[str, Any] = "constant",
+        warmup_steps: int = 0,
+        clip: float | None = None,
+        ema: bool = False,
+        seed: int = 0,
+        eval_every: int | Literal["auto"] = "auto",
+        patience: int | None = None,
+        epochs_per_session: int | None = None,
+        schedule_interval: Literal["step", "epoch", "auto"] = "auto",
+        shuffle: bool | Literal["auto"] = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
+        split_batch: bool | Literal["auto"] = "auto",
         run: str | Path | None = None,
         device: str = "auto",
         overrides: Mapping[str, Scalar] | None = None,
         plan: Plan | None = None,
         workload: Workload | None = None,
         goal: str | None = None,
-        mode: str = "max",
-        recipe: str = "session",
-        config: Mapping[str, Any] | None = None,
-        command: list[str] | None = None,
+        mode: Literal["auto", "min", "max"] = "auto",
         init_from: str | Path | None = None,
         allow: Collection[str] = (),
-        attach: Mapping[str, bytes] | None = None,
         callbacks: Sequence[Callback] = (),
         on_event: EventHandler | None = None,
-        read_sensors: ReadConditions | None = None,
-        outputs: OutputFunction | None = None,
-        **training: Unpack[TrainingKeywords],
+        read_sensors: ReadSystemState | None = None,
+        outputs: Callable[[Any], Any] | None = None,
+        # end generated keywords
+        **unknown: Never,
     ) -> None:
-        self.training = parse_training_config(training)
-        self.model = model
-        self.config = make_run_config(
-            model,
-            optimizer,
-            data,
-            self.training,
-            run=run,
-            device=device,
-            overrides=overrides,
-            plan=plan,
-            workload=workload,
-            goal=goal,
-            mode=mode,
-            recipe=recipe,
-            config=config,
-            allow=allow,
-            command=command or [],
-            init_from=init_from,
-            attach=attach or {},
-            callbacks=tuple(callbacks),
-            on_event=on_event,
-            read_sensors=read_sensors,
-            outputs=outputs,
+        keywords = SessionKeywords.from_call(locals())
+        hint = 'goal="val_loss" and session.log(val_loss=...)'
+        checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
+        self._use_config(make_run_config(model, optimizer, data, keywords))
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Self:
+        """Return a session of a run whose keywords are validated already."""
+        session = cls.__new__(cls)
+        session._use_config(config)
+        return session
+
+    def _use_config(self, config: RunConfig) -> None:
+        interception = intercept.active()
+        self.config = config = config if interception is None else interception.redirect(config)
+        self.training = config.training
+        self.model = config.model
+        self.state = State(
+            epochs=self.training.epochs,
+            max_steps=self.training.max_steps,
+            goal=None if config.goal is None else f"{config.goal} ({config.mode})",
         )
-        self.state = State(epochs=self.training.epochs, max_steps=self.training.max_steps)
         self._exit_stack = contextlib.ExitStack()
         self._phase = "new"
-        self._batch: GlobalBatch | None = None
-        self._is_in_step = False
-        self._num_rollbacks = 0
+        self._losses: dict[int, BatchLoss] = {}
+        self._end_reason: str | None = None
 
     def tune(self, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> None:
         """Measure which plan is fastest. Call this before entering the session.
@@ -133,7 +168,7 @@ class Session:
         if not group.is_single_process:
             if group.is_rank_zero:
                 report_lines(config.on_event, "not measured: the steps of several ranks are planned by rules")
-        elif config.plan is None and not run_exists(config.path):
+        elif config.plan is None and not run_exists(config.path) and intercept.active() is None:
             self.config = replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
@@ -141,12 +176,13 @@ class Session:
     def __enter__(self) -> Self:
         """Set up the run. Invalid input raises before a new run folder is created."""
         if self._phase != "new":
-            raise UsageError("a session is entered once", got="a second `with`", try_="a new Session with the same run")
+            raise UsageError(
+                "a session can be entered only once", got="a second `with`", try_="a new Session with the same run"
+            )
         with contextlib.ExitStack() as undo:
             undo.callback(self._exit_stack.close)
             self.run = setup(self.config, self.state, self._exit_stack)
-            self._sync = RankSync(self.run.group)
-            self._first_epoch = self.state.epoch
+            self._loop = BatchLoop(self.run)
             # A compiled model may compile again for a new shape, so its steps get a longer stall limit.
             self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
             self.run.callbacks.on_start(self.run)
@@ -161,7 +197,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            failure = self._final_save(error) or self.run.callbacks.error
+            failure = self._loop.final_save(error) or self.run.callbacks.error
             # on_end runs after the final save, so a failing callback cannot cost the last checkpoint.
             try:
                 self.run.callbacks.on_end(self.state, error or failure)
@@ -169,7 +205,8 @@ class Session:
                 failure = failure or raised
             error_to_log = error or failure
             with contextlib.suppress(Exception) if error_to_log is not None else contextlib.nullcontext():
-                self.run.log.end(self.state, error_to_log)
+                self._end_reason = describe_end(self.state, self.config, error_to_log)
+                self.run.log.end(self.state, error_to_log, reason=self._end_reason)
             if error is None and failure is not None:
                 raise failure
         finally:
@@ -178,113 +215,51 @@ class Session:
             # Suppress errors of the clean-up if the session is failing already: the first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
                 self._exit_stack.close()
-
-    def _final_save(self, error: BaseException | None) -> Exception | None:
-        """Save the last state if it is consistent. Return the error if saving failed, else None."""
-        run = self.run
-        # The final save is skipped in three cases: the error was raised inside a step (the weights may be half
-        # updated), it is a second Ctrl-C (not an Exception), or this rank holds a shard and cannot save alone.
-        is_whole = error is None or (
-            isinstance(error, Exception) and not self._is_in_step and run.stepper.strategy.has_full_model
-        )
-        unsaved: Exception | None = None
-        try:
-            if is_whole and run.executor.is_finite(check_weights=True):
-                self._save("last")
-            elif is_whole and error is None:
-                run.guard.raise_diverged()
-        except Exception as failure:
-            unsaved = failure
-        if run.checkpointer is not None:
-            run.checkpointer.close()
-        return unsaved
+        if error is None and (interception := intercept.active()) is not None:
+            interception.after_session(self.config)
+        if error is None and not self.is_finished and self.run.stop_signals.signal == signal.SIGINT and is_notebook():
+            # "Run all" must not go on to cells that use a model which is half trained.
+            raise KeyboardInterrupt(f"saved at step {self.state.step:,}; run the cell again to resume")
 
     # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches, and act on the requests of callbacks between steps."""
-        run, state = self._entered_run(), self.state
-        while not state.is_finished:
-            num_rollbacks, before = self._num_rollbacks, state.step
-            for batch in run.batches():
-                self._batch = batch
-                run.callbacks.before_step(state)
-                yield batch
-                action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
-                if action.rollback is not None:
-                    self._roll_back(action.rollback)
-                if self._num_rollbacks != num_rollbacks:
-                    # A stop request survives a rollback. "All steps are done" does not: some steps are repeated.
-                    if action.stop not in (None, _ALL_DONE):
-                        return
-                    break
-                if state.step != before + 1:
-                    raise checks.one_step_error(state.step - before)
-                before += 1
-                if action.save:
-                    self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
-                # The checkpoint of this step comes first: on_epoch_end is documented to run after it.
-                if batch.is_last_of_epoch:
-                    run.pending |= run.callbacks.on_epoch_end(state)
-                if action.stop is not None or (run.group.is_single_process and run.is_stop_requested):
-                    return
-            else:
-                checks.check_epoch_complete(state.position)
+        """Yield the remaining global batches, and act on the requests of callbacks between them."""
+        self._entered_run()
+        return self._loop.batches()
 
-    def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
-        """Merge the requested actions. Several ranks synchronize them, every few steps."""
-        run, state = self.run, self.state
-        action = run.collect_requests()
-        if state.is_finished or self._is_session_over(batch):
-            action |= Action(stop=_ALL_DONE, on_all_ranks=True)
-        # Actions that depend on the step only are the same on every rank. All others wait for a synchronization.
-        is_non_finite, has_failed = False, run.callbacks.failure is not None
-        if not run.group.is_single_process:
-            must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
-            if not must_sync and not self._sync.is_due(step):
-                return Action.NONE
-            agreed = self._sync.agree(
-                step, action, is_non_finite=run.guard.first_non_finite is not None, has_failed=has_failed
-            )
-            action, is_non_finite, has_failed = agreed.action, agreed.is_non_finite, agreed.has_failed
-            run.stop_signals.signal = run.stop_signals.signal or action.signal or None
-        run.pending = Action.NONE
-        if has_failed:
-            run.raise_callback_error()
-        if action.stop not in (None, _ALL_DONE) and not action.signal:
-            run.log.notify("stopping", step=state.step, message=f"stopping: {action.stop}")
-        check_weights = is_non_finite or bool(action.save) or action.stop is not None
-        if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
-            # Write the outcomes that are still pending before the rollback: their steps will be repeated.
-            run.log.read()
-            action |= Action.ROLLBACK(run.guard.start_rollback())
-        return action
+    def step(self, loss: LossFunction, batch: GlobalBatch, *, optimizer: str | None = None, every: int = 1) -> None:
+        """Run one optimizer step on a global batch: split, forward, backward, clip, update, EMA, log.
 
-    def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Run one optimizer step on a global batch: split, forward, backward, clip, update, EMA, log."""
-        run, state = self._entered_run(), self.state
-        if batch is not self._batch or state.position == batch.after:
-            raise checks.wrong_batch_error()
-        number = state.step + 1
-        state.lr = run.rates.set_for(number)
-        # Set after the checks above: their errors leave the weights unchanged, so the final save may still happen.
-        self._is_in_step = True
-        try:
-            with run.group.stall_detector.working(f"step {number:,}"):
-                outcome = run.executor.step(loss, batch, number=number)
-        except RollbackRequiredError as error:
-            self._roll_back(str(error))
-            self._is_in_step = False
-            return
-        self._is_in_step = False
-        state.advance(batch)
-        # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.
-        with run.group.stall_detector.working(f"step {number:,}"):
-            action = run.callbacks.after_step(state, outcome)
-            if action is not Action.NONE:
-                run.pending |= action
-            if not outcome.is_skipped:
-                run.log_pending_events()
+        `optimizer` is the name of one of several optimizers: only its parameters get gradients and change. With
+        `every=5`, it steps on every fifth batch.
+        """
+        self._entered_run()
+        if (interception := intercept.active()) is not None:
+            interception.before_step(self.config, loss)
+        self._loop.step(self._adapted(loss), batch, optimizer=optimizer, every=every)
+
+    def manual(self, batch: GlobalBatch) -> contextlib.AbstractContextManager[Any]:
+        """Return a context with the data of a batch, for a backward pass and optimizer steps of your own.
+
+            with session.manual(batch) as data:
+                loss = loss_fn(model(data.x), data.y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                session.log_loss(loss)
+
+        The batch is not split, and the step is not captured, checked for NaN or repeated after running out of memory.
+        """
+        self._entered_run()
+        if (interception := intercept.active()) is not None:
+            interception.before_step(self.config, checks.manual_loss)
+        return self._loop.manual(batch)
+
+    def log_loss(self, loss: Tensor) -> None:
+        """Log the loss of a manual step, inside of it. It is read later, so that nothing waits for the device."""
+        self._entered_run()
+        self._loop.log_loss(loss)
 
     def due(self, what: str) -> bool:
         """Return whether an evaluation is due: every `eval_every` steps or after each epoch, and after the last step.
@@ -293,18 +268,23 @@ class Session:
         """
         if what != "evaluate":
             raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
+        if self._phase == "entered":
+            self._loop.finish_batch()
         state, every = self.state, self.training.eval_every
         if state.step in (0, state.evaluated_step) or (self.is_finished and self.has_logged("")):
             return False
         is_time = state.position.samples == 0 if every == "auto" else state.step % every == 0
         return is_time or self.is_finished
 
+    # --- evaluating and logging --------------------------------------------------------------------------------------
+
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:
         """Evaluate on `data`, log the metrics, and return them. Training state is unchanged afterwards.
 
         Uses the averaged weights if `ema` is on. With `use_best`, loads the checkpoint with the best goal metric.
         """
-        run, start, goal = self.run, time.perf_counter(), self.config.goal
+        run, start, goal = self._entered_run(), time.perf_counter(), self.config.goal
+        self._loop.finish_batch()
         fields: dict[str, Any] = {}
         if use_best:
             with use_best_weights(run) as best_step:
@@ -317,12 +297,23 @@ class Session:
         values = {f"{prefix}{name}": value for name, value in returned.items()}
         metrics = scalar_metrics(values)
         run.log.spent("evaluate", time.perf_counter() - start)
-        if goal is not None and not prefix and goal not in metrics:
+        if goal is not None and prefix in ("", "val_") and goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=goal, try_=" or ".join(metrics))
         self._log(values, **fields)
         return metrics
 
-    def batches(self, data: Any) -> Iterator[MicroBatch]:
+    def evaluate_loss(
+        self, loss: LossFunction, data: Any, *, prefix: str = "val_", use_best: bool = False
+    ) -> dict[str, float]:
+        """Evaluate the loss function on `data` and log it as `val_loss`, in eval mode and in the planned precision.
+
+        It is the mean over all samples, or with a pair (sum, weight) the sum over all weights.
+        """
+        run = self._entered_run()
+        evaluation = LossEvaluation(self._adapted(loss), partial(run.device.autocast, run.plan.precision))
+        return self.evaluate(evaluation, data, prefix=prefix, use_best=use_best)
+
+    def batches(self, data: Any) -> Iterator[Any]:
         """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
         return self.run.executor.batches(data)
 
@@ -332,6 +323,25 @@ class Session:
         `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of dicts) are kept for the report.
         """
         self._log(values)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is: step, epoch, samples and total_steps. Read-only, and always current."""
+        return Progress(self.state)
+
+    @property
+    def best(self) -> BestStep | None:
+        """The best evaluation of the goal so far; None without a goal, or before the first evaluation of it."""
+        state, goal = self.state, self.config.goal
+        if goal is None or state.best_step is None or state.best_score is None:
+            return None
+        value = state.best_score if self.config.mode == "max" else -state.best_score
+        return BestStep(step=state.best_step, metric=goal, value=value)
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the session ended, such as "all 3 epochs done" or "stopped by Ctrl-C"; None before it has ended."""
+        return self._end_reason
 
     @property
     def plan(self) -> Plan:
@@ -358,12 +368,25 @@ class Session:
         """Return the live run. Raise outside `with`, where the session has no device, data or lock."""
         if self._phase != "entered":
             got = f"a session that is {self._phase}"
-            raise UsageError("a session works inside `with`", got=got, try_="with whet.Session(...) as session:")
+            raise UsageError(
+                "a session must be used in a `with` statement", got=got, try_="with whet.Session(...) as session:"
+            )
         return self.run
+
+    def _adapted(self, loss: LossFunction) -> BatchLoss:
+        # Most loops pass the same functions in every step, and their signatures are inspected only once.
+        known = self._losses.get(id(loss))
+        if known is None:
+            if len(self._losses) >= _MAX_LOSSES:
+                self._losses.clear()
+            # It refers to the function, so that its id is not reused.
+            known = self._losses[id(loss)] = adapt_loss(loss, self.model)
+        return known
 
     def _log(self, values: Mapping[str, Any], **fields: Any) -> None:
         checks.check_metric_names({*values})
-        run, state, goal = self.run, self.state, self.config.goal
+        run, state, goal = self._entered_run(), self.state, self.config.goal
+        self._loop.finish_batch()
         values = normalize_metrics(values)
         metrics = scalar_metrics(values)
         state.evaluated_step = state.step
@@ -372,20 +395,5 @@ class Session:
             # Scores are maximized everywhere below, so "min" metrics are negated here.
             score = metrics[goal] if self.config.mode == "max" else -metrics[goal]
             state.record_score(score)
-            run.schedule.observe(score)
+            run.rates.observe(score)
         run.pending |= run.callbacks.on_evaluate(state, metrics)
-
-    def _save(self, urgency: Urgency) -> None:
-        if self.run.checkpointer is not None:
-            self.run.checkpointer.save(urgency)
-
-    def _roll_back(self, reason: str) -> None:
-        self._num_rollbacks += 1
-        if self._num_rollbacks > MAX_ROLLBACKS:
-            hint = "a callback that asks for a rollback only if repeating the steps can help"
-            raise DivergedError(f"the run was rolled back {MAX_ROLLBACKS} times", got=reason, try_=hint)
-        self.run.roll_back(reason)
-
-    def _is_session_over(self, batch: GlobalBatch) -> bool:
-        limit = self.training.epochs_per_session
-        return limit is not None and batch.is_last_of_epoch and batch.after.epoch - self._first_epoch >= limit

@@ -1,20 +1,27 @@
 """Set up a run: RunConfig holds the user's request, and setup() makes the live RunContext from it."""
 
+import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.origin import calling_script
 from whet.checkpoint import store
-from whet.data.adapters import AbstractSource, check_dataset_size
-from whet.data.batch import GlobalBatch
-from whet.data.columns import as_columns
+from whet.config.goal import GoalMode, resolve_mode
+from whet.config.options import SchedulerObject
+from whet.data.adapters import check_dataset_size, is_map_style
+from whet.data.batch import GlobalBatch, MicroBatch
+from whet.data.loader import is_rereadable_loader, with_loader_options
+from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device import mps
 from whet.device.abstract import AbstractDevice
@@ -22,9 +29,11 @@ from whet.device.open import current_machine
 from whet.device.rng import seed_everything
 from whet.distributed.group import RankGroup, current_group
 from whet.distributed.ranks import check_not_mps, read_rank_info
-from whet.machine.pressure import ReadConditions
+from whet.distributed.strategies import ParallelStrategy
+from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar
+from whet.plan.warnings import override_notes
 from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
@@ -44,13 +53,26 @@ from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.callbacks.thermal import ThermalPolicy
 from whet.training.checkpointer import Checkpointer, load_newest
 from whet.training.executor import Executor
+from whet.training.keywords import SessionKeywords
+from whet.training.metrics import scalar_metrics
+from whet.training.optimizer_set import (
+    OptimizerSet,
+    RatesByName,
+    as_module,
+    as_optimizer_set,
+    check_schedules,
+    config_for_optimizer,
+    parameters_of_others,
+)
 from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import decide_resume, run_exists
-from whet.training.schedule import LearningRates, LearningRateSchedule
-from whet.training.training_config import TrainingConfig
+from whet.training.schedule import LearningRates, make_schedule
+from whet.training.source_code import SourceCode, model_classes
+from whet.training.torch_schedule import check_plateau_goal, check_scheduler, make_learning_rates, schedule_functions
+from whet.training.training_config import TrainingConfig, parse_training_config
 from whet.training.weights import load_weights
-from whet.training.workload import describe_workload
-from whet.verify.trainable import OutputFunction
+from whet.training.workload import describe_workload, pad_token_id
+from whet.verify.trainable import OutputFunction, adapt_outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +81,8 @@ class RunConfig:
 
     model: nn.Module
     optimizer: Optimizer | OptimizerChoice
+    """The main optimizer, which is usually the only one."""
+    optimizers: OptimizerSet
     data: Any
     training: TrainingConfig
     workload: Workload
@@ -69,14 +93,16 @@ class RunConfig:
     """The run folder; None to write nothing."""
     goal: str | None = None
     """The metric that selects the best checkpoint."""
-    mode: str = "max"
+    mode: GoalMode = "max"
     """Whether a higher ("max") or a lower ("min") goal is better."""
     recipe: str = "session"
+    script: str | None = None
+    """The user's file and function that made this call; None for a recipe."""
     command: list[str] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
     """Options that are written to the run folder and compared when the run resumes."""
     allow: tuple[str, ...] = ()
-    """Changes that are allowed when the run resumes: "data", "batch"."""
+    """Changes that are allowed when the run resumes: "data", "batch", "lr"."""
     init_from: str | Path | None = None
     """A run or an import whose weights a new run starts with."""
     attach: Mapping[str, bytes] = field(default_factory=dict)
@@ -85,65 +111,73 @@ class RunConfig:
     """A function from a micro-batch to outputs, for causal models; causality is then verified."""
     callbacks: tuple[Callback, ...] = ()
     on_event: EventHandler | None = None
-    read_sensors: ReadConditions | None = None
+    read_sensors: ReadSystemState | None = None
     """A function that reads sensors; None for those of this machine."""
 
 
 def make_run_config(
-    model: nn.Module,
-    optimizer: Optimizer | OptimizerChoice,
+    model: Any,
+    optimizer: Any,
     data: Any,
-    training: TrainingConfig,
-    *,
-    run: str | Path | None = None,
-    device: str = "auto",
-    overrides: Mapping[str, Scalar] | None = None,
-    plan: Plan | None = None,
-    workload: Workload | None = None,
-    mode: str = "max",
-    recipe: str = "session",
-    config: Mapping[str, Any] | None = None,
-    allow: Collection[str] = (),
-    **rest: Any,
+    keywords: SessionKeywords,
 ) -> RunConfig:
-    """Validate the arguments and fill in defaults. `rest` holds fields of RunConfig that are used unchanged."""
-    checks.check_model_and_optimizer(model, optimizer, mode)
+    """Validate the arguments of a call and fill in defaults. Several models and optimizers are dicts."""
+    model, optimizers = as_module(model), as_optimizer_set(optimizer)
+    training = parse_training_config(with_loader_options(data, keywords.training))
+    plan, overrides, device = keywords.plan, keywords.overrides or {}, keywords.device
+    checks.check_model_and_optimizer(model, optimizers)
     checks.check_overrides_with_plan(plan, overrides, device)
+    check_schedules(training, optimizers)
+    for name, one in {optimizers.main_name: optimizers.main, **optimizers.others}.items():
+        check_scheduler(config_for_optimizer(training, name, one), one)
+    mode = resolve_mode(keywords.goal, keywords.mode)
+    for name, one in optimizers.torch_optimizers.items():
+        check_plateau_goal(config_for_optimizer(training, name, one), goal=keywords.goal, mode=mode)
     ranks = read_rank_info()
     # Checked before the ranks connect: there is no collective for MPS tensors, so the ranks could only fail later.
-    check_not_mps(
-        ranks.size, device=str((overrides or {}).get("device", device)), is_mac=mps.mps_unavailable_reason() is None
-    )
-    chosen = {**(plan.overrides if plan else overrides or {}), **({} if device == "auto" else {"device": device})}
-    if isinstance(optimizer, Optimizer):
-        chosen["optimizer_kernels"] = "your optimizer"
-    described = workload or describe_workload(model, data, training, recipe=recipe)
+    check_not_mps(ranks.size, device=str(overrides.get("device", device)), is_mac=mps.mps_unavailable_reason() is None)
+    chosen = {**(plan.overrides if plan else overrides), **({} if device == "auto" else {"device": device})}
+    if isinstance(optimizers.main, Optimizer):
+        chosen["optimizer_kernels"] = "yours"
+    checks.check_several_optimizers(optimizers, training, num_ranks=ranks.size)
+    described = keywords.workload or describe_workload(model, data, training, recipe=keywords.recipe)
     return RunConfig(
         model=model,
-        optimizer=optimizer,
+        optimizer=optimizers.main,
+        optimizers=optimizers,
         data=data,
         training=training,
         workload=described.model_copy(update={"world_size": ranks.size, "local_size": ranks.local_size}),
         overrides=chosen,
         plan=plan,
-        path=None if run is None else Path(run),
+        path=None if keywords.run is None else Path(keywords.run),
+        goal=keywords.goal,
         mode=mode,
-        recipe=recipe,
-        config=training.as_json() if config is None else config,
-        allow=checks.parse_allow(allow),
-        **rest,
+        recipe=keywords.recipe,
+        script=None if keywords.command else calling_script(),
+        command=list(keywords.command),
+        config=training.as_json() if keywords.config is None else keywords.config,
+        allow=checks.parse_allow(keywords.allow),
+        init_from=keywords.init_from,
+        attach=keywords.attach,
+        outputs=None if keywords.outputs is None else adapt_outputs(keywords.outputs),
+        callbacks=tuple(keywords.callbacks),
+        on_event=keywords.on_event,
+        read_sensors=keywords.read_sensors,
     )
 
 
 def plan_from_rules(config: RunConfig) -> Plan:
     """Return the plan that rules alone make on this machine, without measurements."""
-    machine, conditions = current_machine()
-    return make_plan(machine, config.workload, overrides=config.overrides, conditions=conditions)
+    machine, system_state = current_machine()
+    return make_plan(machine, config.workload, overrides=config.overrides, system_state=system_state)
 
 
 def is_rereadable(data: Any) -> bool:
     """Return whether the data can be read twice. An iterable dataset is consumed by its first reader."""
-    return as_columns(data) is not None or callable(getattr(data, "__getitem__", None))
+    if isinstance(data, DataLoader):
+        return is_rereadable_loader(data)
+    return is_map_style(data)
 
 
 class RunContext:
@@ -161,9 +195,8 @@ class RunContext:
         device: AbstractDevice,
         group: RankGroup,
         source: AbstractSource,
-        schedule: LearningRateSchedule,
-        stepper: Stepper,
-        base_rates: list[float],
+        steppers: Mapping[str, Stepper],
+        rates: LearningRates,
         layout: WeightLayout,
         state: State,
         exit_stack: ExitStack,
@@ -174,11 +207,13 @@ class RunContext:
         self.device = device
         self.group = group
         self.source = source
-        self.schedule = schedule
-        self.stepper = stepper
+        self.steppers = dict(steppers)
+        """The steppers by the name of their optimizer. The first one is the main stepper."""
+        self.stepper = next(iter(self.steppers.values()))
         self.layout = layout
         """Restores the original memory format of the weights."""
-        self.rates = LearningRates(stepper.optimizer, schedule, base_rates)
+        self.rates = rates
+        self.sources = SourceCode()
         self.state = state
         self.exit_stack = exit_stack
         """Undoes the setup when the session ends, in reverse order."""
@@ -186,6 +221,10 @@ class RunContext:
         self.guard: NonFiniteGuard
         self.log: Recorder
         self.stop_signals = StopSignals()
+        self.divides_batches = config.training.split_batch is not False
+        """Whether the loss may be called with some samples of a batch, for checks before the first step."""
+        self.has_users_gradients = False
+        """Whether the gradients come from a manual step. Checkpoints then keep them: they may be accumulated."""
         self.pending = Action.NONE
         """The merged actions that the loop has not performed yet."""
         self._requests: deque[Action] = deque()
@@ -193,6 +232,12 @@ class RunContext:
     @property
     def model(self) -> nn.Module:
         return self.config.model
+
+    @property
+    def other_optimizers(self) -> dict[str, tuple[Optimizer, torch.amp.GradScaler]]:
+        """The optimizers besides the main one, and their loss scalers, by name."""
+        _, *others = self.steppers.items()
+        return {name: (stepper.optimizer, stepper.scaler) for name, stepper in others}
 
     @property
     def path(self) -> Path | None:
@@ -219,6 +264,11 @@ class RunContext:
         """Return the remaining global batches of the epoch. Time spent waiting for them is logged as data time."""
         read = self.group.stall_detector.reading(self.source.batches(self.state.position))
         return self.log.timed(read)
+
+    def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
+        """Return the first samples of a batch, or all of them if the loss needs the whole batch."""
+        size = min(size, len(batch)) if self.divides_batches else len(batch)
+        return next(iter(self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)))
 
     def use_plan(self, plan: Plan) -> None:
         """Switch to a changed plan and write it to the run folder."""
@@ -265,6 +315,17 @@ class RunContext:
         # Rank 0 decides: the other ranks may see its writes a little later.
         return bool(self.group.broadcast(is_logged))
 
+    def last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the newest step from the run folder; empty if there are none."""
+        metrics: dict[str, float] = {}
+        if self.folder is not None and self.group.is_rank_zero:
+            for event in History(self.folder).backwards(kinds=("eval",)):
+                if event.step != self.state.step:
+                    break
+                metrics = {**scalar_metrics(event.fields), **metrics}
+        shared: dict[str, float] = self.group.broadcast(metrics)
+        return shared
+
     def raise_callback_error(self) -> NoReturn:
         """Save a checkpoint and raise the error of a callback that failed on any rank."""
         failure = self.callbacks.failure
@@ -282,11 +343,21 @@ class RunContext:
         raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
-        """Restore the run from a checkpoint, including the base learning rates."""
+        """Restore the run from a checkpoint. Nothing is written."""
         assert self.checkpointer is not None
-        restored = self.checkpointer.restore(checkpoint)
-        self.rates.use_base(restored.base_rates)
-        return restored
+        return self.checkpointer.restore(checkpoint)
+
+    def observe_code(self) -> list[str]:
+        """Record the code of the model and of the schedule. Return what has changed since the run began."""
+        model, schedule = model_classes(self.model), schedule_functions(self.config.training.schedule)
+        return self.sources.observe("model", model) + self.sources.observe("schedule", schedule)
+
+    def warn_changed_code(self, changes: list[str]) -> None:
+        """Log that code is not what the run was started with: its results may differ from an uninterrupted run."""
+        for change in changes:
+            reason = f"{change} since the run was started"
+            self.log.event("warning", step=self.state.step, reason=reason, exact=False, retry="never")
+            self.note_inexact(self.state.step, change)
 
 
 def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
@@ -313,19 +384,27 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     if checkpoint is None and not has_any and config.init_from is not None:
         load_weights(config.init_from, model)
     exit_stack.enter_context(deterministic(plan.deterministic == "on"))
-    run, fell_back = _build(config, plan, group, state, exit_stack)
+    run, fallback_reason = _build(config, plan, group, state, exit_stack)
     if is_sharded:
         checkpoint = _find_checkpoint(start.run, model, group)
     # Entered before the clean-up of data and services is registered, so it is left after them: they may still write to
     # standard error.
     exit_stack.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
     exit_stack.callback(run.source.close)
+    if checkpoint is None:
+        run.rates.check_length(state.total_steps)
     _open_folder(run, start.run)
     _add_services(run, start.run)
-    if run.folder is not None and not is_new and group.is_rank_zero:
-        run.folder = rewrite_parts(run.folder, plan=run.plan.as_json(), config=config.config)
-    _start_or_resume(run, checkpoint, is_new=is_new)
-    for reason in filter(None, (start.replanned, fell_back)):
+    # A resume that is refused raises here, before the first write.
+    restored = None if checkpoint is None or run.checkpointer is None else run.restore(checkpoint)
+    if restored is not None:
+        run.rates.check_length(None if state.total_steps is None else state.total_steps - state.step)
+    _begin_writing(run, is_new=is_new)
+    _start_or_resume(run, restored, is_new=is_new)
+    for note in override_notes(run.plan):
+        # The command line prints the plan and its notes, so it leaves these events out.
+        run.log.event("plan", step=state.step, message=note, is_in_plan=True)
+    for reason in filter(None, (start.replanned, fallback_reason)):
         run.log.event("plan", step=state.step, message=reason, exact=False, reason=reason)
     return run
 
@@ -339,7 +418,7 @@ def _build(
     """
     model, optimizer, training = config.model, config.optimizer, config.training
     checks.check_multi_rank(model, optimizer, plan, group.ranks)
-    plan, device, fell_back = open_planned_device(plan, group.ranks)
+    plan, device, fallback_reason = open_planned_device(plan, group.ranks)
     group.use_device(device)
     seed_everything(training.seed)
     source = open_planned_source(
@@ -348,39 +427,67 @@ def _build(
         plan,
         global_batch_size=training.global_batch_size,
         seed=training.seed,
-        shuffle=training.shuffle,
+        shuffle=training.shuffle is not False,
         share=RankShare(rank=group.ranks.rank, size=group.ranks.size),
+        collate_fn=training.collate_fn,
+        pad_token_id=pad_token_id(model),
     )
-    check_dataset_size(source.num_samples, training.global_batch_size)
+    check_dataset_size(source, training.global_batch_size, is_loader=isinstance(config.data, DataLoader))
     checks.check_ranks_agree(group, model, optimizer, source, training)
-    state.total_steps = training.total_steps(source.num_samples)
-    schedule = training.make_schedule(state.total_steps)
+    state.total_steps = training.total_steps(source.num_batches)
+    if not isinstance(training.schedule, SchedulerObject | dict):
+        # Checked before the model is moved: linear and cosine need the number of steps.
+        make_schedule(training.schedule, total_steps=state.total_steps)
     # An OptimizerChoice is built after the model is placed and sharded. A torch optimizer exists already, and its state
     # must follow the parameters.
     users = optimizer if isinstance(optimizer, Optimizer) else None
     layout = place_model(plan, model, device, optimizer=users)
+    for other in config.optimizers.others.values():
+        place_model(plan, model, device, optimizer=other, layout=layout)
     strategy = make_strategy(model, group, plan, device)
-    stepper, base_rates = build_stepper(
-        plan, model, optimizer, device, clip=training.clip, has_ema=training.ema, strategy=strategy
-    )
+    steppers, rates = _build_steppers(config, plan, device, strategy, total_steps=state.total_steps)
     run = RunContext(
         config,
         plan,
         device=device,
         group=group,
         source=source,
-        schedule=schedule,
-        stepper=stepper,
-        base_rates=base_rates,
+        steppers=steppers,
+        rates=rates,
         layout=layout,
         state=state,
         exit_stack=exit_stack,
     )
-    return run, fell_back
+    return run, fallback_reason
+
+
+def _build_steppers(
+    config: RunConfig, plan: Plan, device: AbstractDevice, strategy: ParallelStrategy, *, total_steps: int | None
+) -> tuple[dict[str, Stepper], LearningRates]:
+    """Return a stepper for each optimizer, and their learning rates."""
+    model, training, optimizers = config.model, config.training, config.optimizers
+    steppers: dict[str, Stepper] = {}
+    rates: dict[str, LearningRates] = {}
+    for name, optimizer in {optimizers.main_name: optimizers.main, **optimizers.others}.items():
+        others = parameters_of_others(optimizers.torch_optimizers, name) if optimizers.others else []
+        stepper, base_rates = build_stepper(
+            plan,
+            model,
+            optimizer,
+            device,
+            clip=training.clip,
+            has_ema=training.ema,
+            strategy=strategy,
+            other_parameters=others,
+        )
+        own = config_for_optimizer(training, name, optimizer)
+        steppers[name] = stepper
+        rates[name] = make_learning_rates(stepper.optimizer, own, base_rates, total_steps=total_steps)
+    return steppers, rates[optimizers.main_name] if not optimizers.main_name else RatesByName(rates)
 
 
 def _open_folder(run: RunContext, existing: Run | None) -> None:
-    """Create the run folder if the run is new, and write the attached files."""
+    """Create the run folder if the run is new."""
     config, group, path = run.config, run.group, run.config.path
     run.folder = existing
     if existing is None and path is not None and group.is_rank_zero:
@@ -392,34 +499,61 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             machine=run.plan.machine.as_json(),
             versions=installed_versions(),
             command=config.command,
+            script=config.script,
         )
+        # Registered before the lock, so that it runs after the lock is released.
+        run.exit_stack.callback(_discard_if_refused, run)
         run.exit_stack.enter_context(lock.acquire(run.folder.path))
     # The other ranks open the folder only after rank 0 has created it.
     group.barrier()
     if run.folder is None and path is not None:
         run.folder = open_run(path)
+
+
+def _discard_if_refused(run: RunContext) -> None:
+    """Remove a new run folder if the call was refused before its first step: a corrected call would not fit it."""
+    # The exit stack is closed while the error is being handled.
+    error = sys.exc_info()[1]
+    is_refusal = isinstance(error, UsageError) or type(error) is WhetError
+    # After a disk error the same call resumes, and its subclasses (memory, NaN) are results worth keeping.
+    if error is not None and is_refusal and not isinstance(error.__cause__, OSError) and run.state.step == 0:
+        assert run.folder is not None
+        durable.remove(run.folder.path)
+
+
+def _begin_writing(run: RunContext, *, is_new: bool) -> None:
+    """Open the event log, and write what the run folder lacks."""
+    config, folder = run.config, run.folder
+    if folder is None or not run.group.is_rank_zero:
+        return
+    run.log.open(run.exit_stack.enter_context(EventLog(folder)))
+    assert run.checkpointer is not None
+    run.checkpointer.remove_leftovers()
     for name, content in config.attach.items():
         # Also for an existing folder: the process may have been killed right after it created the folder.
-        if run.folder is not None and group.is_rank_zero and not (run.folder.path / name).exists():
-            durable.write_file(run.folder.path / name, data=content)
+        if not (folder.path / name).exists():
+            durable.write_file(folder.path / name, data=content)
+    if not is_new:
+        run.folder = rewrite_parts(folder, plan=run.plan.as_json(), config=config.config)
 
 
 def _add_services(run: RunContext, existing: Run | None) -> None:
-    """Add the event log, NaN guard, checkpointer, executor and callbacks to a run."""
+    """Add the recorder, NaN guard, checkpointer, executor and callbacks to a run. Nothing is written."""
     is_rank_zero, exit_stack = run.group.is_rank_zero, run.exit_stack
-    log = None if run.folder is None or not is_rank_zero else exit_stack.enter_context(EventLog(run.folder))
     run.guard = NonFiniteGuard(
         has_scaler=run.stepper.scaler.is_enabled(),
         earlier=() if existing is None else History(existing).events(kinds=("skip",)),
     )
-    run.log = Recorder(log, run.device, guard=run.guard, on_event=run.config.on_event if is_rank_zero else None)
+    run.log = Recorder(None, run.device, guard=run.guard, on_event=run.config.on_event if is_rank_zero else None)
     if run.folder is not None:
         run.checkpointer = Checkpointer(run, run.folder)
         exit_stack.callback(run.checkpointer.close)
     run.executor = Executor(run)
     exit_stack.callback(run.executor.close)
-    exit_stack.callback(run.rates.restore)
+    exit_stack.callback(run.rates.close)
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
+    # Raises for a state that cannot be saved.
+    run.callbacks.state_dict()
 
 
 def _own_callbacks(run: RunContext) -> list[Callback]:
@@ -438,12 +572,13 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
     ]
 
 
-def _start_or_resume(run: RunContext, checkpoint: store.LoadedCheckpoint | None, *, is_new: bool) -> None:
-    if checkpoint is not None and run.checkpointer is not None:
-        restored = run.restore(checkpoint)
+def _start_or_resume(run: RunContext, restored: RestoredRun | None, *, is_new: bool) -> None:
+    if restored is not None:
         run.executor.moved_from = restored.fields.get("moved_from")
         run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
+        run.warn_changed_code(restored.changed_code)
         return
+    run.observe_code()
     # A run that was killed before its first checkpoint starts again from step 0.
     run.log_session("start" if is_new else "resume", {})
     if run.checkpointer is not None:

@@ -5,7 +5,7 @@ Fallbacks, from the smallest change to the largest: torch's kernels, contiguous 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
-from whet.step.loss import LossFunction
+from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
 _KERNEL_SETTINGS = ("attention", "norms")
-"""Settings that can select whet's kernels ("own")."""
+"""Settings that can select whet's kernels ("whet")."""
 _NOT_COMPARED = "not compared with the model's own code"
+
+
+class ModelCheckError(WhetError):
+    """Raised if the model computes something wrong on this device. The run folder is kept: its events say what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,30 +51,28 @@ class Fallback:
     """The changed settings of the plan."""
 
 
-def fallbacks(result: ModelCheckResult, stepper: Stepper, plan: Plan) -> Iterator[Fallback]:
+def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan) -> Iterator[Fallback]:
     """Yield fallbacks for these problems, smallest change first. Settings that the user overrides are not changed."""
     precision = plan.precision
-    evidence = {"problem": str(result), "device": stepper.device.kind}
+    evidence = {"problem": str(result), "device": steppers[0].device.kind}
 
     def changed(value: str, reason: str) -> MeasuredSetting:
         return MeasuredSetting(value=value, reason=reason, evidence=evidence)
 
-    own = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "own" and name not in plan.overrides]
+    own = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name not in plan.overrides]
     if own:
         yield Fallback(
-            description=f"{' and '.join(own)} by torch's kernels instead of whet's own",
+            description=f"{' and '.join(own)} by torch's kernels instead of whet's",
             apply=lambda: use_torch_kernels(*own),
             precision=precision,
-            changes={
-                name: changed("torch", "whet's own kernels were wrong here before the first step") for name in own
-            },
+            changes={name: changed("torch", "whet's kernels were wrong before the first step") for name in own},
         )
-    is_contiguous = all(parameter.is_contiguous() for parameter in stepper.model.parameters())
+    is_contiguous = all(parameter.is_contiguous() for parameter in steppers[0].model.parameters())
     if not is_contiguous and plan.overrides.get("layout") != "channels_last":
         reason = "with channels_last the device computed wrongly"
         yield Fallback(
             description="weights are contiguous now",
-            apply=lambda: _make_weights_contiguous(stepper),
+            apply=lambda: _make_weights_contiguous(steppers),
             precision=precision,
             changes={} if plan.layout == "contiguous" else {"layout": changed("contiguous", reason)},
         )
@@ -84,7 +86,7 @@ def fallbacks(result: ModelCheckResult, stepper: Stepper, plan: Plan) -> Iterato
     if precision != "fp32" and "precision" not in plan.overrides:
         yield Fallback(
             description=f"fp32 instead of {precision}",
-            apply=lambda: _in_fp32(stepper, plan),
+            apply=lambda: _in_fp32(steppers, plan),
             precision="fp32",
             changes={
                 "precision": changed("fp32", f"{precision} was wrong here before the first step"),
@@ -93,19 +95,22 @@ def fallbacks(result: ModelCheckResult, stepper: Stepper, plan: Plan) -> Iterato
         )
 
 
-def _make_weights_contiguous(stepper: Stepper) -> AbstractContextManager[object]:
+def _make_weights_contiguous(steppers: Sequence[Stepper]) -> AbstractContextManager[object]:
     # No undo is needed: the values of the weights are unchanged.
-    make_contiguous(stepper.model, stepper.optimizer)
+    for stepper in steppers:
+        make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()
 
 
 @contextmanager
-def _in_fp32(stepper: Stepper, plan: Plan) -> Iterator[None]:
-    stepper.use_precision("fp32", loss_scaling="off")
+def _in_fp32(steppers: Sequence[Stepper], plan: Plan) -> Iterator[None]:
+    for stepper in steppers:
+        stepper.use_precision("fp32", loss_scaling="off")
     try:
         yield
     finally:
-        stepper.use_precision(plan.precision, loss_scaling=plan.loss_scaling)
+        for stepper in steppers:
+            stepper.use_precision(plan.precision, loss_scaling=plan.loss_scaling)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +121,7 @@ class StartChecks:
     exit_stack: ExitStack
     """Undoes the accepted fallbacks when the run ends."""
 
-    def run_checks(self, loss: LossFunction, batch: GlobalBatch, *, step: int, moved_from: str | None) -> Plan:
+    def run_checks(self, loss: MicroLoss, batch: GlobalBatch, *, step: int, moved_from: str | None) -> Plan:
         """Verify the model before step `step + 1` and return the plan to continue with. Raise if no fallback helps."""
         run, plan, kind = self.run, self.run.plan, self.run.device.kind
         prefix = "" if moved_from is None else f"moved from {moved_from} to {kind}; "
@@ -143,7 +148,7 @@ class StartChecks:
         self._log(message, start=start, step=step, error=result.error)
         return plan
 
-    def use_compiled(self, loss: LossFunction, micro: MicroBatch, *, step: int, until: ExitStack) -> Plan:
+    def use_compiled(self, loss: MicroLoss, micro: MicroBatch, *, step: int, until: ExitStack) -> Plan:
         """Compile the model, compare it with eager execution, and return the plan to continue with.
 
         Closing `until` ends the use of compiled code. A stepper that captures steps was built for a compiled model. If
@@ -192,7 +197,7 @@ class StartChecks:
         moved_from: str | None,
     ) -> Plan:
         plan, tried = self.run.plan, []
-        for fallback in fallbacks(result, self.run.stepper, plan):
+        for fallback in fallbacks(result, tuple(self.run.steppers.values()), plan):
             with ExitStack() as undo:
                 undo.enter_context(fallback.apply())
                 again = check.run_checks(fallback.precision)
@@ -213,8 +218,10 @@ class StartChecks:
         hints = []
         if precision != "fp32" and "precision" in plan.overrides:
             hints.append(f"precision=fp32 instead of the precision={precision} that you asked for")
-        requested = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "own" and name in plan.overrides]
-        hints += [f"{name}=torch instead of the {name}=own that you asked for" for name in requested]
+        requested = [
+            name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name in plan.overrides
+        ]
+        hints += [f"{name}=torch instead of the {name}=whet that you asked for" for name in requested]
         if result.leak is not None:
             what = f"the model is not causal on {kind} in {precision}"
             if plan.overrides.get("causal_mask") == "flag":
@@ -227,7 +234,7 @@ class StartChecks:
             hints.append(f"--device {moved_from} to resume there")
         if kind != "cpu":
             hints.append("--device cpu")
-        return WhetError(what, got=f"{prefix}{result}{failed}", try_="; ".join([*hints, "or verify=off"]))
+        return ModelCheckError(what, got=f"{prefix}{result}{failed}", try_="; ".join([*hints, "or verify=off"]))
 
     def _eager_since(self, step: int) -> dict[str, Any]:
         return self._changed_since(step, "runs eagerly")

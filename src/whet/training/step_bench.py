@@ -20,8 +20,9 @@ from whet.autotune.candidates import has_attention_choice, plan_with, predicted_
 from whet.autotune.step_bench import FailureKind, ProbeFailedError, SettingsAgreement
 from whet.base.errors import WhetError
 from whet.base.process import gc_disabled
-from whet.data.adapters import AbstractSource, TensorSource, check_dataset_size
+from whet.data.adapters import TensorSource, check_dataset_size
 from whet.data.batch import GlobalBatch, MicroBatch, Position
+from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import preserve_num_threads
 from whet.device.errors import is_out_of_memory
@@ -40,7 +41,7 @@ from whet.step.apply_plan import (
 )
 from whet.step.ema import named_tensors
 from whet.step.graphs import GraphedStepper
-from whet.step.loss import LossFunction
+from whet.step.loss import LossFunction, adapt_loss
 from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
 from whet.step.optimizers import OptimizerChoice, set_learning_rate
 from whet.step.rollback import release_traceback
@@ -48,10 +49,11 @@ from whet.step.step import Stepper
 from whet.training.model_check import run_check
 from whet.training.start_checks import skip_reason
 from whet.training.training_config import TrainingConfig
-from whet.training.workload import calls_attention, measure_activation_bytes
+from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model
 from whet.verify.parity.compare import compare_precision
 from whet.verify.start.compiled import compare_compiled_with_eager
+from whet.verify.start.splitting import loss_split_obstacle
 
 NUM_BATCHES = 8
 """Number of global batches that the steps cycle through.
@@ -76,6 +78,8 @@ class _BuiltPlan:
     def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
         """Return the first samples of a batch, on the device."""
         size = min(size, len(batch))
+        if self.plan.workload.split_obstacle is not None:
+            size = len(batch)
         micro_batches = self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)
         return next(iter(micro_batches)).map_tensors(self.device.put)
 
@@ -110,7 +114,7 @@ class LocalStepBench:
         self.plan = plan
         """The plan from rules alone. Entering adds the measured memory per sample."""
         self.model = model
-        self.loss = loss
+        self.loss = adapt_loss(loss, model)
         self._optimizer = optimizer
         self._data = data
         self._training = training
@@ -156,7 +160,8 @@ class LocalStepBench:
         """Switch to this global batch size and make a new plan for it."""
         self._close_sources()
         self._training = self._training.model_copy(update={"global_batch_size": size})
-        num_steps = self._training.total_steps(self.plan.workload.num_samples)
+        num_samples = self.plan.workload.num_samples
+        num_steps = self._training.total_steps(None if num_samples is None else -(-num_samples // size))
         changed = {"global_batch_size": size, "num_steps": num_steps or None}
         self._use_workload(self.plan.workload.model_copy(update=changed))
         workload = self._requested_plan.workload.model_copy(update=changed)
@@ -241,7 +246,7 @@ class LocalStepBench:
         source, training = self._source(plan), self._training
         plan, device, _ = open_planned_device(plan)
         seed_everything(training.seed)
-        check_dataset_size(source.num_samples, training.global_batch_size)
+        check_dataset_size(source, training.global_batch_size)
         place_model(plan, self.model, device, optimizer=self._users_optimizer, layout=self.layout)
         stepper, base_rates = build_stepper(
             plan, self.model, self._optimizer, device, clip=training.clip, has_ema=training.ema
@@ -260,7 +265,9 @@ class LocalStepBench:
                 plan,
                 global_batch_size=training.global_batch_size,
                 seed=training.seed,
-                shuffle=training.shuffle,
+                shuffle=training.shuffle is not False,
+                collate_fn=training.collate_fn,
+                pad_token_id=pad_token_id(self.model),
             )
             if not self._batches:
                 # A dataset is read inside the timed steps. Here it needs one batch only, to learn the shapes.
@@ -273,8 +280,9 @@ class LocalStepBench:
         built = self._build(self.plan)
         if has_attention_choice(self.plan):
             self._learn_attention(built)
+        self._learn_splitting(built)
         workload = self.plan.workload
-        if workload.activation_bytes is not None or len(self.batch(0)) < 4:
+        if workload.activation_bytes is not None or len(self.batch(0)) < 4 or workload.split_obstacle is not None:
             return
         try:
             small, large = (built.first_samples(self.batch(0), size) for size in (2, 4))
@@ -283,6 +291,23 @@ class LocalStepBench:
             # The loss may need more samples than this; the memory per sample stays unknown then.
             return
         self._use_workload(workload.model_copy(update={"activation_bytes": needed}))
+
+    def _learn_splitting(self, built: _BuiltPlan) -> None:
+        """Find out whether micro-batches smaller than the batch may be tried."""
+        workload, batch = self.plan.workload, self.batch(0)
+        if self._training.split_batch != "auto" or workload.whole_batch_reason is not None:
+            return
+        obstacle = built.source.split_obstacle(batch)
+        if obstacle is None:
+            obstacle = loss_split_obstacle(
+                self.model,
+                self.loss,
+                batch,
+                lambda few, size: built.source.micro_batches(few, micro_batch=size, length_mode="fixed"),
+                built.device,
+            )
+        if obstacle is not None:
+            self._use_workload(workload.model_copy(update={"split_obstacle": obstacle}))
 
     def _learn_attention(self, built: _BuiltPlan) -> None:
         try:
@@ -297,7 +322,7 @@ class LocalStepBench:
 
     def _use_workload(self, workload: Workload) -> None:
         plan = self.plan
-        self.plan = make_plan(plan.machine, workload, overrides=plan.overrides, conditions=plan.conditions)
+        self.plan = make_plan(plan.machine, workload, overrides=plan.overrides, system_state=plan.system_state)
 
     def _close_sources(self) -> None:
         for source in self._sources.values():

@@ -169,7 +169,7 @@ def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: in
         half = max(1, micro // 2)
         if "micro_batch" in plan.overrides:
             action = f"{why}; micro_batch={micro} is your override and stays: micro_batch={half} in a new run may help"
-        elif micro == 1 or plan.workload.has_batchnorm:
+        elif micro == 1 or plan.workload.whole_batch_reason is not None:
             action = f"{why}; the micro-batch cannot be smaller, so it resumes with the same plan"
         else:
             reason = f"micro-batch {micro} was killed {why}"
@@ -235,7 +235,7 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def exit_with_parent() -> None:
-    """Exit when the supervisor is killed: a user who kills whet wants to end the training too."""
+    """Exit when the supervisor is killed, so that killing `whet train` also ends the training."""
     if not is_supervised():
         return
     if sys.platform == "linux":

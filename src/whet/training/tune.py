@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,20 +17,21 @@ from whet.autotune.search import search
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench
 from whet.base.errors import UsageError
 from whet.base.units import format_seconds
+from whet.config.options import SchedulerObject
 from whet.plan.plan import Plan, with_auto_batch
 from whet.plan.setting import Scalar
-from whet.plan.workload import AutoBatch
+from whet.plan.workload import AutoBatch, Workload
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice, set_learning_rate
+from whet.training import intercept
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
+from whet.training.keywords import SessionKeywords
 from whet.training.setup import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.step_bench import LocalStepBench, evidence_key
-from whet.training.training_config import TrainingConfig, parse_training_config
+from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 
-LR_BATCH = 32
-"""The global batch size that a learning rate is assumed to be tuned for; `lr_batch` replaces it."""
 MAX_BATCH_SECONDS = 20.0
 """Time limit for finding the global batch size before a training. It usually takes much less."""
 MIN_BUDGET_SECONDS = 5.0
@@ -54,41 +55,83 @@ def tune(
     *,
     loss: LossFunction,
     optimizer: AnyOptimizer,
-    device: str = "auto",
-    overrides: Mapping[str, Scalar] | None = None,
     budget: float = 60.0,
     on_event: EventHandler | Literal["line"] | None = "line",
-    lr_batch: int = LR_BATCH,
-    **training: Any,
+    # begin generated keywords (tools/keywords.py)
+    global_batch_size: int | Literal["auto"] | None = None,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    schedule: Literal["constant", "linear", "cosine", "plateau"]
+    | Callable[[int], float]
+    | SchedulerObject
+    | dict[str, Any] = "constant",
+    warmup_steps: int = 0,
+    clip: float | None = None,
+    ema: bool = False,
+    seed: int = 0,
+    eval_every: int | Literal["auto"] = "auto",
+    patience: int | None = None,
+    epochs_per_session: int | None = None,
+    schedule_interval: Literal["step", "epoch", "auto"] = "auto",
+    shuffle: bool | Literal["auto"] = "auto",
+    collate_fn: Callable[[Any], Any] | None = None,
+    split_batch: bool | Literal["auto"] = "auto",
+    lr_batch: int = 32,
+    device: str = "auto",
+    overrides: Mapping[str, Scalar] | None = None,
+    workload: Workload | None = None,
+    # end generated keywords
+    **unknown: Never,
 ) -> Plan:
     """Search for the fastest plan of a training within `budget` seconds, and return it with its measurements.
 
     The search times real optimizer steps of your model on your data. It restores the model, the optimizer and the
-    random generators afterwards. Pass the plan to `train` or `Session` as `plan=`. All other keywords are those of
-    `train` that define the training (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.precision` is a
-    setting, and `plan.settings["precision"].reason` is its reason. Progress and results are printed to standard error;
-    `on_event` replaces that with a function, or with None for silence.
+    random generators afterwards. Pass the plan to `train` or `Session` as `plan=`. `plan.precision` is a setting, and
+    `plan.settings["precision"].reason` is its reason. Progress and results are printed to standard error; `on_event`
+    replaces that with a function, or with None for silence.
 
     global_batch_size="auto" finds the global batch size first, in at most a third of the budget. It is stored in
     `plan.workload.batch`, together with your learning rate scaled from `lr_batch` samples to that size. `train` uses
     both if you pass this plan and global_batch_size="auto".
+
+    Keywords:
+        global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
+        epochs: Passes over the training data. Default: 1.
+        max_steps: Stop after this many optimizer steps, if earlier.
+        schedule: How the learning rate falls after the warm-up: a name, a function, a torch scheduler, or a dict of
+            them for several optimizers. Default: "constant".
+        warmup_steps: Steps until the full learning rate. Default: 0.
+        clip: Maximum gradient norm; not clipped if unset.
+        ema: Evaluate with an exponential moving average of the weights. Default: False.
+        seed: Decides the order of samples, the initial weights and all random draws. Default: 0.
+        eval_every: Steps between evaluations; auto: once per epoch. Default: "auto".
+        patience: Stop after this many evaluations without a better goal.
+        epochs_per_session: Stop after this many epochs; the same command resumes.
+        schedule_interval: When a torch scheduler steps; auto only for OneCycleLR, CyclicLR and ReduceLROnPlateau.
+            Default: "auto".
+        shuffle: Reshuffle the samples every epoch; auto: yes, or as the DataLoader does. Default: "auto".
+        collate_fn: Makes a batch from a list of samples, as for a DataLoader; called once per global batch.
+        split_batch: Whether the loss of a batch is the mean over its samples, so that it may be computed in parts;
+            auto: tested before the first step; False: the loss needs the whole batch. Default: "auto".
+        lr_batch: With global_batch_size="auto": the batch size that the learning rate is meant for. Default: 32.
+        device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
+        overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
+        workload: Description of the training for the plan; by default it is derived from the model and the data.
     """
-    has_auto_batch = is_auto_batch(training)
-    if has_auto_batch:
-        training = {**training, "global_batch_size": lr_batch}
     handler = ProgressLine("tune") if on_event == "line" else on_event
-    config = make_run_config(
-        model,
-        optimizer,
-        data,
-        parse_training_config(training),
-        device=device,
-        overrides=overrides,
-        on_event=handler,
-    )
+    keywords = SessionKeywords.from_call({**locals(), "on_event": handler})
+    has_auto_batch = is_auto_batch(keywords)
+    if has_auto_batch:
+        keywords = with_batch_size(keywords, lr_batch)
+    config = make_run_config(model, optimizer, data, keywords)
     if not (isinstance(budget, int | float) and budget > 0):
         raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
     check_rereadable(data)
+    if intercept.active() is not None:
+        # A proof or a bench of the function that calls this: its own measurement would only cost time.
+        if has_auto_batch:
+            intercept.check_fixed_batch()
+        return plan_from_rules(config)
     watch = progress_callback(handler)
     with _bench(config, loss, plan_from_rules(config)) as bench:
         batch, left = None, budget
@@ -179,9 +222,14 @@ def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
 # --- the global batch size --------------------------------------------------------------------------------------------
 
 
-def is_auto_batch(options: Mapping[str, Any]) -> bool:
+def is_auto_batch(keywords: SessionKeywords) -> bool:
     """Return whether the global batch size is "auto"."""
-    return bool(options.get("global_batch_size") == "auto")
+    return bool(keywords.training.get("global_batch_size") == "auto")
+
+
+def with_batch_size(keywords: SessionKeywords, size: int) -> SessionKeywords:
+    """Return the keywords with another global batch size."""
+    return replace(keywords, training={**keywords.training, "global_batch_size": size})
 
 
 def measure_batch_size(
@@ -198,49 +246,47 @@ def measure_batch_size(
 def resolve_auto_batch_size(
     model: nn.Module,
     data: Any,
+    keywords: SessionKeywords,
     *,
     loss: LossFunction,
     optimizer: AnyOptimizer,
-    options: dict[str, Any],
     may_measure: bool,
-    on_event: EventHandler | None = None,
-) -> Iterator[tuple[AnyOptimizer, dict[str, Any]]]:
+) -> Iterator[tuple[AnyOptimizer, SessionKeywords]]:
     """Replace global_batch_size="auto" with a number, and scale the learning rate for it while entered.
 
     A resumed run uses its saved number, and a given plan provides its number. Otherwise the number is measured.
     """
-    if not is_auto_batch(options):
-        yield optimizer, options
+    if not is_auto_batch(keywords):
+        yield optimizer, keywords
         return
-    options = dict(options)
-    lr_batch = options.pop("lr_batch", LR_BATCH)
-    run, plan = options.get("run"), options.get("plan")
+    intercept.check_fixed_batch()
+    run, on_event = keywords.run, keywords.on_event
+    if isinstance(keywords.training.get("schedule"), SchedulerObject):
+        raise UsageError(
+            "the rates of a torch scheduler cannot be scaled to a measured batch size",
+            got=f'global_batch_size="auto" with {type(keywords.training["schedule"]).__name__}',
+            try_="global_batch_size=N, or a schedule by name or function",
+        )
     rates = _learning_rates(optimizer) if isinstance(optimizer, OptimizerChoice) else None
-    batch = recorded_batch_size(None if run is None else Path(run), plan=plan, base_rates=rates)
-    training = {name: options[name] for name in TrainingConfig.model_fields if name in options}
+    batch = recorded_batch_size(None if run is None else Path(run), plan=keywords.plan, base_rates=rates)
     if batch is None:
         if not may_measure:
             raise UsageError(
                 'global_batch_size="auto" has to be measured', got="measure=False", try_="global_batch_size=N"
             )
-        base = parse_training_config({**training, "global_batch_size": lr_batch})
-        given = {name: options[name] for name in ("device", "overrides", "workload") if name in options}
-        config = make_run_config(model, optimizer, data, base, **given)
+        config = make_run_config(model, optimizer, data, with_batch_size(keywords, keywords.lr_batch))
         check_rereadable(data)
         with _bench(config, loss, plan_from_rules(config)) as bench:
             batch = measure_batch_size(bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(on_event))
         report_lines(on_event, *batch.lines)
-    options["global_batch_size"] = batch.batch
-    resolved = parse_training_config({**training, "global_batch_size": batch.batch})
-    workload = options.get("workload")
-    if workload is None:
-        workload = describe_workload(model, data, resolved, recipe=options.get("recipe", "session"))
-    num_steps = resolved.total_steps(workload.num_samples) or None
-    options["workload"] = workload.model_copy(
-        update={"global_batch_size": batch.batch, "num_steps": num_steps, "batch": batch}
-    )
+    keywords = with_batch_size(keywords, batch.batch)
+    training = parse_training_config(keywords.training)
+    workload = keywords.workload or describe_workload(model, data, training, recipe=keywords.recipe)
+    size = workload.num_samples
+    num_steps = training.total_steps(None if size is None else -(-size // batch.batch)) or None
+    described = workload.model_copy(update={"global_batch_size": batch.batch, "num_steps": num_steps, "batch": batch})
     with _scale_learning_rate(optimizer, batch) as scaled:
-        yield scaled, options
+        yield scaled, replace(keywords, workload=described)
 
 
 @contextmanager

@@ -1,19 +1,26 @@
 """Describe a model and its data to the planner."""
 
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from whet.data.adapters import count_data, source_columns
 from whet.data.batch import MicroBatch, Ragged
-from whet.data.columns import as_columns
+from whet.data.columns import rows_to_collate
 from whet.device.abstract import AbstractDevice
 from whet.device.rng import preserve_rng
 from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
-from whet.step.loss import LossFunction
+from whet.step.graph_safety import loss_dependencies
+from whet.step.loss import MicroLoss
 from whet.step.rollback import BufferSnapshot
 from whet.training.training_config import TrainingConfig
+from whet.verify.isolation import preserve_model
 from whet.verify.start.causality import count_attention_calls
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
@@ -32,17 +39,21 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
 """Layer kinds by module type. Functional calls in a forward method are not detected."""
 
 
+SPLIT_BATCH_OFF = "split_batch=False says that the loss needs the whole batch"
+
+
 def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, recipe: str) -> Workload:
     """Describe a model and its data with everything that is known before the first step."""
     num_parameters, num_frozen = count_parameters(model)
-    columns = as_columns(data)
-    num_samples = len(data) if columns is None and callable(getattr(data, "__len__", None)) else None
+    data = data if training.collate_fn is None else rows_to_collate(data)
+    columns = source_columns(data)
+    num_samples, num_batches = count_data(data, global_batch_size=training.global_batch_size)
     max_length, mean_length, sample_bytes = 1, None, None
     if columns is not None:
-        num_samples = len(next(iter(columns.values())))
-        sample_bytes = max(1, sum(_num_bytes(column) for column in columns.values()) // max(1, num_samples))
+        num_rows = len(next(iter(columns.values())))
+        sample_bytes = max(1, sum(_num_bytes(column) for column in columns.values()) // max(1, num_rows))
         ragged = next((column for column in columns.values() if isinstance(column, Ragged)), None)
-        if ragged is not None and num_samples:
+        if ragged is not None and num_rows:
             max_length, mean_length = int(ragged.lengths.max()), float(ragged.lengths.double().mean())
     return Workload(
         recipe=recipe,
@@ -50,7 +61,7 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
         num_frozen=num_frozen,
         global_batch_size=training.global_batch_size,
         num_samples=num_samples or None,
-        num_steps=training.total_steps(num_samples) or None,
+        num_steps=training.total_steps(num_batches) or None,
         max_length=max_length,
         mean_length=mean_length,
         lengths_vary=mean_length is not None and mean_length < max_length,
@@ -58,8 +69,15 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
         needs_decoding=columns is None,
         has_dropout=any(_has_dropout(module) for module in model.modules()),
         has_batchnorm=any(isinstance(module, _BATCHNORMS) for module in model.modules()),
+        split_obstacle=SPLIT_BATCH_OFF if training.split_batch is False else None,
         layers=layer_kinds(model),
     )
+
+
+def pad_token_id(model: nn.Module) -> int | None:
+    """Return the padding token of a model from transformers; None if it has none."""
+    found = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return found if isinstance(found, int) else None
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -81,7 +99,7 @@ def _has_dropout(module: nn.Module) -> bool:
 
 
 def measure_activation_bytes(
-    model: nn.Module, loss: LossFunction, small: MicroBatch, large: MicroBatch, *, device: AbstractDevice
+    model: nn.Module, loss: MicroLoss, small: MicroBatch, large: MicroBatch, *, device: AbstractDevice
 ) -> int:
     """Return the bytes that one sample keeps for the backward pass: the slope between two small micro-batches.
 
@@ -96,7 +114,30 @@ def measure_activation_bytes(
     return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
 
 
-def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, device: AbstractDevice) -> bool:
+@contextmanager
+def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
+    """Restore the modules that a loss refers to besides the model, such as a criterion with running statistics."""
+    known = set(model.modules())
+    with ExitStack() as stack:
+        for module in _used_modules(loss, depth=3):
+            if not known.issuperset(module.modules()):
+                known.update(module.modules())
+                stack.enter_context(preserve_model(module))
+        yield
+
+
+def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
+    for used in loss_dependencies(loss):
+        if isinstance(used, nn.Module):
+            yield used
+        elif depth and inspect.isfunction(used) and used.__module__.partition(".")[0] != "torch":
+            yield from _used_modules(used, depth=depth - 1)
+        elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
+            # The object of a method.
+            yield from (part for part in vars(used).values() if isinstance(part, nn.Module))
+
+
+def calls_attention(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> bool:
     """Return whether the loss calls torch's scaled_dot_product_attention, by running it on a few samples."""
     buffers = BufferSnapshot(model)
     try:
@@ -107,7 +148,7 @@ def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, 
     return bool(calls)
 
 
-def _saved_bytes(model: nn.Module, loss: LossFunction, micro: MicroBatch) -> int:
+def _saved_bytes(model: nn.Module, loss: MicroLoss, micro: MicroBatch) -> int:
     # autograd also saves weights and buffers, which do not grow with the number of samples.
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, Tensor] = {}

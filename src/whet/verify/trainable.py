@@ -11,19 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from whet.base.errors import UsageError
 from whet.data.batch import MicroBatch
 from whet.plan.workload import Workload
-from whet.step.loss import LossFunction
+from whet.step.loss import MicroLoss
 from whet.step.optimizers import OptimizerChoice
 
 # Returns the outputs of a causal model, of shape (batch, length, ...). Each position may depend only on itself and
 # earlier positions.
 OutputFunction = Callable[[MicroBatch], Tensor]
+
+
+def adapt_outputs(function: Callable[[Any], Any]) -> OutputFunction:
+    """Return a user's `outputs` as whet calls it: with the data of a micro-batch."""
+    return lambda micro: function(micro.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +39,7 @@ class Trainable:
     """
 
     model: nn.Module
-    loss: LossFunction
+    loss: MicroLoss
     make_batch: Callable[[int], MicroBatch]
     """Returns a micro-batch with the given number of samples, on the CPU."""
     batch_size: int
@@ -118,7 +123,7 @@ _SEEN_MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 def _copy_if_shared(model: nn.Module) -> nn.Module:
-    """Return the model, or a copy if its factory keeps it, because a check changes the model."""
+    """Return the model, or a copy if the factory keeps a reference to it, because a check changes the model."""
     mode = detect_fake_mode()
     tensors = [*model.parameters(), *model.buffers()]
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
@@ -138,6 +143,17 @@ def _copy_if_shared(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
+def use_fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace all parameters and buffers of a model by fake ones, in place. Shared ones stay shared."""
+    fakes: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    fakes[tensor] = fakes.get(tensor, mode.from_tensor(tensor))
+                    tensors[name] = fakes[tensor]  # type: ignore[assignment]
+
+
 def _check_trainable(model: nn.Module) -> None:
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
@@ -147,7 +163,7 @@ def _check_trainable(model: nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
-            "the model has nothing to train", got="no trainable parameter", try_="a model with trainable weights"
+            "the model has no trainable parameters", got="no trainable parameter", try_="a model with trainable weights"
         )
 
 

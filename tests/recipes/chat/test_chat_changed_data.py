@@ -25,8 +25,8 @@ SMALL = PrepareOptions(format="openai", vocab_size=512, max_length=64, train_spl
 
 def train(run: Path, *words: str, **options: Any) -> TrainResult:
     recipe = load_recipe("chat")
-    said = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_session=1", *words)
-    return train_recipe(recipe, resolve_config(recipe.Config, said), run=run, device="cpu", **options)
+    reported = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_session=1", *words)
+    return train_recipe(recipe, resolve_config(recipe.Config, reported), run=run, device="cpu", **options)
 
 
 @functools.cache

@@ -44,12 +44,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def said(sample: TokenRow, data: ChatDataset) -> str:
+def reported(sample: TokenRow, data: ChatDataset) -> str:
     return data.tokenizer.decode_with_marks(sample.tokens.tolist())
 
 
 def questions(part: ChatSplit, data: ChatDataset) -> set[str]:
-    return {said(sample, data).split("<|end|>")[0] for sample in part}
+    return {reported(sample, data).split("<|end|>")[0] for sample in part}
 
 
 @cache
@@ -62,14 +62,14 @@ def tokenizer() -> ChatTokenizer:
     return trained()
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- written files ---------------------------------------------------------------------------------------------------
 
 
 def test_document_has_all_turns_and_loss_on_answers_and_their_ends(tmp_path: Path) -> None:
     data = made(tmp_path, [planted.SHAREGPT], train_split=1)
     (sample,) = data.train
     learned = [token for token, is_loss in zip(sample.tokens.tolist(), sample.is_loss, strict=True) if is_loss]
-    assert said(sample, data) == (
+    assert reported(sample, data) == (
         "<|system|>Be brief.<|end|><|user|>What is 2 + 2?<|end|><|assistant|>4, or \u56db.<|end|>"
         "<|user|>And 3 + 3?<|end|><|assistant|>6.<|end|>"
     )
@@ -112,7 +112,7 @@ def test_other_tokenizers_keep_ids_and_special_tokens_stay_text(tmp_path: Path) 
     records = [{"messages": [{"role": "user", "content": HARD}, {"role": "assistant", "content": HARD}]}]
     data = made(tmp_path, records, train_split=1, tokenizer=str(tmp_path))
     (sample,) = data.train
-    assert said(sample, data) == f"<|user|>{HARD}<|end|><|assistant|>{HARD}<|end|>"
+    assert reported(sample, data) == f"<|user|>{HARD}<|end|><|assistant|>{HARD}<|end|>"
     theirs = {engine.token_to_id("<|endoftext|>"), engine.token_to_id("<|end|>")}
     assert not theirs & set(sample.tokens.tolist())
 
@@ -122,17 +122,17 @@ WORDS = {"type": "WordLevel", "unk_token": "?", "vocab": {"Hello": 0, "?": 1}}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reported"),
     [
         ({"model": {**WORDS, "vocab": {"Hello": 0}}}, "cannot encode a text"),
         ({"model": {**WORDS, "vocab": {"Hello": 2**31, "?": 1}}}, "no embedding table can hold"),
         (b"\xc2\0\xff", "codec can't decode"),
     ],
 )
-def test_unusable_tokenizer_is_an_error(tmp_path: Path, change: dict[str, object] | bytes, said: str) -> None:
+def test_unusable_tokenizer_is_an_error(tmp_path: Path, change: dict[str, object] | bytes, reported: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(change if isinstance(change, bytes) else changed_tokenizer(change))
-    with pytest.raises(WhetError, match=said):
+    with pytest.raises(WhetError, match=reported):
         made(tmp_path, [planted.talk(1)], tokenizer=str(path))
     assert not (tmp_path / "out").exists()
 
@@ -150,7 +150,7 @@ HELLOS = [("system", "Hello you"), ("user", "hello"), ("assistant", "HELLO!")]
 
 
 def changed_tokenizer(change: dict[str, object]) -> bytes:
-    """One of ours as another would be."""
+    """Our tokenizer, modified to look like a foreign one."""
     return json.dumps({**json.loads(ChatTokenizer.train(["Hello"], vocab_size=300).to_json()), **change}).encode()
 
 
@@ -178,7 +178,7 @@ def test_a_name_on_the_hub_may_have_a_dot_and_the_hub_is_quiet(name: str, monkey
 
 def test_equal_conversations_share_a_split_and_sizes_are_right(tmp_path: Path) -> None:
     records = [planted.talk(number % 60) for number in range(180)]
-    data = made(tmp_path, records, train_split=0.81)  # 146 of 180: between two that are equal.
+    data = made(tmp_path, records, train_split=0.81)  # 146 of 180: between two equal ones.
     parts = [questions(part, data) for part in (data.train, data.val, data.test)]
     assert not parts[0] & parts[1]
     assert not parts[1] & parts[2]
@@ -244,7 +244,7 @@ def test_empty_val_split_is_reported(tmp_path: Path) -> None:
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(16, 80), st.booleans(), st.sampled_from([0, 1])
 )
-def test_segments_fit_end_with_an_answer_and_lose_only_what_cannot_fit(
+def test_segments_fit_and_end_with_an_answer_and_lose_only_long_turns(
     lengths: list[int], max_length: int, has_system: bool, first: int
 ) -> None:
     roles = ("user", "assistant")
@@ -274,7 +274,7 @@ def test_very_long_turn_is_truncated_and_reported(tmp_path: Path) -> None:
     asked = {"conversations": [{"from": "human", "value": long}, {"from": "gpt", "value": "Short."}]}
     answered = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": long}]}
     data = made(tmp_path, [asked, answered], max_length=64)
-    first, second = sorted((said(sample, data) for sample in data.train), key=len)
+    first, second = sorted((reported(sample, data) for sample in data.train), key=len)
     texts = {text.split("<|end|>")[0][:12]: text for text in (first, second)}
     assert texts["<|user|>Why?"].startswith("<|user|>Why?<|end|><|assistant|>word word")
     assert not texts["<|user|>Why?"].endswith("<|end|>"), "an answer that was cut does not end"
@@ -308,13 +308,13 @@ def test_rows_are_concatenated_documents_with_their_own_positions(tmp_path: Path
             assert np.array_equal(row.is_loss, np.concatenate([one.is_loss for one in documents]))
             assert starts.tolist() == [0, *np.cumsum([len(one.tokens) for one in documents])[:-1]]
             assert row.loss_bytes == sum(one.loss_bytes for one in documents)
-            seen += [said(one, data) for one in documents]
+            seen += [reported(one, data) for one in documents]
         assert len(set(seen)) == 38
     with pytest.raises(UsageError, match="longer rows"):
         part.repack(20)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_bad_records_are_skipped_and_located_up_to_a_limit(tmp_path: Path) -> None:
@@ -372,8 +372,8 @@ def test_damaged_folder_is_an_error(tmp_path: Path, name: str, damage: str) -> N
 
 def test_wrong_manifest_is_an_error(tmp_path: Path) -> None:
     folder = made(tmp_path, [planted.talk(number) for number in range(9)]).folder
-    told = json.loads((folder / "manifest.json").read_text())
-    outside = {**told["files"], "../out.jsonl": told["files"]["tokenizer.json"]}
+    logged = json.loads((folder / "manifest.json").read_text())
+    outside = {**logged["files"], "../out.jsonl": logged["files"]["tokenizer.json"]}
     lies = (
         ({"files": outside}, "manifest lists"),
         ({"vocab_size": 599}, "another tokenizer"),
@@ -382,7 +382,7 @@ def test_wrong_manifest_is_an_error(tmp_path: Path) -> None:
         ({"unknown": 1}, "unknown key"),
     )
     for lie, said_of_it in lies:
-        (folder / "manifest.json").write_text(json.dumps({**told, **lie}))
+        (folder / "manifest.json").write_text(json.dumps({**logged, **lie}))
         with pytest.raises(WhetError, match=said_of_it):
             open_dataset(folder)
 

@@ -24,7 +24,7 @@ def test_embedded_conversations_are_valid_and_answer_about_whet(tmp_path: Path, 
     assert made == embedded_conversations()
     assert 2_000 < len(made) < 6_000
     assert all(validate_turns(turns) == turns for turns in made)
-    answers = {asked.text: said.text for turns in made for asked, said in pairwise(turns)}
+    answers = {asked.text: reported.text for turns in made for asked, reported in pairwise(turns)}
     assert answers["What does whet train do?"].startswith("Train a")
     assert answers["What does whet data chat do?"].startswith("Prepare conversations for training")
     assert "the samples of one optimizer step" in answers["What is a global batch?"]
@@ -35,16 +35,16 @@ def test_embedded_conversations_are_valid_and_answer_about_whet(tmp_path: Path, 
     assert data.test.num_documents > 20
     monkeypatch.setattr(embedded, "prepare_data", lambda *_a, **_k: 1 / 0)
     assert open_embedded().fingerprint == data.fingerprint, "it is made again though it is there"
-    told = data_facts(ChatConfig())
+    logged = data_facts(ChatConfig())
     seq_len = resolve_seq_len(
         ChatArch(), longest=max(part.facts.longest for part in (data.train, data.val, data.test))
     ).seq_len
     assert isinstance(seq_len, int)
-    assert resolve_seq_len(ChatArch(), longest=told["longest"]).seq_len == seq_len, (
+    assert resolve_seq_len(ChatArch(), longest=logged["longest"]).seq_len == seq_len, (
         "a plan without torch tells another model"
     )
-    assert told["vocab_size"] == data.tokenizer.vocab_size
-    assert abs(told["num_rows"] / data.train.repack(seq_len).num_rows - 1) < 0.1
+    assert logged["vocab_size"] == data.tokenizer.vocab_size
+    assert abs(logged["num_rows"] / data.train.repack(seq_len).num_rows - 1) < 0.1
     path = data.folder / "train" / "tokens.bin"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ZeroDivisionError):
@@ -82,7 +82,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A real limit of the system on the size of files, in a process of its own."""
+    """A real limit on file sizes, in a separate process."""
     path = planted.write_lines(tmp_path / "chats.jsonl", [planted.talk(number, words=200) for number in range(400)])
     code = (
         "import resource, signal, sys; from pathlib import Path;"

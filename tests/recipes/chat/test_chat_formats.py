@@ -24,9 +24,9 @@ def read(path: Path, *, shape: str = "auto") -> list[Conversation | RejectedReco
     return list(read_conversations(source))
 
 
-def turns(found: Conversation | RejectedRecord) -> list[tuple[str, str]]:
-    assert isinstance(found, Conversation), found
-    return [tuple(turn) for turn in found.turns]
+def turns(result: Conversation | RejectedRecord) -> list[tuple[str, str]]:
+    assert isinstance(result, Conversation), result
+    return [tuple(turn) for turn in result.turns]
 
 
 @pytest.mark.parametrize("name", planted.GOLDEN)
@@ -36,8 +36,8 @@ def test_every_format_is_detected_and_read(tmp_path: Path, name: str, write) -> 
     path = write(tmp_path / "chats", records)
     (source,) = find_files(path)
     assert source.format.name == shape
-    (found,) = read_conversations(source)
-    assert turns(found) == expected
+    (result,) = read_conversations(source)
+    assert turns(result) == expected
 
 
 def test_flat_dump_gives_one_conversation_per_tree_and_rejects_orphans(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_records_do_not_depend_on_chunk_boundaries(tmp_path: Path, chunk: int, m
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reported"),
     [
         (b"", "is empty"),
         (b" \n ", "is empty"),
@@ -107,14 +107,14 @@ def test_records_do_not_depend_on_chunk_boundaries(tmp_path: Path, chunk: int, m
         (b"PK\x03\x04", "is an archive"),
     ],
 )
-def test_unreadable_file_is_an_error(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_file_is_an_error(tmp_path: Path, content: bytes, reported: str) -> None:
     (tmp_path / "chats").write_bytes(content)
-    with pytest.raises(WhetError, match=said):
+    with pytest.raises(WhetError, match=reported):
         list(json_records.read_records(tmp_path / "chats"))
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reported"),
     [
         (b"[]", "no records"),
         (b'[1, "a"]', "record 1: not an object"),
@@ -122,9 +122,9 @@ def test_unreadable_file_is_an_error(tmp_path: Path, content: bytes, said: str) 
         ('{"messages": "caf\xe9"}'.encode("latin-1"), "record 1: not JSON: invalid unicode"),
     ],
 )
-def test_unreadable_records_are_an_error_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_records_are_an_error_with_the_reason(tmp_path: Path, content: bytes, reported: str) -> None:
     (tmp_path / "chats").write_bytes(content)
-    with pytest.raises(UsageError, match=f"no known format\n.*{said}"):
+    with pytest.raises(UsageError, match=f"no known format\n.*{reported}"):
         find_files(tmp_path / "chats")
 
 
@@ -177,7 +177,7 @@ def test_trm_folder_is_decoded_to_texts(tmp_path: Path) -> None:
     train, test = find_files(tmp_path)
     assert (train.split, test.split, train.format.name) == ("train", "test", "trm-folder")
     expected = [("user", "Hi \u20ac"), ("assistant", "Hello.")]
-    assert [turns(found) for found in read_conversations(test)] == [expected, expected]
+    assert [turns(result) for result in read_conversations(test)] == [expected, expected]
     np.save(tmp_path / "train" / "all__inputs.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(WhetError, match="not an array of numbers"):
         list(read_conversations(train))

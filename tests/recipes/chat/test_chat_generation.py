@@ -45,12 +45,12 @@ def test_cached_decoding_equals_full_decoding(shape: dict[str, object]) -> None:
     for start, end in ((0, 12), (12, 15), *((n, n + 1) for n in range(15, 20))):
         positions = torch.arange(start, end).expand(2, -1)
         memory.expect(positions, num_keys=end)
-        found = model.logits(model.forward_cached(tokens[:, start:end], positions, cache=memory, num_keys=end))
-        assert torch.allclose(found, whole[:, start:end], atol=1e-5)
+        result = model.logits(model.forward_cached(tokens[:, start:end], positions, cache=memory, num_keys=end))
+        assert torch.allclose(result, whole[:, start:end], atol=1e-5)
     assert memory.num_attentions == model.arch.applications
 
 
-def said(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], str]]:
+def reported(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], str]]:
     rows: list[list[int]] = [[] for _ in asks]
     ends = [""] * len(asks)
     for step in generate(model, asks, RULES):  # type: ignore[arg-type]
@@ -68,9 +68,9 @@ def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, temperature: 
     how = Sampling(temperature=temperature, top_k=0, top_p=1, seed=5)
     rows = [([5, 6], 9), ([9] * 30, 99), ([11, 12, 13, 14, 15], 4), ([20], 1), ([5, 6], 9)]
     asks = [GenerationRequest(prompt=prompt, max_new_tokens=count, sampling=how) for prompt, count in rows]
-    together = said(model, asks)
-    assert together == [said(model, [ask])[0] for ask in asks]
-    assert together == said(model, asks[::-1])[::-1]
+    together = reported(model, asks)
+    assert together == [reported(model, [ask])[0] for ask in asks]
+    assert together == reported(model, asks[::-1])[::-1]
     assert together[0] == together[4]
     for (ids, end), ask in zip(together, asks, strict=True):
         assert not set(ids) & {0, 3, 7}
@@ -79,7 +79,7 @@ def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, temperature: 
 
 def test_temperature_zero_is_greedy_and_seeds_determine_samples() -> None:
     model = small_model()
-    tokens, end = said(model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
+    tokens, end = reported(model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
     assert (len(tokens), end) == (12, "length")
     ids = [5, 6]
     for token in tokens:
@@ -88,7 +88,7 @@ def test_temperature_zero_is_greedy_and_seeds_determine_samples() -> None:
         assert token == logits.argmax()
         ids.append(token)
     drawn = {
-        seed: said(
+        seed: reported(
             model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=Sampling(temperature=2, seed=seed))]
         )[0]
         for seed in (1, 1, 2)
@@ -97,7 +97,7 @@ def test_temperature_zero_is_greedy_and_seeds_determine_samples() -> None:
 
 
 def test_samples_follow_the_distribution() -> None:
-    """Chi-square: with 11 degrees of freedom 31.3 is passed once in a thousand; a wrong temperature gives hundreds."""
+    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; a wrong temperature gives hundreds."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(0))
     num_draws = 4_000
 
@@ -166,9 +166,9 @@ def test_long_history_drops_oldest_turns_and_keeps_the_system_turn() -> None:
 def test_train_generate_and_chat_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A few steps through the commands; what is said is repeatable, and the conversation is remembered and saved."""
+    """A few steps through the commands: output is repeatable, and the conversation is kept and saved."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    # What is set before torch starts, so that it is put back here.
+    # Set before torch starts, so restore it here.
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.0")
     monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.9")
     data = prepared(tmp_path)
@@ -176,11 +176,11 @@ def test_train_generate_and_chat_commands(
     common = ["--device", "cpu", "--no-measure", "--max-restarts", "0"]
     run = str(tmp_path / "run")
     assert whet(["train", "chat", *words, "--run", run, *common]) == 0
-    told = capsys.readouterr()
-    assert "bits_per_byte" in told.err + told.out
-    assert "parameters" in told.err
-    assert "chat  for example  <|user|>" in told.err
-    assert f"whet chat {run}  " in told.err
+    logged = capsys.readouterr()
+    assert "bits_per_byte" in logged.err + logged.out
+    assert "parameters" in logged.err
+    assert "chat  for example  <|user|>" in logged.err
+    assert f"whet chat {run}  " in logged.err
     assert whet(["predict", run, "hello"]) == 2
     assert "try: whet generate" in capsys.readouterr().err
     answers = []
@@ -190,7 +190,7 @@ def test_train_generate_and_chat_commands(
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] == answers[1]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"I want tea.\nWhat?\n/save {tmp_path / 'talk.jsonl'}\n/reset\n"))
-    # So hot that every answer has something in it: the model has learned nothing yet.
+    # A temperature so high that no answer is empty: the model is untrained.
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]
     talk = ["chat", run, "--system", "Be brief.", *hot, "--device", "cpu", "--checkpoint", "best"]
     read: list[str] = []
@@ -211,7 +211,7 @@ def test_train_generate_and_chat_commands(
     assert whet(["chat", str(tmp_path)]) == 2
     for unfit in (["--prompt", " "], ["--interactive", "--prompt", "x"], ["--interactive", "--json"]):
         assert whet(["generate", run, *unfit]) == 2
-    # Bytes that are no UTF-8, a /save of nothing, and a closed standard input.
+    # Invalid UTF-8, a /save without content, and a closed stdin.
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff tea\n"), encoding="utf-8"))
     assert whet(["generate", run, "--device", "cpu", "--max-new-tokens", "1", "--json"]) == 0
@@ -219,7 +219,7 @@ def test_train_generate_and_chat_commands(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {tmp_path / 'nothing.jsonl'}\n"))
     assert whet(["chat", run, "--system", "Be brief.", "--device", "cpu"]) == 0
     assert not (tmp_path / "nothing.jsonl").exists()
-    # A word that is not known is named; /quit leaves, and what stands behind it is not asked.
+    # An unknown command is named; /quit exits, and later input is ignored.
     capsys.readouterr()
     read.clear()
     monkeypatch.setattr("sys.stdin", io.StringIO("/rest\n/quit\nWhat?\n"))

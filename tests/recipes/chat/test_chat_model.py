@@ -13,8 +13,8 @@ from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
 from whet.data.batch import MicroBatch
-from whet.device.kernels import attention as own_spans
-from whet.device.kernels.switches import use_own_kernels
+from whet.device.kernels import attention as span_kernels
+from whet.device.kernels.switches import use_whet_kernels
 from whet.recipes.chat import model
 from whet.recipes.chat.architecture import PRESETS, ChatArch
 from whet.recipes.chat.config import ChatConfig
@@ -59,8 +59,8 @@ def test_spans_equal_the_mask_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     micro = rows_of_documents()
     like = torch.zeros(1)
     masked = document_attention(micro.is_start, head_size=32, like=like)
-    monkeypatch.setattr(own_spans, "is_supported", lambda _: True)
-    with use_own_kernels("attention"):
+    monkeypatch.setattr(span_kernels, "is_supported", lambda _: True)
+    with use_whet_kernels("attention"):
         look = document_attention(micro.is_start, head_size=32, like=like)
     assert look.spans is not None
     assert masked.mask is not None
@@ -89,14 +89,14 @@ def test_non_causal_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> No
         return AttentionArgs()
 
     monkeypatch.setattr(model, "document_attention", everywhere)
-    found = find_leak(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
-    assert found is not None
-    assert found.change > 0.01
+    actual = find_leak(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
+    assert actual is not None
+    assert actual.change > 0.01
 
 
 @pytest.mark.slow
 def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same fault on the way of `whet train chat`."""
+    """The same fault in `whet train chat`."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(model, "document_attention", lambda is_start, **_: AttentionArgs())
     resolved = resolve_config(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
@@ -149,7 +149,7 @@ def test_loss_weighs_tokens_however_the_batch_is_split() -> None:
 
 
 def test_rows_mark_assistant_tokens_and_evaluation_weighs_them_equally(tmp_path: Path) -> None:
-    """A model that knows nothing is as surprised at each token as there are tokens."""
+    """The loss of an untrained model is the log of the vocabulary size."""
     data, dataset = prepared(tmp_path), open_dataset(tmp_path / "prepared")
     read = read_chat(resolve_config(ChatRecipe.Config, [f"data={data}", *WORDS]).config)
     facts, tokenizer = dataset.train.facts, dataset.tokenizer
@@ -165,10 +165,10 @@ def test_rows_mark_assistant_tokens_and_evaluation_weighs_them_equally(tmp_path:
     with torch.no_grad():
         model.tokens.weight.zero_()
         micro_batches = iter([MicroBatch(fields=dict(read.train), ids=np.arange(read.num_rows))])
-        found = merge_metrics(model, [partial_metrics(model, micro_batches)], None)
+        actual = merge_metrics(model, [partial_metrics(model, micro_batches)], None)
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
-    assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
+    assert actual["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
+    assert actual["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
 
 
 def test_overlap_between_folders_is_reported(tmp_path: Path) -> None:
@@ -188,17 +188,17 @@ def test_overlap_between_folders_is_reported(tmp_path: Path) -> None:
 
 
 def test_gradients_reach_every_weight_in_half_precision_too() -> None:
-    """Cycles without gradients come first: what they cast must not be taken for what the last one learns."""
+    """Cycles without gradients come first: their casts must not be reused in the cycle that learns."""
     model, micro = small_model(), rows_of_documents()
-    found = {}
+    actual = {}
     for dtype in (torch.float32, torch.bfloat16):
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             total, weight = next_token_loss(model, micro)
         (total / weight).backward()
-        found[dtype] = {name: weights.grad for name, weights in model.named_parameters()}
-    for name, exact in found[torch.float32].items():
-        half = found[torch.bfloat16][name]
+        actual[dtype] = {name: weights.grad for name, weights in model.named_parameters()}
+    for name, exact in actual[torch.float32].items():
+        half = actual[torch.bfloat16][name]
         assert half is not None, name
         assert torch.cosine_similarity(half.flatten(), exact.flatten(), dim=0) > 0.98, name
 
@@ -215,9 +215,9 @@ def test_a_training_in_two_sessions_ends_with_the_same_bits(
         for _ in range(1 + len(more)):
             result = train_recipe(ChatRecipe(), resolved, run=tmp_path / name, device="cpu")
         assert result.state == "done"
-        found = store.load_newest(tmp_path / name / "checkpoints")
-        assert found is not None
-        ends.append(found[1].tensors)
+        actual = store.load_newest(tmp_path / name / "checkpoints")
+        assert actual is not None
+        ends.append(actual[1].tensors)
     whole, halves = ends
     assert whole.keys() == halves.keys()
     assert all(torch.equal(tensor, halves[name]) for name, tensor in whole.items())

@@ -30,8 +30,8 @@ HELLO: Any = [{"role": "user", "content": "I want tea."}]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A server of a model that was trained for a step, and what it says of itself."""
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A server of a model trained for one step, and its JSON description."""
     folder = tmp_path_factory.mktemp("served")
     words = [f"data={prepared(folder)}", *WORDS, "global_batch_size=4", "max_steps=1", "verify=off"]
     train_recipe(ChatRecipe(), resolve_config(ChatRecipe.Config, words), run=folder / "run", device="cpu")
@@ -45,8 +45,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def client(told: dict[str, Any]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"], max_retries=0, timeout=300) as made:
+def client(logged: dict[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=logged["base_url"], api_key=logged["api_key"], max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -54,8 +54,8 @@ def test_openai_client_lists_models_completes_and_streams(client: openai.OpenAI)
     assert [model.id for model in client.models.list()] == ["run"]
     asked: Any = {"model": "run", "messages": HELLO, "temperature": 0, "max_tokens": 8}
     whole = client.chat.completions.create(**asked)
-    said, usage = whole.choices[0], whole.usage
-    assert (said.message.role, said.finish_reason) == ("assistant", said.finish_reason)
+    reported, usage = whole.choices[0], whole.usage
+    assert (reported.message.role, reported.finish_reason) == ("assistant", reported.finish_reason)
     assert usage is not None
     assert 0 < usage.completion_tokens <= 8
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
@@ -65,9 +65,11 @@ def test_openai_client_lists_models_completes_and_streams(client: openai.OpenAI)
     assert history is not None
     assert history.prompt_tokens > usage.prompt_tokens + 4
     pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == said.message.content
+    assert (
+        "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == reported.message.content
+    )
     assert pieces[-1].usage == usage
-    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == said.finish_reason
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == reported.finish_reason
     text = client.completions.create(model="run", prompt="I want", temperature=0, max_tokens=4)
     assert text.usage is not None
     assert text.choices[0].finish_reason in ("length", "stop")
@@ -105,21 +107,21 @@ def test_seeds_and_stops(client: openai.OpenAI) -> None:
 def test_invalid_requests_are_rejected(
     client: openai.OpenAI, changes: dict[str, Any], kind: type[openai.APIStatusError], what: str
 ) -> None:
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as logged:
         client.chat.completions.create(**{"model": "run", "messages": HELLO, **changes})
-    assert what in f"{told.value} {told.value.code}"
+    assert what in f"{logged.value} {logged.value.code}"
 
 
-def test_wrong_key_host_origin_and_body_are_rejected(told: dict[str, Any]) -> None:
+def test_wrong_key_host_origin_and_body_are_rejected(logged: dict[str, Any]) -> None:
     with (
-        openai.OpenAI(base_url=told["base_url"], api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=logged["base_url"], api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
         stranger.models.list()
     assert "try: the key or the link that the command printed" in str(refused.value)
     assert (refused.value.code, refused.value.type) == ("invalid_api_key", "invalid_request_error")
-    host = told["base_url"].split("/")[2]
-    good = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
+    host = logged["base_url"].split("/")[2]
+    good = {"Authorization": f"Bearer {logged['api_key']}", "Content-Type": "application/json"}
     for headers, body, status in (
         ({**good, "Host": "evil.example"}, b"{}", 421),
         ({**good, "Origin": "https://evil.example"}, b"{}", 403),
@@ -180,12 +182,12 @@ def test_generation_stops_when_the_client_disconnects() -> None:
         before = len(written)
         await asyncio.sleep(0.2)
         assert len(written) <= before + 2
-        # A place is taken before the first piece is asked for, and given back where it never is.
+        # A slot is taken before the first chunk is requested, and released if none is.
         waiting = answers.stream(endless)
         with pytest.raises(BadRequestError, match="too many"):
             answers.stream(endless)
         del waiting
-        # The place is free again, as soon as the thread is.
+        # The slot is free again as soon as the thread is.
         async with asyncio.timeout(120):
             while answers._num_pending:
                 await asyncio.sleep(0.005)
@@ -196,8 +198,8 @@ def test_generation_stops_when_the_client_disconnects() -> None:
     asyncio.run(listen_and_leave())
 
 
-def test_api_key_is_not_in_the_process_list(told: dict[str, Any]) -> None:
-    words = Path(f"/proc/{told['pid']}/cmdline")
+def test_api_key_is_not_in_the_process_list(logged: dict[str, Any]) -> None:
+    words = Path(f"/proc/{logged['pid']}/cmdline")
     if not words.exists():
         pytest.skip("needs /proc")
-    assert told["api_key"].encode() not in words.read_bytes()
+    assert logged["api_key"].encode() not in words.read_bytes()

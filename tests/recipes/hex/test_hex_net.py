@@ -80,7 +80,7 @@ def test_explicit_values_override_presets() -> None:
 
 
 def test_batchnorm_is_not_split_and_groupnorm_fits_into_memory() -> None:
-    """Eight thousand boards of 13 x 13 want far more than 6 GB."""
+    """Eight thousand boards of 13 x 13 need far more than 6 GB."""
     machine = load_machine("h200")
     plans = {}
     for norm in ("group", "batch"):
@@ -99,12 +99,12 @@ def test_net_plays_any_size_on_empty_cells_and_ignores_colors(size: int) -> None
     draw = np.random.default_rng(size)
     boards = draw.choice(3, (6, size, size), p=(0.5, 0.25, 0.25)).astype(np.int8)
     positions = Positions(boards, np.array([1, 2, 1, 2, 1, 2], dtype=np.int8))
-    said, mirrored = player.analyze(positions), player.analyze(transform(positions, MIRRORED))
-    assert (said.policy[boards.reshape(6, -1) != 0] == 0).all()
-    np.testing.assert_allclose(said.policy.sum(1), 1, rtol=1e-5)
-    np.testing.assert_allclose(transform_policy(mirrored.policy, MIRRORED, size=size), said.policy, atol=1e-6)
-    np.testing.assert_allclose(mirrored.value, said.value, atol=1e-6)
-    assert said.value.std() > 0
+    reported, mirrored = player.analyze(positions), player.analyze(transform(positions, MIRRORED))
+    assert (reported.policy[boards.reshape(6, -1) != 0] == 0).all()
+    np.testing.assert_allclose(reported.policy.sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(transform_policy(mirrored.policy, MIRRORED, size=size), reported.policy, atol=1e-6)
+    np.testing.assert_allclose(mirrored.value, reported.value, atol=1e-6)
+    assert reported.value.std() > 0
 
 
 def test_nan_outputs_are_an_error() -> None:
@@ -136,18 +136,18 @@ def test_final_positions_train_only_the_value_and_full_boards_are_finite() -> No
 
 
 def test_each_loss_weight_affects_only_its_term() -> None:
-    """The loss of all parts is their weighted sum; the uncertainty moves nothing but itself."""
+    """The total loss is the weighted sum of its terms; the uncertainty affects only itself."""
     net, micro = a_net(), some_micro(12)
-    said = net(micro.board)
+    reported = net(micro.board)
     parts = [
-        hex_loss(said, micro, LossWeights(policy=p, value=v, uncertainty=u))
+        hex_loss(reported, micro, LossWeights(policy=p, value=v, uncertainty=u))
         for p, v, u in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
-    whole = hex_loss(said, micro, LossWeights(policy=2.0, value=3.0, uncertainty=0.5))
-    torch.testing.assert_close(parts[0], policy_losses(said, micro).mean())
-    torch.testing.assert_close(parts[1], value_losses(said, micro).mean())
+    whole = hex_loss(reported, micro, LossWeights(policy=2.0, value=3.0, uncertainty=0.5))
+    torch.testing.assert_close(parts[0], policy_losses(reported, micro).mean())
+    torch.testing.assert_close(parts[1], value_losses(reported, micro).mean())
     torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
-    gradient = torch.autograd.grad(parts[2], (said.value, said.policy), allow_unused=True)
+    gradient = torch.autograd.grad(parts[2], (reported.value, reported.policy), allow_unused=True)
     assert all(part is None or part.abs().max() == 0 for part in gradient)
 
 
@@ -156,8 +156,8 @@ def test_visits_on_one_move_equal_that_move_as_target() -> None:
     has_move = micro.move >= 0
     shares = torch.nn.functional.one_hot(micro.move.clamp(min=0), 25) * has_move[:, None]
     searched = MicroBatch(fields={**micro.fields, "shares": shares.float()}, ids=micro.ids)
-    said = net(micro.board)
-    torch.testing.assert_close(hex_loss(said, searched, LossWeights()), hex_loss(said, micro, LossWeights()))
+    reported = net(micro.board)
+    torch.testing.assert_close(hex_loss(reported, searched, LossWeights()), hex_loss(reported, micro, LossWeights()))
 
 
 def test_half_turns_are_rotated_positions() -> None:
@@ -193,12 +193,12 @@ def test_input_planes_have_the_mover_first() -> None:
 
 
 def test_metrics_match_their_definitions() -> None:
-    found = metrics([np.array([0, 4, 5, -1])], [np.array([0.9, 0.2, 0.5, 0.6])], [np.array([1.0, 0.0, 1.0, 0.0])])
-    assert found["policy_top1"] == pytest.approx(1 / 3)
-    assert found["policy_top5"] == pytest.approx(2 / 3)
-    assert found["value_accuracy"] == pytest.approx(2.5 / 4)
-    assert found["brier"] == pytest.approx((0.01 + 0.04 + 0.25 + 0.36) / 4)
-    assert found["calibration_error"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.6) / 4)
+    result = metrics([np.array([0, 4, 5, -1])], [np.array([0.9, 0.2, 0.5, 0.6])], [np.array([1.0, 0.0, 1.0, 0.0])])
+    assert result["policy_top1"] == pytest.approx(1 / 3)
+    assert result["policy_top5"] == pytest.approx(2 / 3)
+    assert result["value_accuracy"] == pytest.approx(2.5 / 4)
+    assert result["brier"] == pytest.approx((0.01 + 0.04 + 0.25 + 0.36) / 4)
+    assert result["calibration_error"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.6) / 4)
 
 
 def test_uniform_policy_has_zero_top1() -> None:

@@ -25,7 +25,7 @@ def cell(name: str, size: int = 5) -> int:
 
 
 class Sure:
-    """Plays the first free cell, and is sure that whoever has more stones wins."""
+    """Plays the first free cell, and predicts a certain win for the side with more stones."""
 
     name = "sure"
 
@@ -66,7 +66,7 @@ def test_view_shows_the_winning_chain() -> None:
 
 
 def test_the_player_swaps_when_that_is_the_better_side() -> None:
-    assert view_game(Sure(), [0], size=5).reply == "swap"  # After it red has the stone.
+    assert view_game(Sure(), [0], size=5).reply == "swap"  # Afterwards the stone is red.
     assert view_game(Sure(), [0, 1], size=5).reply == "c1"
     assert view_game(PLAYER, [cell("c3")], size=5).reply == "swap"
     assert view_game(PLAYER, [cell("a1")], size=5).reply != "swap"
@@ -116,7 +116,7 @@ def test_the_board_is_drawn_with_the_last_stone_marked() -> None:
 
 
 def test_play_in_the_terminal(tmp_path: Path) -> None:
-    """As a process: lines in, lines out, and an end without a word is an end."""
+    """As a process: lines in, lines out, and closed input ends the game."""
     command = [sys.executable, "-m", "whet", "play", "two-distance", "--size", "4", "--terminal"]
     done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -131,16 +131,16 @@ def test_closed_input_ends_the_game(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reported"),
     [
         (["--size", "2"], "3 to 19"),
         (["--size", "40"], "3 to 19"),
-        (["--colour", "green"], "--colour blue"),
+        (["--color", "green"], "--color blue"),
     ],
 )
-def test_invalid_options_are_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(words: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["play", "random", *words, "--terminal"]) == 2
-    assert said in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -153,24 +153,24 @@ def served(tmp_path_factory: pytest.TempPathFactory):
 
 def test_page_requires_the_access_token(served: Served) -> None:
     for path in ("/", "/api/about", "/api/game?size=5", "/static/play.js"):
-        assert served.ask_bare(path).status == 401
-        assert served.ask(path).status == 200
-    assert served.ask("/", "POST").status == 405
-    assert served.ask("/static/../view.py").status in (400, 404)
-    assert served.ask("/static/view.py").status == 404
-    assert "default-src 'self'" in served.ask("/").headers["content-security-policy"]
+        assert served.request_bare(path).status == 401
+        assert served.request(path).status == 200
+    assert served.request("/", "POST").status == 405
+    assert served.request("/static/../view.py").status in (400, 404)
+    assert served.request("/static/view.py").status == 404
+    assert "default-src 'self'" in served.request("/").headers["content-security-policy"]
 
 
 def test_the_server_answers_with_views(served: Served) -> None:
-    assert served.ask("/api/about").json() == {
+    assert served.request("/api/about").json() == {
         "player": "two-distance",
         "sizes": list(range(3, 20)),
         "size": 7,
         "color": "blue",
     }
-    told = served.ask("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
-    assert told == json.loads(view_game(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
-    for query, said in (
+    logged = served.request("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
+    assert logged == json.loads(view_game(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
+    for query, reported in (
         ("", "size must be a number"),
         ("size=2", "does not play"),
         ("size=27", "does not play"),
@@ -181,6 +181,6 @@ def test_the_server_answers_with_views(served: Served) -> None:
         ("size=5&seed=x", "seed must be a number"),
         ("size=" + "9" * 50, "size must be a number"),
     ):
-        refused = served.ask(f"/api/game?{query}")
+        refused = served.request(f"/api/game?{query}")
         assert refused.status == 400, query
-        assert said in refused.text
+        assert reported in refused.text

@@ -16,7 +16,7 @@ from whet.recipes.hex.game.symmetry import SYMMETRIES, transform, transform_poli
 
 
 def slow_distance(board: np.ndarray) -> list[list[int]]:
-    """Of blue to the top by the words of the definition: second nearest neighbor, chains are one place."""
+    """Blue's distance to the top by its definition: the second nearest neighbor, with chains as one cell."""
     size = len(board)
     inside = {(row, column) for row in range(size) for column in range(size)}
 
@@ -24,7 +24,7 @@ def slow_distance(board: np.ndarray) -> list[list[int]]:
         return {(place[0] + down, place[1] + right) for down, right in NEIGHBORS} & inside
 
     def reachable(place):
-        """Empty cells next to it, and whether the edge is, over chains of blue stones."""
+        """Return the empty neighbors, and whether the edge is one, over chains of blue stones."""
         seen, todo, is_at_edge = set(), [place], place[0] == 0
         while todo:
             for near in beside(todo.pop()) - seen:
@@ -84,7 +84,7 @@ def test_two_distance_wins_and_defends_when_it_can() -> None:
     won = play(as_blue, best_moves(player.analyze(as_blue).policy))
     assert winners(won.boards).tolist() == [BLUE]
     assert player.analyze(as_blue).value[0] == 1
-    # Two ways down are left: red is lost, and plays one of them all the same.
+    # Two winning paths are left: red has lost, and blocks one of them anyway.
     assert player.analyze(as_red).value[0] == 0
     assert best_moves(player.analyze(as_red).policy)[0] in (4 * 5 + 1, 4 * 5 + 2)
 

@@ -44,10 +44,10 @@ def test_games_are_written_and_read_back(kind: str) -> None:
                 with pytest.raises(UsageError, match="swap"):
                     write_game(replay(moves, size=size), "trmph")
                 continue
-            found = read_game(write_game(replay(moves, size=size), kind))
-            assert found.moves(size) == moves
-            assert found.size == (None if kind == "plain" else size)
-            assert found.kind == kind
+            result = read_game(write_game(replay(moves, size=size), kind))
+            assert result.moves(size) == moves
+            assert result.size == (None if kind == "plain" else size)
+            assert result.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_games_are_written_and_read_back(kind: str) -> None:
     ],
 )
 def test_lines_are_parsed(line: str, size: int | None, words: str, winner: int) -> None:
-    found = read_game(line)
-    assert (found.size, " ".join(found.names), found.winner) == (size, words, winner)
+    result = read_game(line)
+    assert (result.size, " ".join(result.names), result.winner) == (size, words, winner)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_both_orientations_are_detected(tmp_path: Path, mirrored: bool) -> None:
     assert source.orientation.is_mirrored == mirrored
     assert source.orientation.num_complete == 200 > source.orientation.num_complete_otherwise
     rejected = RejectedGames()
-    (found,) = source.games(rejected)
-    assert [found.move_list(number) for number in range(200)] == games
+    (result,) = source.games(rejected)
+    assert [result.move_list(number) for number in range(200)] == games
     assert rejected.total == 0
 
 
@@ -135,14 +135,14 @@ def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: p
     assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
     assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
     assert "games.txt:63" in capsys.readouterr().out
-    for words, said in (
+    for words, reported in (
         (("hex", "nowhere"), "do not exist"),
         (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "is not empty"),
         (("hex", str(path), "--size=40"), "size"),
         (("hex", str(path), "--val-share=2"), "val_share"),
     ):
         assert run(["data", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_positions_are_those_of_the_games(kept) -> None:
             assert (samples.positions.movers[place], samples.plies[place]) == (then.mover, ply)
             assert samples.results[place] == (then.mover == won)
             place += 1
-        # A game that is over teaches no move.
+        # A finished game has no move to learn.
         assert samples.moves[place - 1] == NO_MOVE
     assert place == len(positions)
     assert ((winners(samples.positions.boards) != EMPTY) == (samples.moves == NO_MOVE)).all()
@@ -223,7 +223,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
         same = (symmetries_of(numbers, seed=seed, epoch=epoch) == ways).mean()
         assert 0.2 < same < 0.3
     plain = positions.batch(numbers)
-    # What is played stays legal, and wins for whom it won.
+    # Moves stay legal, and the winner stays the same.
     has_move = first.moves >= 0
     rows = np.flatnonzero(has_move)
     assert (first.positions.boards.reshape(len(numbers), -1)[rows, first.moves[rows]] == EMPTY).all()
@@ -235,7 +235,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
 
 def test_damaged_position_sets_are_errors(kept, tmp_path: Path) -> None:
     _, positions = kept
-    for name, damage, said in (
+    for name, damage, reported in (
         ("positions.bin", lambda data: data[:-1], "not 120,610 bytes"),
         ("games.bin", lambda data: data[:-12], "not 7,200 bytes"),
         ("positions.bin", lambda data: b"\x01" + data[1:], "another hash"),
@@ -252,14 +252,14 @@ def test_damaged_position_sets_are_errors(kept, tmp_path: Path) -> None:
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(WhetError) as refused:
             PositionSet(tmp_path / "copy")
-        assert said in str(refused.value)
+        assert reported in str(refused.value)
         shutil.rmtree(tmp_path / "copy")
     with pytest.raises(UsageError, match="not a folder of positions"):
         PositionSet(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "reported"),
     [
         ("begin", 2**64 - 1, "do not match"),
         ("begin", 1, "do not match"),
@@ -268,7 +268,7 @@ def test_damaged_position_sets_are_errors(kept, tmp_path: Path) -> None:
     ],
 )
 def test_inconsistent_games_with_a_valid_hash_are_errors(
-    kept, tmp_path: Path, field: str, value: int, said: str
+    kept, tmp_path: Path, field: str, value: int, reported: str
 ) -> None:
     _, positions = kept
     shutil.copytree(positions.folder, tmp_path / "copy")
@@ -280,7 +280,7 @@ def test_inconsistent_games_with_a_valid_hash_are_errors(
     (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(WhetError) as refused:
         PositionSet(tmp_path / "copy")
-    assert said in str(refused.value)
+    assert reported in str(refused.value)
 
 
 def test_boards_are_packed_and_unpacked() -> None:
@@ -290,7 +290,7 @@ def test_boards_are_packed_and_unpacked() -> None:
 
 
 def independent_winner(line: str) -> int:
-    """By filling from the first player's top edge, on a set of (column, row): nothing of whet's is used."""
+    """By flood fill from the first player's top edge, on a set of (column, row), without code of whet."""
     for first in (0, 1):
         stones = {(ord(word[0]) - 97, int(word[1:]) - 1) for word in line.split()[first::2]}
         begin = {stone for stone in stones if stone[1 - first] == 0}
@@ -310,15 +310,15 @@ def independent_winner(line: str) -> int:
 def test_winners_of_recorded_games_agree_with_an_independent_replay(report_count) -> None:
     source, rejected = open_records(GAMES), RejectedGames()
     assert (source.size, source.orientation.is_mirrored) == (13, False)
-    found = np.concatenate([games.winners for games in source.games(rejected)]).tolist()
+    result = np.concatenate([games.winners for games in source.games(rejected)]).tolist()
     expected = [independent_winner(line) for line in GAMES.read_text().splitlines()]
     assert rejected.total == 0
-    assert found == expected
+    assert result == expected
     report_count(
-        f"{len(found):,} recorded games: the first player won {found.count(BLUE):,}, the second {found.count(RED):,}"
+        f"{len(result):,} recorded games: the first player won {result.count(BLUE):,}, the second {result.count(RED):,}"
     )
     # The same by union-find, and the positions just before the end are not won.
-    for line, winner in list(zip(GAMES.read_text().splitlines(), found, strict=True))[::50]:
+    for line, winner in list(zip(GAMES.read_text().splitlines(), result, strict=True))[::50]:
         moves = [parse_cell(word, size=13) for word in line.split()]
         assert replay(moves, size=13).winner == winner
         assert replay(moves[:-1], size=13).winner == EMPTY

@@ -84,10 +84,10 @@ def test_long_winding_chains_are_followed_on_every_size() -> None:
 def test_a_full_board_has_exactly_one_winner() -> None:
     for size in (2, 7, 13, 26):
         boards = np.random.default_rng(1).integers(1, 3, (500, size, size), dtype=np.int8)
-        found = winners(boards)
-        assert set(found.tolist()) == {BLUE, RED}
+        result = winners(boards)
+        assert set(result.tolist()) == {BLUE, RED}
         # Mirrored, with the colors exchanged, the other player has won.
-        assert (winners((BLUE + RED - boards).transpose(0, 2, 1).copy()) == BLUE + RED - found).all()
+        assert (winners((BLUE + RED - boards).transpose(0, 2, 1).copy()) == BLUE + RED - result).all()
 
 
 def test_random_games_agree_with_union_find() -> None:
@@ -135,7 +135,7 @@ def test_a_swap_mirrors_the_first_stone_and_turns_it_red() -> None:
     assert (game.position.boards[0] == swapped.boards[0]).all()
     assert game.mover == BLUE
     assert not game.may_swap
-    # After it the counts of stones say that blue should have moved; the game knows better.
+    # By the counts of stones it would be blue's turn; the game records the swap.
     later = play(swapped, np.array([24, 24]))
     assert later.movers.tolist() == [RED, RED]
     assert not may_swap(later).any()
@@ -152,7 +152,7 @@ def test_symmetries_keep_the_game() -> None:
         moves = np.array([generator.choice(np.flatnonzero(row)) if row.any() else -1 for row in legal(boards)])
         for symmetry in SYMMETRIES:
             seen = transform(positions, symmetry)
-            # The mover wins, or does not, as before.
+            # The result for the mover does not change.
             assert ((winners(seen.boards) == seen.movers) == (winners(boards) == positions.movers)).all()
             assert ((winners(seen.boards) == EMPTY) == (winners(boards) == EMPTY)).all()
             back = transform(seen, symmetry)
@@ -163,7 +163,7 @@ def test_symmetries_keep_the_game() -> None:
             one_hot = np.eye(size * size)[np.maximum(moves, 0)]
             expected = np.where(moves < 0, -1, transform_policy(one_hot, symmetry, size=size).argmax(axis=1))
             assert moved.tolist() == expected.tolist()
-            # Playing and looking otherwise may change places.
+            # A move and a symmetry commute.
             can = moves >= 0
             first = transform(play(positions.take(can), moves[can]), symmetry)
             assert (play(seen.take(can), moved[can]).boards == first.boards).all()

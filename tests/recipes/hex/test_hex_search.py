@@ -22,7 +22,7 @@ def knows_nothing(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_opinions(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
-    """Drawn from the board itself: the same whoever asks."""
+    """Derived from the board itself, so it is always the same."""
     draws = [np.random.default_rng([int(cell) for cell in board.flat]) for board in boards]
     shares = np.stack([draw.random(boards[0].size) for draw in draws]) * (boards.reshape(len(boards), -1) == 0)
     wins = boards.reshape(len(boards), -1) @ np.arange(1, boards[0].size + 1) % 97 / 97
@@ -35,10 +35,10 @@ def board(*rows: str) -> Boards:
 
 def test_search_takes_a_win_in_one_and_blocks_a_loss_in_one() -> None:
     wins = board("x..", "x..", "...")
-    found = search_moves(wins, knows_nothing, SearchOptions(simulations=64))
-    assert mover_has_won(_with(wins, int(found.best[0])))[0]
-    assert found.win[0] > 0.8
-    # The other joins left and right next; only one cell stops it.
+    result = search_moves(wins, knows_nothing, SearchOptions(simulations=64))
+    assert mover_has_won(_with(wins, int(result.best[0])))[0]
+    assert result.win[0] > 0.8
+    # The opponent connects left and right next; only one cell prevents it.
     loses = board(".....", ".x...", "oooo.", ".....", "..x..")
     loses[0, 1, 4], loses[0, 3, 4] = BLUE, BLUE
     assert search_moves(loses, knows_nothing, SearchOptions(simulations=1000)).best[0] == 2 * 5 + 4
@@ -51,7 +51,7 @@ def _with(boards: Boards, move: int) -> Boards:
 
 
 def test_a_long_search_finds_that_the_middle_wins_3x3() -> None:
-    """Whatever the answer, the middle wins: for its owner to move, and against another who is."""
+    """For any reply, the center wins: for its owner to move, and against the opponent to move."""
     middle = np.zeros((8, 3, 3), dtype=np.int8)
     middle[:, 1, 1] = BLUE
     middle.reshape(8, -1)[np.arange(8), [0, 1, 2, 3, 5, 6, 7, 8]] = RED
@@ -63,10 +63,10 @@ def test_a_long_search_finds_that_the_middle_wins_3x3() -> None:
 
 def test_visits_sum_to_simulations_on_empty_cells() -> None:
     boards = draw_openings(9, size=4, num_stones=3, seed=1)
-    found = search_moves(boards, knows_nothing, SearchOptions(simulations=40))
-    assert (found.visits.sum(1) == 40).all()
-    assert (found.visits[boards.reshape(9, -1) != 0] == 0).all()
-    np.testing.assert_allclose(found.shares.sum(1), 1, rtol=1e-6)
+    result = search_moves(boards, knows_nothing, SearchOptions(simulations=40))
+    assert (result.visits.sum(1) == 40).all()
+    assert (result.visits[boards.reshape(9, -1) != 0] == 0).all()
+    np.testing.assert_allclose(result.shares.sum(1), 1, rtol=1e-6)
 
 
 def test_search_is_deterministic_and_independent_of_the_batch() -> None:
@@ -115,8 +115,8 @@ def test_better_player_wins_a_match_deterministically() -> None:
     class Searcher:
         def analyze(self, positions: Positions) -> Analysis:
             assert (positions.movers == BLUE).all()
-            found = search_moves(positions.boards, knows_nothing, SearchOptions(simulations=60))
-            return Analysis(found.shares, found.win)
+            result = search_moves(positions.boards, knows_nothing, SearchOptions(simulations=60))
+            return Analysis(result.shares, result.win)
 
     openings = draw_openings(10, size=4, num_stones=2, seed=0)
     wins = play_match(Searcher(), RandomPlayer(), openings, seed=3)
@@ -140,7 +140,7 @@ def test_openings_are_distinct_undecided_and_too_few_are_an_error() -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 11])
 def test_in_even_openings_the_mover_is_one_move_behind_and_in_random_ones_mostly_not(size: int) -> None:
-    """Its shortest way is one longer than the other's, which the move makes up for."""
+    """Its shortest path is one longer than the opponent's, and the move makes up for it."""
     is_even = {}
     for kind, num_stones in NUM_STONES.items():
         openings = draw_openings(60, size=size, num_stones=num_stones, seed=1, kind=kind)

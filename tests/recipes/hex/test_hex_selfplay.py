@@ -40,7 +40,7 @@ WORDS = (
 
 
 class Even:
-    """Every move alike: a net is not needed to play by the rules."""
+    """A uniform policy: legal play needs no net."""
 
     def evaluate(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         is_free = (boards == 0).reshape(len(boards), -1)
@@ -92,7 +92,7 @@ def test_searching_in_chunks_gives_the_same_result(monkeypatch: pytest.MonkeyPat
 
 
 def test_closing_the_page_stops_a_running_search() -> None:
-    """Python waits for every thread of a pool before it ends; a long search would hold Ctrl-C up."""
+    """Python waits for all threads of a pool at exit, so a long search would delay Ctrl-C."""
     calls: list[int] = []
 
     class Asked(Even):
@@ -119,9 +119,9 @@ def test_moves_are_on_empty_cells_and_absent_at_the_end(played: SelfPlayGames) -
 def test_self_play_games_round_trip_and_damage_is_detected(played: SelfPlayGames, tmp_path: Path) -> None:
     path = tmp_path / "games.npz"
     write_self_games(path, played)
-    found = read_self_games(path)
-    assert found is not None
-    assert (found.shares == played.shares).all()
+    result = read_self_games(path)
+    assert result is not None
+    assert (result.shares == played.shares).all()
     whole = path.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
@@ -139,7 +139,7 @@ def command(folder: Path) -> list[str]:
 
 
 def test_killed_and_resumed_self_play_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kill comes while a generation learns and damages older games; the loop that goes on is a shorter one."""
+    """The kill comes while a generation trains, and damages older games; the resumed loop is shorter."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -176,17 +176,17 @@ def test_too_few_openings_for_the_gate_are_an_error_before_training(
 def test_kill_or_ctrl_c_during_self_play_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, it is started again by its parent, which is told of the folder; interrupted, it says how to go on."""
+    """A killed self-play is restarted by its parent with the folder; an interrupted one prints how to resume."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     (tmp_path / "loop.toml").write_text("[loop]\ngenerations = 3\n")
-    told: list[Path | None] = []
-    monkeypatch.setattr("whet.training.supervisor.report_to_parent", lambda run, *, step=0: told.append(run))
+    logged: list[Path | None] = []
+    monkeypatch.setattr("whet.training.supervisor.report_to_parent", lambda run, *, step=0: logged.append(run))
     monkeypatch.setattr("whet.recipes.hex.self_play.SelfPlay.run", mock.Mock(side_effect=KeyboardInterrupt))
     folder, file = tmp_path / "better", tmp_path / "loop.toml"
     with mock.patch.dict(os.environ):
         assert run([*command(folder)[:-1], "--config", str(file)]) == 130
     assert f"--config {file} --device cpu --run {folder}" in capsys.readouterr().err
-    assert told == [folder]
+    assert logged == [folder]
     open_state(folder, config={})
     assert prepare_restart(folder, killer="SIGKILL", is_first=True) == "it resumes"
     with mock.patch.dict(os.environ):
@@ -212,6 +212,6 @@ def test_changed_options_are_an_error_but_more_generations_continue(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hex_strength", "hex_selfplay"])
 def test_required_strength_is_reached(name: str) -> None:
-    """Five and twenty minutes of training on this machine's own cores, then 400 games each."""
+    """Twenty-five minutes of training on this machine, then 400 games each."""
     script = ROOT / "benchmarks" / f"{name}.py"
     assert subprocess.run([sys.executable, script], check=False).returncode == 0

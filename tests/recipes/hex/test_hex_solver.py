@@ -23,31 +23,31 @@ def joined_masks(size: int) -> tuple[list[bool], list[bool]]:
 
 
 def plain_winner(blue: int, red: int, mover: int, cells: int, joined, known: dict) -> int:
-    """By trying all moves; equal positions are looked at once, and nothing else is saved."""
+    """Tries all moves, with memoized positions and no other optimization."""
     key = (blue, red)
     if key not in known:
         if joined[0][blue]:
             return BLUE
         if joined[1][red]:
             return RED
-        found = BLUE + RED - mover
+        result = BLUE + RED - mover
         for cell in range(cells):
             if not (blue | red) >> cell & 1:
                 after = (blue | 1 << cell, red) if mover == BLUE else (blue, red | 1 << cell)
                 if plain_winner(*after, BLUE + RED - mover, cells, joined, known) == mover:
-                    found = mover
+                    result = mover
                     break
-        known[key] = found
+        known[key] = result
     return known[key]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_first_move_has_the_outcome_of_a_plain_search(size: int) -> None:
-    found = Solver(size).first_moves()
+    result = Solver(size).first_moves()
     joined, known = joined_masks(size), {}
     plain = {cell: plain_winner(1 << cell, 0, RED, size**2, joined, known) for cell in range(size**2)}
-    assert found == plain
-    assert {cell for cell, winner in found.items() if winner == BLUE} == WON[size]
+    assert result == plain
+    assert {cell for cell, winner in result.items() if winner == BLUE} == WON[size]
 
 
 def test_late_4x4_positions_have_the_outcome_of_a_plain_search() -> None:
@@ -58,25 +58,25 @@ def test_late_4x4_positions_have_the_outcome_of_a_plain_search() -> None:
         blue, red = (sum(1 << cell for cell in some) for some in (cells[::2], cells[1::2]))
         if joined[0][blue] or joined[1][red]:
             continue
-        found = solver.winner(blue, red, mover=RED)
-        assert found == plain_winner(blue, red, RED, 16, joined, {})
-        seen[found] += 1
+        result = solver.winner(blue, red, mover=RED)
+        assert result == plain_winner(blue, red, RED, 16, joined, {})
+        seen[result] += 1
         board = np.array([BLUE if blue >> c & 1 else RED if red >> c & 1 else EMPTY for c in range(16)], dtype=np.int8)
         for symmetry in SYMMETRIES:
             other = transform(Positions(board.reshape(1, 4, 4), np.array([RED], np.int8)), symmetry)
             flat, mover = other.boards.reshape(-1), int(other.movers[0])
             masks = [sum(1 << c for c in range(16) if flat[c] == color) for color in (BLUE, RED)]
-            assert (solver.winner(*masks, mover=mover) == mover) == (found == RED)
+            assert (solver.winner(*masks, mover=mover) == mover) == (result == RED)
     assert min(seen.values()) > 10
 
 
 @pytest.mark.slow
 def test_every_first_move_of_4x4(report_count) -> None:
     solver = Solver(4)
-    found = solver.first_moves()
-    assert {cell for cell, winner in found.items() if winner == BLUE} == WON[4]
+    result = solver.first_moves()
+    assert {cell for cell, winner in result.items() if winner == BLUE} == WON[4]
     joined, known = joined_masks(4), {}
-    assert found == {cell: plain_winner(1 << cell, 0, RED, 16, joined, known) for cell in range(16)}
+    assert result == {cell: plain_winner(1 << cell, 0, RED, 16, joined, known) for cell in range(16)}
     report_count(f"4x4 solved with {len(solver.known):,} positions; a plain search needs {len(known):,}")
 
 

@@ -40,7 +40,7 @@ SMALL = (
 
 
 class Place:
-    """A folder in which commands are said, in this process."""
+    """A folder in which commands run in this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def whole(place: Place) -> Path:
-    """A run that nobody disturbed."""
+    """An uninterrupted run."""
     code, _, errors = place.train(*SMALL, "--run", "runs/whole")
     assert code == 0, errors
     assert "whet play runs/whole" in errors
@@ -79,14 +79,14 @@ def losses(run: Path) -> dict[int, float]:
 def test_training_improves_metrics_and_reports_them(whole: Path) -> None:
     seen = losses(whole)
     assert sum(list(seen.values())[-5:]) < 0.93 * sum(list(seen.values())[:5])
-    told = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
+    logged = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
     names = {"policy_top1", "policy_top5", "value_accuracy", "brier", "calibration_error"}
-    assert {f"test_{name}" for name in names} <= set(told)
+    assert {f"test_{name}" for name in names} <= set(logged)
     assert open_run(whole).metadata["size"] == 4
 
 
 def test_in_three_sessions_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
-    """And with what a player needs, though that was lost: a kill may come between the folder and this file."""
+    """Also restores a lost file for players: a kill may come between the folder and this file."""
     cut = place.folder / "runs" / "cut"
     for _ in range(3):
         (cut / "recipe.json").unlink(missing_ok=True)
@@ -99,14 +99,14 @@ def test_in_three_sessions_it_ends_with_the_same_bits(place: Place, whole: Path)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_arena_command(place: Place, whole: Path) -> None:
+def test_arena_command_reports_rating_and_openings(place: Place, whole: Path) -> None:
     code, out, errors = place.run("arena", "hex", "runs/whole@8", "random", "--games", 40, "--json", "--device", "cpu")
     assert code == 0, errors
-    found = json.loads(out)
-    assert (found["size"], found["rating"]["num_games"]) == (4, 40)
-    assert found["rating"]["low"] > 0.5
-    assert found["rating"]["low"] < found["rating"]["win_rate"] <= found["rating"]["high"]
-    assert (found["openings"], found["num_stones"]) == ("even", 3)
+    result = json.loads(out)
+    assert (result["size"], result["rating"]["num_games"]) == (4, 40)
+    assert result["rating"]["low"] > 0.5
+    assert result["rating"]["low"] < result["rating"]["win_rate"] <= result["rating"]["high"]
+    assert (result["openings"], result["num_stones"]) == ("even", 3)
     words = ("arena", "hex", "runs/whole", "random", "--games", 40, "--openings", "random", "--device", "cpu")
     code, out, errors = place.run(*words)
     assert code == 0, errors
@@ -117,7 +117,7 @@ def test_arena_command(place: Place, whole: Path) -> None:
     assert f"won       {2 * won + shared} of 40" in out
 
 
-def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("b2\nhint\nquit\n"))
     code, out, errors = place.run("play", "runs/whole@8", "--terminal", "--device", "cpu")
     assert code == 0, errors
@@ -140,7 +140,7 @@ def test_damaged_run_is_an_error(place: Place, whole: Path, name: str, content: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reported"),
     [
         (("arena", "hex", "nobody", "random"), "no such player"),
         (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
@@ -154,11 +154,11 @@ def test_damaged_run_is_an_error(place: Place, whole: Path, name: str, content: 
     ],
 )
 def test_invalid_commands_are_errors_of_three_lines(
-    place: Place, whole: Path, words: tuple[str, ...], said: str
+    place: Place, whole: Path, words: tuple[str, ...], reported: str
 ) -> None:
     code, _, errors = place.run(*words)
     assert (code, len(errors.strip().splitlines())) == (2, 3), errors
-    assert said in errors
+    assert reported in errors
 
 
 def test_recorded_games_are_trained_on_and_counted_in_the_plan(place: Place) -> None:
@@ -171,8 +171,8 @@ def test_recorded_games_are_trained_on_and_counted_in_the_plan(place: Place) -> 
     config = resolve_config(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
     data = recipe.data(config)
     assert data.size == 4
-    told = recipe.describe(config)
-    assert told.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
+    logged = recipe.describe(config)
+    assert logged.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
     decided = data.train["move"] < 0
     assert 0 < decided.sum() < len(decided)
 
@@ -198,9 +198,9 @@ def test_test_split_may_be_empty_but_not_val(place: Place) -> None:
     for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-val")):
         words = ("--size", 4, "--test-share", test, "--val-share", val, "--output-dir", name)
         assert place.run("data", "hex", "few.txt", *words)[0] == 0
-    found = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
-    assert len(found.train["move"])
-    assert len(found.val["move"])
-    assert found.test is None
+    result = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
+    assert len(result.train["move"])
+    assert len(result.val["move"])
+    assert result.test is None
     code, _, errors = place.train("data=no-val")
     assert (code, "the val split is empty" in errors) == (2, True), errors

@@ -61,7 +61,9 @@ def test_the_solver_finds_all_solutions() -> None:
         if a // 3 == b // 3 and two[0, 9 * a + c] == two[0, 9 * b + d] and two[0, 9 * a + d] == two[0, 9 * b + c]
     )
     two[0, list(swap)] = 0
-    counts = [len(found) for found in solve(to_candidates(np.concatenate([contradictory[None], two])), max_solutions=9)]
+    counts = [
+        len(result) for result in solve(to_candidates(np.concatenate([contradictory[None], two])), max_solutions=9)
+    ]
     assert counts == [0, 2]
 
 

@@ -22,9 +22,9 @@ def train(run: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_the_mixer_solves_unseen_grids_by_step_600(tmp_path: Path) -> None:
-    found = train(tmp_path / "run", "max_steps=600")
-    assert next(e["test_exact_accuracy"] for e in found if "test_exact_accuracy" in e) >= 0.95
-    early = found[0]
+    result = train(tmp_path / "run", "max_steps=600")
+    assert next(e["test_exact_accuracy"] for e in result if "test_exact_accuracy" in e) >= 0.95
+    early = result[0]
     assert early["exact_8"] > early["exact_1"] + 0.1, "while it learns, more steps solve more"
 
 

@@ -57,7 +57,7 @@ def step(
 ) -> tuple[Tensor, Tensor, float, dict[str, Tensor]]:
     """One step as in training: a loss for each micro-batch, weighted by its share."""
     outputs: list[tuple[Tensor, ...]] = []
-    handle = model.register_forward_hook(lambda _model, _inputs, found: outputs.append(found))
+    handle = model.register_forward_hook(lambda _model, _inputs, result: outputs.append(result))
     model.zero_grad(set_to_none=True)
     total, first, size = 0.0, 0, sum(micro_batches)
     for number in micro_batches:
@@ -72,7 +72,7 @@ def step(
         loss.backward()
         total, first = total + float(loss.detach()), first + number
     handle.remove()
-    logits, halt = (torch.cat([found[at] for found in outputs]).detach() for at in (2, 3))
+    logits, halt = (torch.cat([result[at] for result in outputs]).detach() for at in (2, 3))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return logits, halt[:, 0], total, gradients
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
-from whet.data.adapters import TensorSource
+from whet.data.adapters import open_source
 from whet.data.batch import MicroBatch, Position
 from whet.data.columns import as_columns
 from whet.data.split import BatchSplitter
@@ -73,7 +73,7 @@ def steps(
         if is_graphed
         else Stepper(model, optimizer, device, **how)
     )
-    source, position = TensorSource(as_columns(data), device, global_batch_size=16, seed=1), Position()
+    source, position = open_source(data, device, global_batch_size=16, seed=1), Position()
     model.train()
     done = 0
     while done < number:
@@ -112,10 +112,10 @@ def test_simulated_graph_replays_with_slots_equal_eager_steps() -> None:
     plain, data = a_model()
     graphed = copy.deepcopy(plain)
     expected = steps(plain, data, number=14, micro_batch=8)
-    found = steps(graphed, data, number=14, micro_batch=8, is_graphed=True)
-    assert isinstance(found, GraphedStepper)
-    assert found.graph_obstacle is None
-    assert found.num_captured == 2, "whole batches, and the last of an epoch"
+    result = steps(graphed, data, number=14, micro_batch=8, is_graphed=True)
+    assert isinstance(result, GraphedStepper)
+    assert result.graph_obstacle is None
+    assert result.num_captured == 2, "whole batches, and the last of an epoch"
     for name, tensor in state(plain).items():
         assert torch.equal(state(graphed)[name], tensor), name
     assert expected.ema is not None
@@ -136,10 +136,10 @@ def test_slots_and_puzzle_embeddings_are_excluded_from_ema_and_evaluation() -> N
                 np.arange(8), np.arange(8), micro_batch=8, length_mode="fixed"
             )
         )
-        found = PuzzleRecipe().evaluate(model, iter([micro]))
-        losses = {float(puzzle_loss(model, micro)) for _ in range(3)}
-    assert found.keys() >= {"exact_accuracy", "exact_1", "exact_4"}
-    assert found["exact_4"] == found["exact_accuracy"]
+        result = PuzzleRecipe().evaluate(model, iter([micro.data]))
+        losses = {float(puzzle_loss(model, micro.data)) for _ in range(3)}
+    assert result.keys() >= {"exact_accuracy", "exact_1", "exact_4"}
+    assert result["exact_4"] == result["exact_accuracy"]
     assert len(losses) == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(model).items())
 
@@ -157,10 +157,10 @@ def test_a_run_in_sessions_ends_with_the_same_bits_and_slots(tmp_path: Path) -> 
         train(tmp_path / "cut", "epochs_per_session=1")
     ends = []
     for run in (tmp_path / "whole", tmp_path / "cut"):
-        found = store.load_newest(open_run(run).checkpoints)
-        assert found is not None
+        result = store.load_newest(open_run(run).checkpoints)
+        assert result is not None
         losses = [event.number("loss") for event in read_events(open_run(run), kinds=("step",))]
-        ends.append((losses, found[1].tensors))
+        ends.append((losses, result[1].tensors))
     assert ends[0][0] == ends[1][0]
     assert len(ends[0][0]) == 15
     assert ends[0][1].keys() == ends[1][1].keys()
@@ -186,8 +186,8 @@ def test_a_run_in_sessions_ends_with_the_same_bits_and_slots(tmp_path: Path) -> 
 def test_measuring_preserves_the_slots() -> None:
     recipe = PuzzleRecipe()
     made = prepare_recipe(recipe, resolve_config(recipe.Config, TINY).config)
-    machine, conditions = current_machine()
-    plan = make_plan(machine, made.workload, overrides={"device": "cpu", "threads": 1}, conditions=conditions)
+    machine, system_state = current_machine()
+    plan = make_plan(machine, made.workload, overrides={"device": "cpu", "threads": 1}, system_state=system_state)
     training = parse_training_config(made.training)
     rig = LocalStepBench(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan)
     with torch.no_grad():
@@ -224,11 +224,11 @@ def test_ignored_labels_do_not_count() -> None:
     labels = torch.tensor([[1, 2, IGNORED_LABEL], [1, 0, 2], [IGNORED_LABEL] * 3])
     logits = torch.full((3, 3, 3), -2.0).scatter(-1, labels.clamp(min=0)[..., None], 3.0)
     logits[1, 2] = torch.tensor([5.0, 0.0, 1.0])
-    found = puzzle_losses(logits, torch.zeros(3), labels)
-    assert found.is_right.tolist() == [True, False, True]
+    result = puzzle_losses(logits, torch.zeros(3), labels)
+    assert result.is_right.tolist() == [True, False, True]
     # s(3) = 4 and s(-2) = 1/3.
-    assert found.tokens[0].item() == pytest.approx(np.log((4 + 2 / 3) / 4))
-    assert found.tokens[2].item() == 0
+    assert result.tokens[0].item() == pytest.approx(np.log((4 + 2 / 3) / 4))
+    assert result.tokens[2].item() == 0
     assert stablemax_loss(logits, labels)[0, 2].item() == 0
     # A graph traced for MPS on the CPU must not contain float64.
     with trace_as("mps"):

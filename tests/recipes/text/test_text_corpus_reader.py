@@ -95,7 +95,7 @@ GOOD = as_json(ROWS).encode()
     [
         (b"", "is empty", "no rows"),
         (b" \n\n", "is empty", "no rows"),
-        (b"text,label\n", "is empty", "a header without rows"),
+        (b"text,label\n", "has no rows", "only a header"),
         (b'{"words": "x", "label": "y"}', "has no text column", "columns words, label"),
         (b"text,kind\na,b\n", "has no label column", "columns text, kind"),
         (

@@ -49,13 +49,13 @@ def test_ten_thousand_clean_rows_have_no_findings(clean: Path) -> None:
 def test_every_planted_defect_is_found_with_its_kind_and_row(planted: Path, report_count: ReportCount) -> None:
     expected = planted_table().planted
     assert expected.keys() == DEFECT_KINDS.keys() - NOT_IN_CSV
-    found = {finding.kind: finding for finding in DatasetInspector(planted).run().findings}
+    result = {finding.kind: finding for finding in DatasetInspector(planted).run().findings}
     places = {
         kind: sorted(example.where.removeprefix(f"{planted}/") for example in finding.examples)
-        for kind, finding in found.items()
+        for kind, finding in result.items()
     }
     assert places == {kind: sorted(where) for kind, where in expected.items()}
-    assert {kind: finding.count for kind, finding in found.items()} == {k: len(where) for k, where in expected.items()}
+    assert {kind: finding.count for kind, finding in result.items()} == {k: len(where) for k, where in expected.items()}
     report_count(
         f"{sum(map(len, expected.values()))} defects of {len(expected)} kinds planted in 10,000 rows, all found"
     )
@@ -165,10 +165,10 @@ def test_one_file_is_copied_to_one_file_and_kinds_can_be_left(tmp_path: Path, wh
     assert (tmp_path / "out" / "clean.csv").read_bytes() == b"\n".join(expected) + b"\n"
     (entry,) = (tmp_path / "out" / "clean.removed.jsonl").read_text().splitlines()
     assert json.loads(entry)["other"] == "rows.csv:2"
-    for leave, said in (("htm", "no such kind"), ("truncated", "cannot be kept")):
+    for leave, reported in (("htm", "no such kind"), ("truncated", "cannot be kept")):
         refused = whet("data", "text", "rows.csv", "--fix", "other.csv", "--leave", leave)
         assert refused.returncode == 2
-        assert said in refused.stderr
+        assert reported in refused.stderr
     assert not (tmp_path / "other.csv").exists()
 
 
@@ -199,7 +199,7 @@ def test_the_command_needs_no_torch_and_shows_a_few_rows(planted: Path, whet: Ru
 
 
 def test_the_docs_page_is_true(tmp_path: Path, whet: Run) -> None:
-    page = (ROOT / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "text-data.md").read_text()
     commands = [shlex.split(words, comments=True) for words in re.findall(r"^\$ whet (.*)$", page, re.MULTILINE)]
     assert len(commands) == 6
     lines = [b"review,sentiment", *(row(*one) for one in clean_rows(60)), row(*clean_rows(1)[0])]

@@ -178,8 +178,8 @@ def test_a_small_library_contributes_later_paragraphs(
     texts[0] = "The first paragraph about a and its kin.\n\nParameters of this function here\n----------"
     library = small_library(tmp_path / "small", docstrings=texts)
     monkeypatch.setattr(embedded, "_root", lambda name: library)
-    found = embedded._read_library("small", seen=set(), enough=79)
-    assert [text.startswith("The first") for text in found] == [True] * 40 + [False] * 39
+    result = embedded._read_library("small", seen=set(), enough=79)
+    assert [text.startswith("The first") for text in result] == [True] * 40 + [False] * 39
     with pytest.raises(WhetError, match="too few docstrings") as caught:
         embedded._read_library("small", seen=set(), enough=80)
     assert "79 of 80" in str(caught.value)

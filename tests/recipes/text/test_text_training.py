@@ -18,7 +18,7 @@ from paths import Run
 from warm_python import Program, WarmPython
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
-from whet.data.batch import MicroBatch, Padded
+from whet.data.batch import DictBatch, MicroBatch, Padded
 from whet.data.order import epoch_order
 from whet.recipes.text.config import count_parameters
 from whet.recipes.text.recipe import recipe as text_recipe
@@ -115,18 +115,20 @@ def test_an_evaluation_has_the_confusion_matrix_and_mistakes(table: Path, shape:
         longest, total = int(lengths.max()), int(lengths.sum())
         padded = tokens.padded(rows, length=longest) if shape == "padded" else None
         field = padded or tokens.packed(rows, max_length=longest, total=total)
-        micro_batches.append(MicroBatch(fields={"tokens": field, "label": data.val["label"][rows]}, ids=rows.numpy()))
+        micro_batches.append(
+            MicroBatch(fields={"tokens": field, "label": data.val["label"][rows]}, ids=rows.numpy()).data
+        )
     with torch.no_grad():
-        found = recipe.evaluate(model, iter(micro_batches))
+        result = recipe.evaluate(model, iter(micro_batches))
         answers = torch.cat([model(micro.tokens).argmax(1) for micro in micro_batches])
-    truth, counts = data.val["label"], found["confusion"]["counts"]
-    assert found["accuracy"] == float((answers == truth).double().mean()) < 1
-    assert found["confusion"]["labels"] == ["animal", "plant", "stone"]
+    truth, counts = data.val["label"], result["confusion"]["counts"]
+    assert result["accuracy"] == float((answers == truth).double().mean()) < 1
+    assert result["confusion"]["labels"] == ["animal", "plant", "stone"]
     for one in range(3):
         for other in range(3):
             assert counts[one][other] == int(((truth == one) & (answers == other)).sum())
     words = {"animal": "fox", "plant": "fern", "stone": "flint"}
-    mistakes = found["samples"]
+    mistakes = result["samples"]
     assert len(mistakes) == 8
     assert all(words[m["expected"]] in m["input"] and m["expected"] != m["predicted"] for m in mistakes)
     assert [m["error"] for m in mistakes] == sorted((m["error"] for m in mistakes), reverse=True)
@@ -149,10 +151,10 @@ def test_class_weights_match_torch_for_any_micro_batch(tmp_path: Path, form: str
     torch.manual_seed(0)
     model = recipe.model(config, data)
 
-    def micro(rows: torch.Tensor) -> MicroBatch:
+    def micro(rows: torch.Tensor) -> DictBatch:
         longest = int(data.train["tokens"].lengths[rows].max())
         fields = {"tokens": data.train["tokens"].padded(rows, length=longest)}
-        return MicroBatch(fields={**fields, **{n: data.train[n][rows] for n in ("label", "weight")}}, ids=rows.numpy())
+        return DictBatch({**fields, **{n: data.train[n][rows] for n in ("label", "weight")}})
 
     whole = torch.arange(32)
     total, weight = recipe.loss(model, micro(whole))
@@ -361,6 +363,21 @@ def test_a_run_folder_cannot_select_code(cli: Cli, table: Path) -> None:
         code, _, errors = cli.run("predict", "run", "a text")
         assert code == 2, errors
         assert not (cli.folder / "executed").exists()
+
+
+def test_another_learning_rate_needs_allow(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", *SMALL, "--run", "run")
+    assert cli.run(*words, "max_steps=2", "lr=0.002", "schedule=constant", "warmup_steps=0")[0] == 0
+    changed = (*words, "max_steps=4", "lr=0.005", "schedule=constant", "warmup_steps=0")
+    code, _, errors = cli.run(*changed)
+    assert code == 2
+    assert "--allow lr" in errors
+    code, out, errors = cli.run(*changed, "--allow", "lr")
+    assert code == 0, errors
+    assert "resumes from step 2, not bit-exact: lr 0.002 -> 0.005" in errors
+    assert "not bit-exact since step 2" in out
+    rates = [event.get("lr") for event in read_events(open_run(cli.folder / "run"), kinds=("step",))]
+    assert rates == pytest.approx([0.002, 0.002, 0.005, 0.005])
 
 
 def test_another_batch_size_needs_allow(cli: Cli, table: Path) -> None:

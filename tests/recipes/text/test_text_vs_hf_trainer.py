@@ -69,9 +69,9 @@ def losses_of_trainer(network: Any, samples: list[dict[str, Any]], tokenizer: An
             return torch.utils.data.SequentialSampler(samples)
 
         def compute_loss(self, *given: Any, **named: Any) -> Any:
-            found = super().compute_loss(*given, **named)
-            losses.append(float(found.detach()))
-            return found
+            result = super().compute_loss(*given, **named)
+            losses.append(float(result.detach()))
+            return result
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),

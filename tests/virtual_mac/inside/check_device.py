@@ -29,7 +29,7 @@ def _counts_from_zero():
     virtual_mac.install("m2-air-8gb")
 
 
-def test_torch_believes_it_and_the_name_says_that_it_is_virtual() -> None:
+def test_torch_accepts_the_device_and_its_name_says_virtual() -> None:
     assert torch.backends.mps.is_built()
     assert torch.backends.mps.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("mps")
@@ -66,11 +66,11 @@ def test_memory_runs_out_at_the_watermark_with_the_text_of_mps() -> None:
     assert len(held) == 18
     assert torch.accelerator.max_memory_allocated() == virtual_mac.stats().peak == 9 * GIB
     del held[9:]
-    # What is no longer used is given back before memory is said to be out.
+    # Unused memory is released before an out-of-memory error is raised.
     torch.empty(GIB, dtype=torch.uint8, device="mps")
 
 
-def test_what_others_hold_counts() -> None:
+def test_memory_held_by_others_counts() -> None:
     virtual_mac.hold_memory(9 * GIB)
     with pytest.raises(RuntimeError, match=r"other allocations: 9.00 GiB"):
         torch.empty(GIB, dtype=torch.uint8, device="mps")
@@ -152,13 +152,13 @@ def test_svd_runs_on_the_cpu_and_is_counted() -> None:
         (lambda: torch.mps.set_rng_state(torch.get_rng_state()), "RNG state is wrong size"),
     ],
 )
-def test_limits_are_told(refused, text: str) -> None:
+def test_limits_are_reported(refused, text: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         refused()
     assert str(caught.value).startswith(text)
 
 
-def test_a_view_of_a_part_reaches_the_whole() -> None:
+def test_a_view_of_a_part_refers_to_the_whole_tensor() -> None:
     whole = torch.arange(10.0, device="mps")
     assert whole[4:].as_strided((3,), (2,), 1).tolist() == [1, 3, 5]
 

@@ -22,7 +22,7 @@ from whet.device.virtual_mac import (
     reduces_over,
     simulate,
 )
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 
 MIB = 2**20
 
@@ -136,7 +136,7 @@ def test_a_simulated_wrong_gradient_of_a_convolution() -> None:
     assert layer.weight.grad.item() == 10
 
 
-def test_a_condition_that_fails_says_so() -> None:
+def test_a_failed_condition_is_reported() -> None:
     x = torch.ones(2, 2, device="mps")
     with (
         simulate(Miscompute("mm", when=lambda *inputs: inputs[7])),
@@ -145,7 +145,7 @@ def test_a_condition_that_fails_says_so() -> None:
         x @ x
 
 
-def test_simulated_heat_slows_kernels_in_proportion_and_the_sensor_says_so() -> None:
+def test_simulated_heat_slows_kernels_in_proportion_and_the_sensor_reports_it() -> None:
     x = torch.ones(300, 300, device="mps")
 
     def wait_per_work(times: int) -> float:
@@ -155,41 +155,41 @@ def test_simulated_heat_slows_kernels_in_proportion_and_the_sensor_says_so() -> 
         return (time.perf_counter() - clock) / (time.process_time() - work)
 
     with simulate(Heat(slowdown=50, after=20, over=20)):
-        assert virtual_mac.conditions().thermal == "nominal"
+        assert virtual_mac.system_state().thermal == "nominal"
         wait_per_work(20)
-        assert virtual_mac.conditions().thermal == "nominal"
+        assert virtual_mac.system_state().thermal == "nominal"
         wait_per_work(10)
-        assert virtual_mac.conditions().thermal == "moderate"
+        assert virtual_mac.system_state().thermal == "moderate"
         wait_per_work(20)
-        assert virtual_mac.conditions().thermal == "heavy"
-        # Fifty times is asked for; a busy computer only adds to the waiting.
+        assert virtual_mac.system_state().thermal == "heavy"
+        # Fifty times is requested; a busy computer only adds to it.
         assert wait_per_work(20) > 5
-    assert virtual_mac.conditions() is None
+    assert virtual_mac.system_state() is None
 
 
 def test_simulated_heat_by_the_clock() -> None:
     x = torch.ones(9, device="mps")
     with simulate(Heat(slowdown=2, after=3600, unit="seconds")):
         x.neg()
-        assert virtual_mac.conditions().thermal == "nominal"
+        assert virtual_mac.system_state().thermal == "nominal"
     with simulate(Heat(slowdown=2, unit="seconds")):
         x.neg()
-        assert virtual_mac.conditions().thermal == "heavy"
+        assert virtual_mac.system_state().thermal == "heavy"
 
 
-def test_simulated_conditions_are_what_the_sensors_say() -> None:
-    assert virtual_mac.conditions() is None
+def test_sensors_report_the_simulated_state() -> None:
+    assert virtual_mac.system_state() is None
     plain = current_machine()[1]
-    with simulate(Conditions(memory_pressure="warn", power_source="battery")):
-        with simulate(Conditions(memory_pressure="critical", thermal="heavy")):
-            found = current_machine()[1]
-            assert (found.memory_pressure, found.thermal, found.power_source) == ("critical", "heavy", "battery")
-            assert found.memory_available_bytes is not None, "what is not simulated is this computer's"
-        assert virtual_mac.conditions() == Conditions(memory_pressure="warn", power_source="battery")
+    with simulate(SystemState(memory_pressure="warn", power_source="battery")):
+        with simulate(SystemState(memory_pressure="critical", thermal="heavy")):
+            result = current_machine()[1]
+            assert (result.memory_pressure, result.thermal, result.power_source) == ("critical", "heavy", "battery")
+            assert result.memory_available_bytes is not None, "other values are those of this computer"
+        assert virtual_mac.system_state() == SystemState(memory_pressure="warn", power_source="battery")
     assert current_machine()[1].memory_pressure == plain.memory_pressure
-    simulate(Conditions(thermal="heavy"))
+    simulate(SystemState(thermal="heavy"))
     virtual_mac.uninstall()
-    assert virtual_mac.conditions() is None
+    assert virtual_mac.system_state() is None
 
 
 @pytest.mark.parametrize(
@@ -217,16 +217,16 @@ def test_another_mac_is_a_healthy_one() -> None:
 
 
 def test_simulations_may_end_in_any_order() -> None:
-    first = simulate(KilledByPressure(share=0.001), GraphCache(MIB), Conditions(thermal="moderate"))
-    second = simulate(KilledByPressure(share=0.9), GraphCache(7), Conditions(thermal="heavy"))
+    first = simulate(KilledByPressure(share=0.001), GraphCache(MIB), SystemState(thermal="moderate"))
+    second = simulate(KilledByPressure(share=0.9), GraphCache(7), SystemState(thermal="heavy"))
     first.end()
     torch.ones(30 * MIB, dtype=torch.uint8, device="mps")
-    assert virtual_mac.conditions().thermal == "heavy"
+    assert virtual_mac.system_state().thermal == "heavy"
     torch.mps.empty_cache()
     torch.ones(3, device="mps").neg()
     assert virtual_mac.stats().graph_cache_bytes == 7 * virtual_mac.stats().graph_cache_entries
     second.end()
-    assert virtual_mac.conditions() is None
+    assert virtual_mac.system_state() is None
 
 
 def test_sparse_tensors_train_an_embedding_as_on_the_cpu() -> None:

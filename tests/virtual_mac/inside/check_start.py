@@ -44,7 +44,7 @@ def session_of(model: nn.Module, data: Any, run: Path | None, **options: Any) ->
 
 
 def train_gpt(run: Path | None, *, precision: str | None = None, **options: Any) -> Gpt:
-    """`precision` as if it had been measured: nobody asked for it."""
+    """Precision as if it had been measured, not requested."""
     torch.manual_seed(0)
     model = Gpt()
     with session_of(model, sentences(64), run, outputs=model.outputs, **options) as session:
@@ -57,7 +57,7 @@ def train_gpt(run: Path | None, *, precision: str | None = None, **options: Any)
     return model
 
 
-def said(run: Path) -> str:
+def reported(run: Path) -> str:
     lines = [str(event.get("message")) for event in read_events(open_run(run), kinds=("plan",))]
     (line,) = [line for line in lines if "caffeinate" not in line]
     return line
@@ -78,15 +78,15 @@ def is_half(*inputs: torch.Tensor) -> bool:
 # --- all is well -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_said_and_that_the_training_has_the_same_bits(tmp_path: Path) -> None:
+def test_the_report_and_that_the_training_has_the_same_bits(tmp_path: Path) -> None:
     checked, unchecked = train_gpt(tmp_path / "on"), train_gpt(tmp_path / "off", overrides={"verify": "off"})
-    assert said(tmp_path / "on").startswith("verified: loss and 30 gradients agree with the CPU (")
-    assert "); causal; the same bits twice  (" in said(tmp_path / "on")
-    assert said(tmp_path / "off") == "not verified: verify=off"
+    assert reported(tmp_path / "on").startswith("verified: loss and 30 gradients agree with the CPU (")
+    assert "); causal; the same bits twice  (" in reported(tmp_path / "on")
+    assert reported(tmp_path / "off") == "not verified: verify=off"
     for ours, theirs in zip(checked.state_dict().values(), unchecked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
     train_gpt(tmp_path / "again")
-    assert said(tmp_path / "again").startswith("verified before: loss and 30 gradients agree with the CPU")
+    assert reported(tmp_path / "again").startswith("verified before: loss and 30 gradients agree with the CPU")
 
 
 def test_after_a_move_it_is_always_verified(tmp_path: Path) -> None:
@@ -103,21 +103,21 @@ def test_a_loss_with_tensors_of_its_own_is_not_compared_and_trains(tmp_path: Pat
     with session_of(model, images(32, seed=0), tmp_path / "run") as session:
         for batch in session:
             session.step(lambda m: functional.cross_entropy(model(m.x), m.y, weight=weights), batch)
-    assert said(tmp_path / "run").startswith("not compared with the CPU: ")
+    assert reported(tmp_path / "run").startswith("not compared with the CPU: ")
     assert num_steps(tmp_path / "run") == 3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_agrees_where_nothing_is_wrong(tmp_path: Path, precision: str) -> None:
     train_gpt(tmp_path / "run", overrides={"precision": precision})
-    assert said(tmp_path / "run").startswith("verified: loss and 30 gradients agree with the CPU")
+    assert reported(tmp_path / "run").startswith("verified: loss and 30 gradients agree with the CPU")
 
 
 # --- the ladder ------------------------------------------------------------------------------------------------------
 
 
 def train_convnet(run: Path, **overrides: str) -> nn.Module:
-    """With weights in another layout, as a loop of one's own may choose."""
+    """With weights in another layout, as a custom loop may choose."""
     torch.manual_seed(0)
     model = convnet()
     with session_of(model, images(32, seed=0), run, overrides=overrides) as session:
@@ -130,28 +130,28 @@ def train_convnet(run: Path, **overrides: str) -> nn.Module:
 
 def test_strided_weights_become_contiguous_where_that_helps_simulated(tmp_path: Path) -> None:
     assert not train_convnet(tmp_path / "right")[3].weight.is_contiguous()
-    assert said(tmp_path / "right").startswith("verified")
+    assert reported(tmp_path / "right").startswith("verified")
     with simulate(Miscompute("convolution", relative_error=0.2, when=has_strided_weight)):
         model = train_convnet(tmp_path / "wrong", verify="always")
     assert model[3].weight.is_contiguous()
-    assert "differs from the CPU's" in said(tmp_path / "wrong")
-    assert "; weights are contiguous now: loss and 8 gradients agree" in said(tmp_path / "wrong")
+    assert "differs from the CPU's" in reported(tmp_path / "wrong")
+    assert "; weights are contiguous now: loss and 8 gradients agree" in reported(tmp_path / "wrong")
     assert num_steps(tmp_path / "wrong") == 3
 
 
-def test_half_precision_that_nobody_asked_for_becomes_fp32_simulated(tmp_path: Path) -> None:
+def test_half_precision_that_was_not_requested_becomes_fp32_simulated(tmp_path: Path) -> None:
     with simulate(Miscompute("addmm", relative_error=0.5, when=is_half)):
         cured = train_gpt(tmp_path / "run", precision="bf16")
-    assert "differs" in said(tmp_path / "run")
-    assert "; fp32 instead of bf16: loss and 30 gradients agree" in said(tmp_path / "run")
-    found = setting(tmp_path / "run", "precision")
-    assert (found["value"], found["source"]) == ("fp32", "measured")
-    assert found["reason"] == "bf16 was wrong here before the first step"
+    assert "differs" in reported(tmp_path / "run")
+    assert "; fp32 instead of bf16: loss and 30 gradients agree" in reported(tmp_path / "run")
+    result = setting(tmp_path / "run", "precision")
+    assert (result["value"], result["source"]) == ("fp32", "measured")
+    assert result["reason"] == "bf16 was wrong here before the first step"
     for ours, theirs in zip(cured.state_dict().values(), train_gpt(None).state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_your_own_word_is_not_overridden_but_the_run_stops_simulated(tmp_path: Path) -> None:
+def test_an_override_is_kept_and_the_run_stops_simulated(tmp_path: Path) -> None:
     wrong = simulate(Miscompute("addmm", relative_error=0.5, when=is_half))
     with wrong, pytest.raises(WhetError, match="the model computes something else on this device") as caught:
         train_gpt(tmp_path / "run", overrides={"precision": "bf16"})
@@ -164,14 +164,14 @@ def test_a_leak_in_half_precision_gets_a_mask_simulated(tmp_path: Path) -> None:
         train_gpt(tmp_path / "asked", overrides={"precision": "bf16"})
         train_gpt(tmp_path / "measured", precision="bf16")
     for name in ("asked", "measured"):
-        assert "the output at position 5 changes by" in said(tmp_path / name)
-        assert "causal attention has an explicit mask now: loss and 30 gradients agree" in said(tmp_path / name)
+        assert "the output at position 5 changes by" in reported(tmp_path / name)
+        assert "causal attention has an explicit mask now: loss and 30 gradients agree" in reported(tmp_path / name)
         assert setting(tmp_path / name, "causal_mask")["value"] == "explicit"
         assert setting(tmp_path / name, "precision")["value"] == "bf16"
 
 
 @pytest.mark.parametrize("operator", ["mm", "addmm", "native_layer_norm_backward", "embedding_dense_backward"])
-def test_what_nothing_helps_against_stops_the_run_by_name_simulated(tmp_path: Path, operator: str) -> None:
+def test_a_fault_without_a_fallback_stops_the_run_with_its_name_simulated(tmp_path: Path, operator: str) -> None:
     wrong = simulate(Miscompute(operator, relative_error=0.1))
     with wrong, pytest.raises(WhetError, match="the model computes something else on this device") as caught:
         train_gpt(tmp_path / "run")
@@ -182,7 +182,7 @@ def test_what_nothing_helps_against_stops_the_run_by_name_simulated(tmp_path: Pa
     assert num_steps(tmp_path / "run") == 0
 
 
-def test_a_resumed_run_whose_precision_changes_says_since_when_simulated(tmp_path: Path) -> None:
+def test_a_changed_precision_is_reported_with_its_step_on_resume_simulated(tmp_path: Path) -> None:
     train_gpt(tmp_path / "run", precision="bf16", max_steps=2, overrides={"verify": "off"})
     with simulate(Miscompute("addmm", relative_error=0.5, when=is_half)):
         train_gpt(tmp_path / "run", precision="bf16", max_steps=4)

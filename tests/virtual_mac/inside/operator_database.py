@@ -26,11 +26,11 @@ REFUSALS = (
     (TypeError, "Cannot convert a MPS Tensor to float64 dtype"),
     (RuntimeError, "Adaptive pool MPS: input sizes must be divisible"),
 )
-"""How MPS says no."""
+"""Error texts of MPS."""
 
 
 class RefusedError(Exception):
-    """MPS has said no, in its own words."""
+    """MPS raised one of its own errors."""
 
 
 def on_mps(value: Any) -> Any:
@@ -54,17 +54,17 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 def results(op: Any, args: Any, kwargs: Any, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the operator returns, then the gradients of its inputs; `cotangents` are made by who needs them first."""
-    found = tensors(op(*args, **kwargs))
+    result = tensors(op(*args, **kwargs))
     inputs = [value for value in tensors((args, kwargs)) if value.requires_grad]
-    outputs = [value for value in found if value.requires_grad]
+    outputs = [value for value in result if value.requires_grad]
     if not (inputs and outputs):
-        return found
+        return result
     if not cotangents:
         cotangents += [torch.rand_like(value.to_dense() if value.is_sparse else value) for value in outputs]
     given = [value.to(outputs[0].device) for value in cotangents]
     given = [value.to_sparse() if out.is_sparse else value for value, out in zip(given, outputs, strict=True)]
     grads = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
-    return found + [grad for grad in grads if grad is not None]
+    return result + [grad for grad in grads if grad is not None]
 
 
 def seed_alike(seed: int) -> torch.Generator:
@@ -74,12 +74,12 @@ def seed_alike(seed: int) -> torch.Generator:
 
 
 def has_no_values(name: str) -> bool:
-    """Whether the results are whatever lies in memory."""
+    """Return whether the results are uninitialized memory."""
     return name.startswith(("empty", "new_empty"))
 
 
 def compare(op: Any, sample: Any) -> bool:
-    """Whether there was something to compare; raises what was wrong."""
+    """Return whether there was something to compare; raise for a difference."""
     args, cotangents = (sample.input, *sample.args), []
     seed_alike(0)
     try:
@@ -88,14 +88,14 @@ def compare(op: Any, sample: Any) -> bool:
         return False  # the sample is not for the CPU
     seed_alike(0)
     try:
-        found = results(op, tree_map(on_mps, args), tree_map(on_mps, sample.kwargs), cotangents)
+        result = results(op, tree_map(on_mps, args), tree_map(on_mps, sample.kwargs), cotangents)
     except Exception as error:
         for kind, text in REFUSALS:
             if type(error) is kind and str(error).startswith(text):
                 raise RefusedError(str(error)[:90]) from None
         raise
-    assert len(found) == len(expected), f"{len(found)} results for {len(expected)}"
-    for one, other in zip(found, expected, strict=True):
+    assert len(result) == len(expected), f"{len(result)} results for {len(expected)}"
+    for one, other in zip(result, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), f"{one.shape} {one.dtype} for {other}"
         if not has_no_values(op.name):
             torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), rtol=1e-4, atol=1e-4, equal_nan=True)

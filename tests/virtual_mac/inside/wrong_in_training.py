@@ -1,6 +1,6 @@
-"""Makes one operator of the virtual Mac wrong after the other (simulated), and asks `whet compare`; prints JSON.
+"""Makes one operator of the virtual Mac wrong after the other (simulated), runs `whet compare` and prints JSON.
 
-Arguments: a folder for the programs that show a wrong operator. Each is run here, with the fault and without.
+The argument is a folder for the reproducers. Each is run here, with the fault and without.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ FAULTS = {
 
 
 def exit_code(program: Path) -> int | str:
-    """Of the program, run here: the virtual Mac is this process's."""
+    """The exit code of the program, run in this process, where the virtual Mac is installed."""
     kept, sys.argv = sys.argv, [str(program)]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -104,7 +104,7 @@ def changed_since_the_start(bias: torch.Tensor, *_: torch.Tensor) -> bool:
 
 
 STARTED: dict[str, torch.Tensor] = {}
-CONDITIONS = {
+WRONG_RESULTS = {
     "small error": ("reader", Miscompute("gelu_backward", 1e-3), "aten::gelu_backward"),
     "strided factor": ("reader", Miscompute("mm", when=lambda a, b: not a.is_contiguous()), "aten::mm"),
     "many terms": ("reader", Miscompute("mm", when=virtual_mac.reduces_over(40)), "aten::mm"),
@@ -121,12 +121,12 @@ def factor_faults():
 
 
 def condition_faults():
-    for label, (name, fault, expected) in CONDITIONS.items():
+    for label, (name, fault, expected) in WRONG_RESULTS.items():
         yield name, label, fault, expected
 
 
 def ask(subject, fault, program: Path, expected: str, **options) -> dict:
-    """What compare says under a fault, and what its program says with and without it."""
+    """Return the findings of compare with a fault, and the output of its program with and without it."""
     with simulate(fault):
         wrong = compare_devices(subject, out=program, **options)
         with_fault = exit_code(program) if program.exists() else "not written"
@@ -148,14 +148,14 @@ def ask(subject, fault, program: Path, expected: str, **options) -> dict:
 
 def main(folder: Path, which: str) -> None:
     options = {"devices": ["cpu", "mps"], "steps": 2, "precisions": []}
-    made, found = subjects(), {}
+    made, result = subjects(), {}
     for name, subject in made.items():
         sound = compare_devices(subject, **options)
-        found[name] = {"agrees": sound.agrees, "rows": {row.what: row.error for row in sound.rows}}
+        result[name] = {"agrees": sound.agrees, "rows": {row.what: row.error for row in sound.rows}}
     for name, label, fault, expected in factor_faults() if which == "factor" else condition_faults():
         program = folder / f"{name}_{label}.py".replace(" ", "_")
-        found[f"{name} {label}"] = ask(made[name], fault, program, expected, **options)
-    print(json.dumps(found), flush=True)
+        result[f"{name} {label}"] = ask(made[name], fault, program, expected, **options)
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

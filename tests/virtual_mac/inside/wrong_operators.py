@@ -1,4 +1,4 @@
-"""Plants MPS's known bugs in the virtual Mac (simulated), one at a time, and asks the doctor's checks; prints JSON."""
+"""Plants known bugs of MPS in the virtual Mac (simulated), one at a time, runs the doctor's checks and prints JSON."""
 
 import contextlib
 import json
@@ -163,12 +163,12 @@ FAULTS = {
 
 def main() -> None:
     place = DeviceUnderTest(device=open_device("mps").device, name="mps", is_virtual=True)
-    found = {}
+    result = {}
     for name, fault in FAULTS.items():
         without = run_check_safely(CHECKS[name], place)
         with fault:
-            found[name] = {"without": without.verdict, "with": run_check_safely(CHECKS[name], place).verdict}
-    print(json.dumps(found), flush=True)
+            result[name] = {"without": without.verdict, "with": run_check_safely(CHECKS[name], place).verdict}
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from whet.device.kernels.switches import is_own_kernel_on, is_supported
+from whet.device.kernels.switches import is_supported, is_whet_kernel_on
 from whet.plan.kernel_support import supports_span_attention
 
 # --- rotary attention over whole rows --------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ class Spans:
 
 
 def has_span_kernel(x: Tensor, head_size: int) -> bool:
-    """Whether attention=own is selected and the kernels support these tensors."""
-    return is_own_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
+    """Whether attention=whet is selected and the kernels support these tensors."""
+    return is_whet_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
 
 
 def span_attention(

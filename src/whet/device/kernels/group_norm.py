@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.kernels.switches import has_hooks, is_own_kernel_on, is_supported
+from whet.device.kernels.switches import has_hooks, is_supported, is_whet_kernel_on
 from whet.plan.kernel_support import cell_tiles, groups_per_program, supports_group_norm
 
 
 def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
-    """Return activation(norm(x)), computed by whet's kernel if norms=own is selected and the inputs are supported."""
+    """Return activation(norm(x)), computed by whet's kernel if norms=whet is selected and the inputs are supported."""
     if (
-        is_own_kernel_on("norms")
+        is_whet_kernel_on("norms")
         and isinstance(norm, nn.GroupNorm)
         and isinstance(activation, nn.SiLU | nn.ReLU)
         and is_supported(x)

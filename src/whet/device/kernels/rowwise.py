@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.kernels.switches import has_hooks, is_own_kernel_on, is_supported
+from whet.device.kernels.switches import has_hooks, is_supported, is_whet_kernel_on
 from whet.plan.kernel_support import supports_add_norm
 
 # --- SwiGLU ----------------------------------------------------------------------------------------------------------
@@ -18,7 +18,7 @@ from whet.plan.kernel_support import supports_add_norm
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (..., I) from the concatenation of gate and up (..., 2 I)."""
-    if is_own_kernel_on("gates") and is_supported(gate_up):
+    if is_whet_kernel_on("gates") and is_supported(gate_up):
         out: Tensor = swiglu_op(gate_up)
         return out
     gate, up = gate_up.chunk(2, dim=-1)
@@ -79,9 +79,9 @@ swiglu_op.register_autograd(_swiglu_gradient, setup_context=_save_swiglu)
 
 
 def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether norms=own is selected and the kernels support these tensors."""
+    """Whether norms=whet is selected and the kernels support these tensors."""
     return (
-        is_own_kernel_on("norms")
+        is_whet_kernel_on("norms")
         and is_supported(x)
         and x.numel() > 0
         and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
@@ -167,10 +167,10 @@ def residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return norm(dropout(dense(x)) + residual) twice: for the next residual sum, and for the next product.
 
-    With norms=own, the first is float32 and the second is half precision. Otherwise both are the same tensor.
+    With norms=whet, the first is float32 and the second is half precision. Otherwise both are the same tensor.
     """
     if (
-        is_own_kernel_on("norms")
+        is_whet_kernel_on("norms")
         and is_supported(x)
         and x.numel() > 0
         and type(dense) is nn.Linear

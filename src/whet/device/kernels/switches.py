@@ -26,7 +26,7 @@ _SDPA_BACKENDS = {
 }
 
 
-def use_own_kernels(*names: str) -> AbstractContextManager[None]:
+def use_whet_kernels(*names: str) -> AbstractContextManager[None]:
     """Use whet's kernels for "attention", "norms" or "gates" in this context, in models that call them."""
     return _switch(*names, is_on=True)
 
@@ -46,7 +46,7 @@ def _switch(*names: str, is_on: bool) -> Iterator[None]:
         _SWITCHES.update(before)
 
 
-def is_own_kernel_on(name: str) -> bool:
+def is_whet_kernel_on(name: str) -> bool:
     """Whether whet's kernel for "attention", "norms" or "gates" is selected."""
     return _SWITCHES[name]
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from whet.device.virtual_mac.faults import KilledByPressure as KilledByPressure
     from whet.device.virtual_mac.faults import Miscompute as Miscompute
     from whet.device.virtual_mac.faults import Simulation as Simulation
-    from whet.device.virtual_mac.faults import conditions as conditions
     from whet.device.virtual_mac.faults import has_strided_weight as has_strided_weight
     from whet.device.virtual_mac.faults import hold_memory as hold_memory
     from whet.device.virtual_mac.faults import reduces_over as reduces_over
     from whet.device.virtual_mac.faults import simulate as simulate
+    from whet.device.virtual_mac.faults import system_state as system_state
     from whet.device.virtual_mac.installation import FallbackStats as FallbackStats
     from whet.device.virtual_mac.installation import Stats as Stats
     from whet.device.virtual_mac.installation import install as install
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from whet.device.virtual_mac.installation import reset_stats as reset_stats
     from whet.device.virtual_mac.installation import stats as stats
     from whet.device.virtual_mac.installation import uninstall as uninstall
-    from whet.machine.facts import Conditions as Conditions
+    from whet.machine.facts import SystemState as SystemState
 
 _MODULES = {
     "installation": ("FallbackStats", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
     "faults": (
-        "Conditions", "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation",
-        "conditions", "has_strided_weight", "hold_memory", "reduces_over", "simulate",
+        "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation", "SystemState",
+        "has_strided_weight", "hold_memory", "reduces_over", "simulate", "system_state",
     ),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from whet.base.errors import UsageError, closest_match
 from whet.device.virtual_mac.native import native, state
-from whet.machine.facts import Conditions
+from whet.machine.facts import SystemState
 
 if TYPE_CHECKING:
     import torch
@@ -136,22 +136,24 @@ _heats: list[Heat] = []
 # Values of nested simulations, oldest first. The newest value applies.
 _graph_bytes: dict[object, int] = {}
 _deadly_bytes: dict[object, int] = {}
-_conditions: dict[object, Conditions] = {}
+_simulated_states: dict[object, SystemState] = {}
 _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 
 
-def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
+def simulate(*faults: SimulatedFault | SystemState) -> Simulation:
     """Start faults immediately and return the simulation.
 
-    Use the result in a `with` statement, call `end()`, or let the faults run until the process exits. `Conditions`
-    simulate sensor readings: heat, memory pressure, power.
+    Use the result in a `with` statement, call `end()`, or let the faults run until the process exits. A
+    `SystemState` simulates sensor readings: heat, memory pressure, power.
     """
     native()
     simulation = Simulation([])
     _running.append(simulation)
     try:
         for fault in faults:
-            simulation._undo.append(_push(_conditions, fault) if isinstance(fault, Conditions) else fault.start())
+            simulation._undo.append(
+                _push(_simulated_states, fault) if isinstance(fault, SystemState) else fault.start()
+            )
     except BaseException:
         simulation.end()
         raise
@@ -171,14 +173,14 @@ def hold_memory(num_bytes: int) -> None:
     _held_by_hand[0] = HeldMemory(num_bytes)
 
 
-def conditions() -> Conditions | None:
+def system_state() -> SystemState | None:
     """Return the simulated sensor readings, with only simulated fields set; None if nothing is simulated."""
-    if state.machine is None or not (_conditions or _heats):
+    if state.machine is None or not (_simulated_states or _heats):
         return None
     readings: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
-    for one in _conditions.values():
+    for one in _simulated_states.values():
         readings.update({name: getattr(one, name) for name in one.model_fields_set})
-    return Conditions(**readings)
+    return SystemState(**readings)
 
 
 def reduces_over(size: int) -> When:
@@ -211,7 +213,7 @@ def _thermal() -> str:
 
 
 def _kernel(operator: str | None) -> str:
-    """Return the kernel name of an operator; an empty string, which means all kernels, for None."""
+    """Return the kernel name of an operator. None means all kernels, and returns an empty string."""
     if operator is None:
         return ""
     name = operator.removeprefix("aten::").partition(".")[0]

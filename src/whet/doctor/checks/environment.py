@@ -56,8 +56,8 @@ def _memory_limit(target: DeviceUnderTest) -> CheckFinding:
 
 def _sensors(target: DeviceUnderTest) -> CheckFinding:
     """Report which sensors can be read."""
-    conditions = read_system().conditions
-    values: dict[str, Figure] = {name: getattr(conditions, name) for name in _SENSORS}
+    system_state = read_system().system_state
+    values: dict[str, Figure] = {name: getattr(system_state, name) for name in _SENSORS}
     unread = [name.replace("_", " ") for name, value in values.items() if value is None]
     if not _is_mac(target):
         return not_applicable("these are a Mac's sensors", **values)

@@ -1,6 +1,6 @@
 """Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps.
 
-Results are medians. Repeats are interleaved, so that thermal changes affect all measurements alike. Speeds depend
+Results are medians. Repeats are interleaved, so that thermal changes affect all measurements equally. Speeds depend
 strongly on power and temperature, so the report contains their state before and after.
 """
 
@@ -25,8 +25,8 @@ _MAX_SIZE = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
-    """Return the seconds of each call, `REPEATS` times in turn, with the device synchronized before and after."""
+def time_interleaved(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
+    """Time each call `REPEATS` times, interleaved. The device is synchronized before and after each call."""
     for device, call in calls.values():
         call()
         device.sync()
@@ -61,7 +61,7 @@ def _spread(seconds: list[float]) -> float:
 
 
 def show_speed(speed: float) -> str:
-    """Return a speed with at least two digits. On a busy machine it may be thousands of times lower, but never 0.
+    """Format a speed with at least two significant digits, so that a very slow result is not shown as 0.
 
     >>> [show_speed(speed) for speed in (12_345.6, 9.98, 1.04, 0.0342)]
     ['12,346', '10', '1.0', '0.034']
@@ -83,7 +83,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
         while size < _MAX_SIZE and _best_of_few(device, product(size, dtype)) < _MIN_SECONDS:
             size *= 2
         sizes[name], calls[name] = size, (device, product(size, dtype))
-    seconds = time_in_turn(calls)
+    seconds = time_interleaved(calls)
     figures: dict[str, Figure] = {}
     shown = []
     for name, taken in seconds.items():
@@ -103,7 +103,7 @@ def _bandwidth(target: DeviceUnderTest) -> CheckFinding:
     num_bytes = min(2**28, limit // 32)
     source = torch.zeros(num_bytes // 4, device=device.torch_device)
     copied = torch.empty_like(source)
-    seconds = time_in_turn({"copy": (device, lambda: copied.copy_(source))})["copy"]
+    seconds = time_interleaved({"copy": (device, lambda: copied.copy_(source))})["copy"]
     # A copy reads and writes every byte.
     speed = 2 * num_bytes / statistics.median(seconds)
     return good(
@@ -117,7 +117,7 @@ def _copies(target: DeviceUnderTest) -> CheckFinding:
         return not_applicable("nothing has to be copied")
     host = torch.zeros(2**24)
     there = device.put(host)
-    seconds = time_in_turn({"to": (device, lambda: device.put(host)), "from": (device, there.cpu)})
+    seconds = time_interleaved({"to": (device, lambda: device.put(host)), "from": (device, there.cpu)})
     to, back = (2**26 / statistics.median(seconds[way]) / 1e9 for way in ("to", "from"))
     return good(f"{to:,.1f} GB/s to the device, {back:,.1f} back", to_gb_per_second=to, from_gb_per_second=back,
                 to_spread=_spread(seconds["to"]), from_spread=_spread(seconds["from"]))  # fmt: skip
@@ -136,7 +136,7 @@ def _launches(target: DeviceUnderTest) -> CheckFinding:
             x.add_(1)
             device.sync()
 
-    seconds = time_in_turn({"launch": (device, launch), "wait": (device, launch_and_wait)})
+    seconds = time_interleaved({"launch": (device, launch), "wait": (device, launch_and_wait)})
     launched, waited = statistics.median(seconds["launch"]) / count, statistics.median(seconds["wait"]) / 20
     return good(
         f"{launched * 1e6:.1f} us for a small operator, {waited * 1e6:.1f} us with a synchronization",
@@ -167,7 +167,7 @@ def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFindin
     calls = {target.device.kind: (device, _stepper(device, width=width, batch=batch))}
     if device.kind != "cpu":
         calls["cpu"] = (CpuDevice(), _stepper(CpuDevice(), width=width, batch=batch))
-    seconds = time_in_turn(calls)
+    seconds = time_interleaved(calls)
     figures: dict[str, Figure] = {"tokens": batch * 64, "width": width}
     for name, taken in seconds.items():
         figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}

@@ -13,7 +13,7 @@ from torch.nn import functional as f
 
 from whet.checkpoint import store
 from whet.checkpoint.snapshot import Snapshot
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, differs, failed, good, not_applicable
 from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer, convnet_task, transformer_task
@@ -124,7 +124,7 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
     model = SmallTransformer(dropout=dropout)
     tokens = draw_integers(64, 25, below=VOCABULARY, seed=3)
 
-    def loss(micro: MicroBatch) -> torch.Tensor:
+    def loss(micro: DictBatch) -> torch.Tensor:
         logits = model(micro.tokens[:, :-1])
         return f.cross_entropy(logits.flatten(0, 1), micro.tokens[:, 1:].flatten())
 
@@ -147,9 +147,9 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
     ) as session:
         for batch in session:
             session.step(loss, batch)
-            if session.state.step == stop_after and not is_move:
+            if session.progress.step == stop_after and not is_move:
                 signal.raise_signal(signal.SIGINT)
-    return session.state.step
+    return session.progress.step
 
 
 def _last(run: Path) -> Snapshot:

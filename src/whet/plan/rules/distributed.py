@@ -17,7 +17,7 @@ def choose_sharding(context: RuleContext) -> Decision:
 
     Why: whole models need one all-reduce per step, which overlaps with the backward pass; shards need three times the
     calls and 1.5 times the bytes, and gather each block before it computes. So sharding is for models whose weights,
-    gradients and optimizer state leave no room for activations on one device.
+    gradients and optimizer state leave no memory for activations on one device.
     When wrong: a model that fits, with a micro-batch so small that the device idles: the memory that sharding frees
     may be worth more than what it sends.
     Override: sharding=full or sharding=off.
@@ -28,11 +28,11 @@ def choose_sharding(context: RuleContext) -> Decision:
         return Decision(value="unused", reason="there is only one process", evidence={"processes": 1})
     # Ignore activations: a smaller micro-batch reduces them, but not the state.
     needed = workload.static_bytes + CONTEXT_BYTES.get(context.device_type, 0)
-    room = int(limit * GB * _STATIC_SHARE) if limit is not None else None
-    evidence = {"processes": workload.world_size, "static_bytes": needed, "room_bytes": room}
-    if room is None:
+    available = int(limit * GB * _STATIC_SHARE) if limit is not None else None
+    evidence = {"processes": workload.world_size, "static_bytes": needed, "available_bytes": available}
+    if available is None:
         return Decision(value="off", reason="the memory of the device is unknown", evidence=evidence)
-    if needed <= room:
+    if needed <= available:
         reason = f"weights, gradients and state take {format_bytes(needed)}: they fit"
         return Decision(value="off", reason=reason, evidence=evidence)
     each = needed // workload.world_size

@@ -197,11 +197,11 @@ def choose_attention(context: RuleContext) -> Decision:
     several documents (chat), with heads of 32 or 64, where no token of another span is read: 0.17 ms a layer instead of
     0.41 for BERT base at a batch of 256. Measured on an H200, they are used with compute capability 9, and elsewhere
     on request.
-    When wrong: long texts of all lengths in a long run, where flash is used; lengths=few shapes is better for those.
+    When wrong: long texts of all lengths in a long run, where flash is used; lengths=bucketed is better for those.
     Attention with dropout uses torch's kernels: a pretrained model needs attention_dropout=0 for whet's own.
-    Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS
+    Override: attention=torch (its own choice), cudnn, flash, efficient, math or whet. The CPU has flash and math, MPS
     has no choice. Training rejects a kernel that its device lacks, one of torch's for a model that does not call
-    scaled_dot_product_attention, and own for a model without attention of these two kinds.
+    scaled_dot_product_attention, and whet for a model without attention of these two kinds.
     Sources: own measurement (H200, torch 2.11; docs/lab.md); torch.nn.attention.sdpa_kernel (2.13).
     """
     device, precision, lengths, workload = context.device_type, context.precision, context.lengths, context.workload
@@ -210,11 +210,11 @@ def choose_attention(context: RuleContext) -> Decision:
     generation = capability.partition(".")[0]
     evidence = {"device": device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = device == "cuda" and generation.isdecimal() and int(generation) >= _CUDNN_CAPABILITY
-    # These two values do not bound the number of shapes; "few shapes" and "packed few" do.
+    # These two values do not bound the number of shapes; "bucketed" and "packed_bucketed" do.
     has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
     own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
     if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:
-        return Decision(value="own", reason=own, evidence=evidence)
+        return Decision(value="whet", reason=own, evidence=evidence)
     if prefers_cudnn and precision in _HALF_PRECISIONS and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)
@@ -234,7 +234,7 @@ def choose_norms(context: RuleContext) -> Decision:
     torch's compiler does the same. They were written for compute capability 9 (H100, H200); elsewhere they must be
     requested.
     When wrong: no slower case is known, but few shapes were measured.
-    Override: norms=torch or norms=own. Only CUDA has own ones; group norms need layout=channels_last, all need half
+    Override: norms=torch or norms=whet. whet's kernels need CUDA; group norms need layout=channels_last, all need half
     precision, and norms of unsupported shapes use torch's kernels.
     Sources: own measurement (H200, torch 2.11; docs/lab.md).
     """
@@ -242,5 +242,5 @@ def choose_norms(context: RuleContext) -> Decision:
     evidence = {"device": device, "precision": precision, "layout": layout}
     own = norm_kernel_reason(context.workload.layers, layout=layout)
     if own and has_norm_kernels(context.machine, device=device, precision=precision):
-        return Decision(value="own", reason=own, evidence=evidence)
-    return Decision(value="torch", reason="whet has no own kernels for this workload here", evidence=evidence)
+        return Decision(value="whet", reason=own, evidence=evidence)
+    return Decision(value="torch", reason="whet has no kernels for this workload here", evidence=evidence)

@@ -61,41 +61,24 @@ def choose_workers(context: RuleContext) -> Decision:
     return Decision(value=count, reason="decoding runs in parallel with training", evidence=evidence)
 
 
-@rule("L3", "pin_memory")
-def choose_pin_memory(context: RuleContext) -> Decision:
-    """Whether host memory is pinned for faster copies.
-
-    Why: CUDA copies from pinned memory asynchronously. MPS ignores it with a warning up to torch 2.13, and a CPU has
-    nothing to copy.
-    When wrong: very little host memory.
-    Override: none.
-    Sources: torch/utils/data/dataloader.py (2.13); pytorch/pytorch#86060; guides 2 and 4 disagree.
-    """
-    evidence = {"device": context.device_type, "data_location": context.data_location}
-    if context.device_type != "cuda":
-        reason = "MPS ignores it up to torch 2.13" if context.device_type == "mps" else "the CPU copies nothing"
-        return Decision(value="off", reason=reason, evidence=evidence)
-    if context.data_location == "device":
-        return Decision(value="off", reason="the data is on the device", evidence=evidence)
-    return Decision(value="on", reason="copies overlap with computation", evidence=evidence)
-
-
 @rule("L4", "copies")
 def choose_copies(context: RuleContext) -> Decision:
-    """Whether copies to the device block.
+    """Whether copies to the device block, or overlap with computation from pinned memory.
 
-    Why: asynchronous copies to MPS have read freed memory; a blocking one on unified memory costs little. CUDA orders
-    a pinned copy before the kernels that need it.
-    When wrong: never in results; a little speed on MPS.
-    Override: none.
-    Sources: pytorch/pytorch#139550, #189690, #181017.
+    Why: CUDA copies from pinned memory asynchronously, and orders a copy before the kernels that need it. Asynchronous
+    copies to MPS have read freed memory, and MPS ignores pinned memory up to torch 2.13; a blocking copy on unified
+    memory costs little. A CPU has nothing to copy.
+    When wrong: never in results; very little host memory on CUDA, a little speed on MPS.
+    Override: overrides={"copies": "blocking"}.
+    Sources: torch/utils/data/dataloader.py (2.13); pytorch/pytorch#86060, #139550, #189690, #181017.
     """
-    if context.pin_memory == "on":
+    device, location = context.device_type, context.data_location
+    evidence = {"device": device, "data_location": location}
+    if device == "cuda" and location != "device":
         reason = "pinned copies run in parallel with kernels"
-        return Decision(value="overlapped", reason=reason, evidence={"pin_memory": "on"})
-    is_mps = context.device_type == "mps"
-    reason = "asynchronous copies to MPS have read freed memory" if is_mps else "nothing to overlap"
-    return Decision(value="blocking", reason=reason, evidence={"device": context.device_type})
+        return Decision(value="overlapped", reason=reason, evidence=evidence)
+    reason = "asynchronous copies to MPS have read freed memory" if device == "mps" else "nothing to overlap"
+    return Decision(value="blocking", reason=reason, evidence=evidence)
 
 
 @rule("L5", "worker_start_method")

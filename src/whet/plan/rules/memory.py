@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from whet.base.units import GB, format_bytes
+from whet.plan.environment import TORCH_WATERMARKS, WHET_WATERMARKS
 from whet.plan.kernel_support import supports_unpadded_attention
 from whet.plan.memory import predict_memory
 from whet.plan.rule import Decision, RuleContext, rule
@@ -29,7 +30,7 @@ def choose_memory(context: RuleContext) -> Decision:
     """
     device = context.device_type
     total = context.machine.memory_bytes
-    free = context.conditions.memory_available_bytes
+    free = context.system_state.memory_available_bytes
     accelerator = context.accelerator
     usable = accelerator.usable_bytes if accelerator else total
     evidence = {"usable_bytes": usable, "machine_bytes": total, "free_now_bytes": free}
@@ -64,7 +65,7 @@ def choose_activation_checkpointing(context: RuleContext) -> Decision:
     """
     workload, limit = context.workload, _limit_bytes(context)
     # The smallest allowed micro-batch. A model with BatchNorm must not be split.
-    least = workload.share if workload.has_batchnorm else 1
+    least = workload.share if workload.whole_batch_reason else 1
     needed = _needed_bytes(context, least)
     evidence = {"smallest_step_bytes": needed, "limit_bytes": limit}
     if needed is None or limit is None:
@@ -82,8 +83,8 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     Why: the whole global batch if it fits, else the fewest equal parts that do: few large kernels keep a GPU busy, and
     the gradient is the same sum. Losses are summed with the weight of their samples or tokens, so a short last
     micro-batch has its proper weight. With several processes, each splits its own share. On M1 and M2 with torch up to
-    2.13 a product over more than 32,768 rows gives wrong gradients, so micro-batch times length stays below. A model
-    with BatchNorm is not split, because its statistics depend on the split.
+    2.13 a product over more than 32,768 rows gives wrong gradients, so micro-batch times length stays below. The batch
+    is not split where that would change the training: with BatchNorm, and with a loss that is no mean over samples.
     When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
     more than 32,768 tokens sums over them in its backward pass, which no micro-batch avoids; `whet check` detects it.
     Override: micro_batch=N; the global batch stays the same.
@@ -96,8 +97,8 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     if workload.world_size > 1:
         evidence["processes"] = workload.world_size
     what = "the whole global batch" if workload.world_size == 1 else f"one of {workload.world_size} shares"
-    if workload.has_batchnorm:
-        reason = "BatchNorm's statistics depend on it, so the batch is not split"
+    if workload.whole_batch_reason is not None:
+        reason = f"the batch is not split: {workload.whole_batch_reason}"
         return Decision(value=whole, reason=reason, evidence=evidence)
     if limit is None or needed is None:
         start = _largest_even_split(whole, at_most=_UNKNOWN_MEMORY_MICRO_BATCH)
@@ -149,10 +150,10 @@ def choose_lengths(context: RuleContext) -> Decision:
     shapes in a whole run. Each epoch's event counts them. A model that takes packed samples wastes nothing: on a CPU it
     took 15.5 s instead of 26.7 s for the same texts. On CUDA attention has a kernel for them in half precision (from
     torch 2.10 and compute capability 8.0 on). Where steps are captured or compiled, packed batches are filled up to one
-    of about a dozen totals (packed few) with dummy texts that are ignored: 2 to 6 % more tokens.
+    of about a dozen totals (packed_bucketed) with dummy texts that are ignored: 2 to 6 % more tokens.
     When wrong: where attention over packed samples is slower than the padding it saves. The lengths of a dataset that
     is read sample by sample are not known in advance; on MPS pad such samples to few lengths yourself.
-    Override: lengths=sorted (also fixed, few shapes, packed, packed few) where the recipe has that key.
+    Override: lengths=sorted (also fixed, bucketed, packed, packed_bucketed) where the recipe has that key.
     Sources: docs/lab.md; pytorch/pytorch#181485, #164299, pyg-team/pytorch_geometric#10689.
     """
     workload, device = context.workload, context.device_type
@@ -165,32 +166,46 @@ def choose_lengths(context: RuleContext) -> Decision:
     if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
         if context.graph == "on" or context.compile != "off":
             reason = "no padding, and few totals: each is captured or compiled once"
-            return Decision(value="packed few", reason=reason, evidence=evidence)
+            return Decision(value="packed_bucketed", reason=reason, evidence=evidence)
         return Decision(value="packed", reason="no padding at all; attention has a kernel for it", evidence=evidence)
     if device == "mps":
         reason = "less padding; every new shape costs memory on MPS"
-        return Decision(value="few shapes", reason=reason, evidence=evidence)
+        return Decision(value="bucketed", reason=reason, evidence=evidence)
     return Decision(value="sorted", reason="less padding; the step's samples stay the same", evidence=evidence)
 
 
-@rule("M7", "watermarks")
-def choose_watermarks(context: RuleContext) -> Decision:
-    """MPS's high and low watermark, as multiples of the recommended working set.
+@rule("M7", "high_watermark")
+def choose_high_watermark(context: RuleContext) -> Decision:
+    """The limit of GPU memory on MPS, as a multiple of the recommended working set.
 
-    Why: torch's own values (1.7 and 1.4) let a run take more than the physical memory before it fails. At 1.0 an
-    excess is an error that can be caught. Both must be set: with only a high one below 1.4, the first MPS call aborts.
+    Why: torch's own value (1.7) lets a run take more than the physical memory before it fails. At 1.0 an excess is an
+    error that can be caught. Both watermarks must be set: with only a high one below 1.4, the first MPS call aborts.
     0.0 does not reduce fragmentation; it removes the limit.
     When wrong: a Mac on which nothing else runs and swapping is acceptable.
-    Override: memory_gb=N plans for less.
+    Override: PYTORCH_MPS_HIGH_WATERMARK_RATIO and PYTORCH_MPS_LOW_WATERMARK_RATIO in the environment, because torch
+    reads them at the first call of MPS. memory_gb=N plans for less.
     Sources: MPSAllocator.mm (torch 2.13); kohya-ss/sd-scripts#603; public advice for Macs often says 0.0.
     """
     if context.device_type != "mps":
-        return Decision(value="unused", reason="only MPS has them", evidence={"device": context.device_type})
-    return Decision(
-        value="high 1.0, low 0.9",
-        reason="an excess becomes an error that can be caught instead of swapping",
-        evidence={"torch_high": 1.7, "torch_low": 1.4},
-    )
+        return Decision(value=None, reason="only MPS has it", evidence={"device": context.device_type})
+    reason = "an excess becomes an error that can be caught instead of swapping"
+    return Decision(value=WHET_WATERMARKS[0], reason=reason, evidence={"torch_default": TORCH_WATERMARKS[0]})
+
+
+@rule("M10", "low_watermark")
+def choose_low_watermark(context: RuleContext) -> Decision:
+    """The share of the recommended working set above which MPS frees cached memory before it allocates more.
+
+    Why: below the high watermark (rule M7), so that memory is freed before the limit is reached. MPS aborts if it is
+    above the high one, and torch's own value (1.4) is above 1.0.
+    When wrong: where freeing and allocating again costs more than the memory is worth.
+    Override: PYTORCH_MPS_LOW_WATERMARK_RATIO in the environment, together with PYTORCH_MPS_HIGH_WATERMARK_RATIO.
+    Sources: MPSAllocator.mm (torch 2.13).
+    """
+    if context.device_type != "mps":
+        return Decision(value=None, reason="only MPS has it", evidence={"device": context.device_type})
+    reason = "cached memory is freed before the limit is reached"
+    return Decision(value=WHET_WATERMARKS[1], reason=reason, evidence={"torch_default": TORCH_WATERMARKS[1]})
 
 
 @rule("M8", "empty_cache")

@@ -1,6 +1,6 @@
 """Sizes, parameter counts and costs of a chat model. No torch, so that a plan can be made without it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,7 +23,7 @@ _Cycles = Annotated[int, Field(gt=0, le=1_000)]
 class ChatArch(BaseModel):
     """The architecture of a causal language model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["trm", "gpt"] = Field("trm", description="trm: one small network applied recursively; or a plain gpt")
     preset: Literal["nano", "tiny", "small", "medium", "large"] = Field(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.recipes.chat.data import ChatData, Question
 from whet.recipes.chat.generation import DecodingRules, GenerationRequest, Sampling, generate
 from whet.recipes.chat.model import CausalModel, model_inputs, next_tokens, summed_cross_entropy
@@ -20,7 +20,7 @@ _MAX_NATS = 50.0
 """The limit of the exponent of perplexity, which would overflow."""
 
 
-def partial_metrics(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float]:
+def partial_metrics(model: CausalModel, micro_batches: Iterator[DictBatch]) -> list[float]:
     """Sum nats, tokens, correct tokens and bytes over micro-batches. Each process sums its share."""
     totals = [0.0] * 4
     for micro in micro_batches:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.device.kernels.attention import Spans, has_span_kernel
 from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.layers import (
@@ -136,19 +136,19 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def next_token_loss(model: CausalModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+def next_token_loss(model: CausalModel, micro: DictBatch) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, averaged over supervised passes, and the number of loss tokens."""
     targets = next_tokens(micro)
     nats = model(*model_inputs(micro), targets)
     return torch.stack(nats).mean(0), (targets != IGNORED).sum()
 
 
-def model_inputs(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+def model_inputs(micro: DictBatch) -> tuple[Tensor, Tensor]:
     """Return tokens and is_start without the last position, which is only a target."""
     return micro.tokens[:, :-1], micro.is_start[:, :-1]
 
 
-def next_tokens(micro: MicroBatch) -> Tensor:
+def next_tokens(micro: DictBatch) -> Tensor:
     """Return the next token at each position, or IGNORED if the loss does not include it."""
     return micro.tokens[:, 1:].long().masked_fill(~micro.is_loss[:, 1:], IGNORED)
 

@@ -17,7 +17,7 @@ from whet.run.folder import open_run
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import MicroBatch
+    from whet.data.batch import DictBatch
     from whet.recipes.chat.data import ChatData
     from whet.recipes.chat.model import CausalModel
     from whet.recipes.chat.responder import Responder
@@ -37,7 +37,6 @@ class ChatRecipe(Recipe):
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
-    lower_is_better = ("bits_per_byte", "perplexity", "cross_entropy")
     presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
     # The data that was read last. An evaluation shows answers to its questions.
     _data: "ChatData | None" = None
@@ -61,20 +60,20 @@ class ChatRecipe(Recipe):
 
         return build_model(data.arch, vocab_size=data.tokenizer.vocab_size, dropout=config.dropout)
 
-    def loss(self, model: "CausalModel", micro: "MicroBatch") -> "tuple[Tensor, Tensor]":
+    def loss(self, model: "CausalModel", micro: "DictBatch") -> "tuple[Tensor, Tensor]":
         from whet.recipes.chat.model import next_token_loss
 
         return next_token_loss(model, micro)
 
-    def outputs(self, model: "CausalModel", micro: "MicroBatch") -> "Tensor":
+    def outputs(self, model: "CausalModel", micro: "DictBatch") -> "Tensor":
         from whet.recipes.chat.model import model_inputs
 
         return model.logits(model(*model_inputs(micro))[-1])
 
-    def evaluate(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def evaluate(self, model: "CausalModel", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
-    def partial_metrics(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> list[float]:
+    def partial_metrics(self, model: "CausalModel", micro_batches: Iterator["DictBatch"]) -> list[float]:
         from whet.recipes.chat.evaluation import partial_metrics
 
         return partial_metrics(model, micro_batches)

@@ -1,7 +1,7 @@
 """The architecture options of a Hex net, its parameter count and memory. No torch."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,7 +22,7 @@ PRESETS: dict[int, dict[str, Any]] = {
 class HexArch(BaseModel):
     """A stem, blocks at full resolution, and two heads."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     preset: Literal[18, 34, 50] | None = Field(None, description="depth, width and block like the ResNet of that name")
     kind: Literal["residual", "attention"] = Field(

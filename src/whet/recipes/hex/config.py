@@ -30,7 +30,7 @@ _LABEL_BYTES = 8 + 4
 class SelfPlayOptions(BaseModel):
     """The options of self-play training, which runs in generations."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     generations: PositiveInt = Field(10, description="how often to play, train and evaluate")
     games: Annotated[int, Field(ge=40, le=10**6)] = Field(500, description="self-play games per generation")

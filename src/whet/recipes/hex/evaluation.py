@@ -8,14 +8,14 @@ import numpy as np
 from whet.recipes.hex.model import policy_losses, value_losses
 
 if TYPE_CHECKING:
-    from whet.data.batch import MicroBatch
+    from whet.data.batch import DictBatch
     from whet.recipes.hex.model import HexNet
 
 NUM_BINS = 10
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-def partial_metrics(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+def partial_metrics(model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
     """Collect the outcomes of positions as plain JSON. Each process collects its share."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micro_batches:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.device.kernels.group_norm import group_norm_activation
 from whet.recipes.hex.architecture import NUM_PLANES, HexArch, num_groups
 
@@ -33,7 +33,7 @@ def make_activation(arch: HexArch) -> nn.Module:
 
 
 class PreActivation(nn.Sequential):
-    """Norms, activations and convolutions in turn. With norms=own in the plan, norm and activation are one kernel."""
+    """Norms, activations and convolutions in turn. With norms=whet in the plan, norm and activation are one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
@@ -186,7 +186,7 @@ class LossWeights:
     uncertainty: float = 0.1
 
 
-def hex_loss(output: NetOutput, micro: MicroBatch, weights: LossWeights) -> Tensor:
+def hex_loss(output: NetOutput, micro: DictBatch, weights: LossWeights) -> Tensor:
     """Return the mean loss over positions."""
     terms = (
         weights.policy * policy_losses(output, micro),
@@ -196,21 +196,21 @@ def hex_loss(output: NetOutput, micro: MicroBatch, weights: LossWeights) -> Tens
     return sum(terms[1:], start=terms[0]).mean()
 
 
-def policy_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+def policy_losses(output: NetOutput, micro: DictBatch) -> Tensor:
     """Return the cross entropy with the move played, or with the visit counts of a search; 0 if there is no move."""
     logs = output.policy.log_softmax(1)
-    if "shares" in micro.fields:
+    if "shares" in micro:
         # Occupied cells have no visits and finite logits, so they contribute 0.
         return -(micro.shares.float() * logs).sum(1)
     return -logs.gather(1, micro.move.clamp(min=0)[:, None])[:, 0] * (micro.move >= 0)
 
 
-def value_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+def value_losses(output: NetOutput, micro: DictBatch) -> Tensor:
     """Return the cross entropy with the result."""
     return functional.binary_cross_entropy_with_logits(output.value, micro.win, reduction="none")
 
 
-def uncertainty_losses(output: NetOutput, micro: MicroBatch) -> Tensor:
+def uncertainty_losses(output: NetOutput, micro: DictBatch) -> Tensor:
     """Return the loss of the predicted squared error. No gradient flows into the value."""
     squared = (output.win.detach() - micro.win).square()
     return functional.binary_cross_entropy_with_logits(output.error, squared, reduction="none")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from whet.config.resolve import ResolvedConfig
-    from whet.data.batch import MicroBatch
+    from whet.data.batch import DictBatch
     from whet.recipes.hex.arena import Contest
     from whet.recipes.hex.data import HexData
     from whet.recipes.hex.model import HexNet, LossWeights
@@ -58,15 +58,15 @@ class HexRecipe(Recipe):
         )
         return HexNet(config.arch, dropout=config.dropout)
 
-    def loss(self, model: "HexNet", micro: "MicroBatch") -> "Tensor":
+    def loss(self, model: "HexNet", micro: "DictBatch") -> "Tensor":
         from whet.recipes.hex.model import LossWeights, hex_loss
 
         return hex_loss(model(micro.board), micro, self._weights or LossWeights())
 
-    def evaluate(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def evaluate(self, model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
-    def partial_metrics(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def partial_metrics(self, model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.hex.evaluation import partial_metrics
 
         return partial_metrics(model, micro_batches)

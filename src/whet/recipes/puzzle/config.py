@@ -34,7 +34,7 @@ _LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_de
 class PuzzleArch(BaseModel):
     """Sizes of the recursive model, under the names of the official implementation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     hidden_size: Annotated[int, Field(gt=0, le=65_536)] = Field(512, description="width; 64 for generated 4x4")
     num_heads: Annotated[int, Field(gt=0, le=65_536)] = Field(
@@ -167,7 +167,7 @@ class PuzzleConfig(CommonConfig):
 class Sizes(BaseModel):
     """The sizes of a model that are determined by the data."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
     num_tokens: int
     length: int

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.recipes.puzzle.config import Sizes
 from whet.recipes.puzzle.data import parse_sudoku
 from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses, slot_input
 
 
-def evaluate(model: PuzzleModel, micro_batches: Iterator[MicroBatch]) -> dict[str, Any]:
+def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch]) -> dict[str, Any]:
     """Run each puzzle for the maximum number of steps, and return the metrics.
 
     exact_accuracy is the fraction of puzzles that are correct in every cell. exact_N is that fraction after N steps.
@@ -33,7 +33,7 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[MicroBatch]) -> dict[st
             halts = ((halt >= 0) == losses.is_right).sum()
         of_batch = torch.stack([part.float() for part in (cells, loss, halts, *exact) if part is not None])
         sums = of_batch if sums is None else sums + of_batch
-        number += len(micro)
+        number += len(micro.sample_ids)
     if sums is None:
         return {}
     cell_accuracy, mean_loss, halt_accuracy, *exact_accuracies = (sums / number).tolist()

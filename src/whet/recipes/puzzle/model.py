@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whet.base.errors import WhetError
-from whet.data.batch import MicroBatch
+from whet.data.batch import DictBatch
 from whet.device.tracing import widest_float
 from whet.recipes.layers import (
     AttentionArgs,
@@ -201,7 +201,7 @@ class PuzzleLosses(NamedTuple):
     is_right: Tensor
 
 
-def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
+def puzzle_loss(model: PuzzleModel, micro: DictBatch) -> Tensor:
     """Return the mean loss over the slots of a micro-batch: the loss of the tokens and of the halting prediction.
 
     In training mode the slots advance by one step. In evaluation mode every puzzle starts from the initial state, and
@@ -240,7 +240,7 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(is_counted, sizes.sum(-1).log() - chosen.log(), 0)
 
 
-def slot_input(micro: MicroBatch) -> SlotInput:
+def slot_input(micro: DictBatch) -> SlotInput:
     """Convert a micro-batch to the input of consecutive slots."""
     if micro.first_index is None:
         raise WhetError(

@@ -12,7 +12,7 @@ from whet.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import MicroBatch
+    from whet.data.batch import DictBatch
     from whet.recipes.puzzle.data import PuzzleData
     from whet.recipes.puzzle.model import PuzzleModel
     from whet.step.optimizers import OptimizerChoice
@@ -52,12 +52,12 @@ class PuzzleRecipe(Recipe):
             table_weight_decay=config.puzzle_emb_weight_decay,
         )
 
-    def loss(self, model: "PuzzleModel", micro: "MicroBatch") -> "Tensor":
+    def loss(self, model: "PuzzleModel", micro: "DictBatch") -> "Tensor":
         from whet.recipes.puzzle.model import puzzle_loss
 
         return puzzle_loss(model, micro)
 
-    def evaluate(self, model: "PuzzleModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def evaluate(self, model: "PuzzleModel", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.puzzle.evaluation import evaluate
 
         return evaluate(model, micro_batches)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from whet.data.batch import Packed, Padded
 from whet.device.kernels.attention import Spans, has_span_kernel, has_varlen_kernel, span_attention, varlen_attention
-from whet.device.kernels.switches import is_own_kernel_on
+from whet.device.kernels.switches import is_whet_kernel_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
         # (pytorch#161609).
         text = torch.bucketize(indices, starts, right=True) - 1
         positions = indices - starts[text]
-        spans = Spans.of(starts[text], starts[text + 1]) if is_own_kernel_on("attention") else None
+        spans = Spans.of(starts[text], starts[text + 1]) if is_whet_kernel_on("attention") else None
         # The index of the token in the flattened B x L rectangle.
         cells = text * longest + positions
     columns = torch.arange(longest, device=device)

@@ -38,7 +38,7 @@ FINE_TUNING_LENGTH = 256
 class TextArch(BaseModel):
     """The sizes of the small encoder, which is trained from scratch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     hidden_size: Annotated[int, Field(gt=0, le=65_536)] = Field(128, description="width of the encoder")
     layers: Annotated[int, Field(gt=0, le=1_000)] = Field(1, description="blocks of attention and feed-forward")
@@ -94,7 +94,7 @@ class TextConfig(CommonConfig):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         None, description="dropout of a pretrained model's attention weights; null: same as dropout"
     )
-    lengths: Literal["fixed", "sorted", "few shapes", "packed", "packed few", "auto"] = Field(
+    lengths: Literal["fixed", "sorted", "bucketed", "packed", "packed_bucketed", "auto"] = Field(
         "auto", description="how texts of different lengths are batched"
     )
     text_column: str | None = Field(None, description="column with the text; null: guessed from the column names")
@@ -198,7 +198,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     # The sizes of a hub model are those of BERT base until its files are downloaded (`backbone.py`).
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
     can_pack = can_read_packed(config, backbone)
-    if config.lengths in ("packed", "packed few") and not can_pack:
+    if config.lengths in ("packed", "packed_bucketed") and not can_pack:
         raise UsageError(
             "packed batches need model=small or a fully trained BERT or RoBERTa",
             got=f"model={config.model} lora={config.lora} freeze={config.freeze}",

@@ -114,7 +114,7 @@ def _read_source(source: TextSource, overrides: ColumnOverrides, loaded: _Loaded
         has_lists = has_lists or sample.is_list
         rows.append(_LabeledText(text, pair, sample.labels, sample.group))
     if not rows:
-        raise UsageError(f"{source.path} is empty", got="a header without rows", try_="rows with a text and a label")
+        raise UsageError(f"{source.path} has no rows", got="only a header", try_="rows with a text and a label")
     if first_unlabeled is not None:
         # Skip a test file without any labels, as published by competitions. A partly labeled file is an error.
         if any(row.labels for row in rows):

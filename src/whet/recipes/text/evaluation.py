@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from whet.base.errors import WhetError
-from whet.data.batch import MicroBatch, Packed, Padded
+from whet.data.batch import DictBatch, Packed, Padded
 
 if TYPE_CHECKING:
     from whet.data.batch import Field
@@ -35,13 +35,13 @@ Array = Any
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def classification_loss(logits: Tensor, micro: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
+def classification_loss(logits: Tensor, micro: DictBatch) -> Tensor | tuple[Tensor, Tensor]:
     """Return the mean loss over texts. With class weights, return the pair (weighted sum, sum of weights).
 
     The pair makes the loss of a global batch independent of its split into micro-batches.
     """
     losses = per_text_loss(logits, micro.label, reduced=False)
-    if "weight" not in micro.fields:
+    if "weight" not in micro:
         return losses.mean()
     return (losses * micro.weight).sum(), micro.weight.sum()
 
@@ -210,7 +210,7 @@ class Mistake(NamedTuple):
 
     error: float
     """The largest error of the probability of any class."""
-    micro: MicroBatch
+    micro: DictBatch
     row: int
     expected: tuple[int, ...]
     predicted: tuple[int, ...]
@@ -218,10 +218,10 @@ class Mistake(NamedTuple):
     @property
     def rank(self) -> tuple[float, int]:
         """The sort key: larger errors first, then lower sample ids, so that batches do not affect the order."""
-        return self.error, -int(self.micro.ids[self.row])
+        return self.error, -int(self.micro.sample_ids[self.row])
 
 
-def evaluate(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None") -> dict[str, Any]:
+def evaluate(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
     """Return metrics, scores of each class, the confusion matrix and the worst mistakes.
 
     Class names and texts come from `data`. Without it, only metrics are returned. Multi-label data has no confusion
@@ -230,9 +230,7 @@ def evaluate(model: "Classifier", micro_batches: Iterator[MicroBatch], data: "Te
     return merge_metrics([partial_metrics(model, micro_batches, data)], data)
 
 
-def partial_metrics(
-    model: "Classifier", micro_batches: Iterator[MicroBatch], data: "TextData | None"
-) -> dict[str, Any]:
+def partial_metrics(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
     """Return the sums over some texts as plain JSON. Each process counts its part."""
     loss = 0.0
     scores: Scores | None = None

@@ -16,7 +16,7 @@ from whet.run.folder import open_run
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import MicroBatch
+    from whet.data.batch import DictBatch
     from whet.recipes.recipe import DataInspection
     from whet.recipes.text.data import TextData
     from whet.recipes.text.factory import Classifier
@@ -37,7 +37,6 @@ class TextRecipe(Recipe):
     name = "text"
     Config = TextConfig
     goal = "accuracy"
-    lower_is_better = ("cross_entropy",)
     _data: "TextData | None" = None
     """The data that was loaded last. Evaluations show its class names and texts."""
 
@@ -87,17 +86,17 @@ class TextRecipe(Recipe):
 
         return make_model(config, data)
 
-    def loss(self, model: "Classifier", micro: "MicroBatch") -> "Tensor | tuple[Tensor, Tensor]":
+    def loss(self, model: "Classifier", micro: "DictBatch") -> "Tensor | tuple[Tensor, Tensor]":
         from whet.recipes.text.evaluation import classification_loss
 
         return classification_loss(model(micro.tokens), micro)
 
-    def evaluate(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def evaluate(self, model: "Classifier", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.text.evaluation import evaluate
 
         return evaluate(model, micro_batches, self._data)
 
-    def partial_metrics(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+    def partial_metrics(self, model: "Classifier", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.text.evaluation import partial_metrics
 
         return partial_metrics(model, micro_batches, self._data)

@@ -221,7 +221,7 @@ FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
 # Formats of the model, which `whet.api.export` writes.
-MODEL_FORMATS = ("transformers", "onnx")
+MODEL_FORMATS = ("safetensors", "transformers", "onnx")
 # Prefixes of exported files. A folder that contains any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
 

@@ -125,7 +125,7 @@ class _StoppedError(Exception):
     """Forwarding was stopped before the dashboard responded."""
 
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,11 @@ class _Retry:
     notify: Notify
     stop: threading.Event
 
-    def __call__(self, ask: Callable[[], _Answer]) -> _Answer:
+    def __call__(self, call: Callable[[], _Result]) -> _Result:
         pause, failed = _FIRST_RETRY_SECONDS, 0
         while not self.stop.is_set():
             try:
-                answer = ask()
+                result = call()
             except UnreachableError as error:
                 failed += 1
                 if self.tries is not None and failed >= self.tries:
@@ -153,7 +153,7 @@ class _Retry:
             else:
                 if failed:
                     self.notify("the dashboard answers again")
-                return answer
+                return result
         raise _StoppedError
 
 

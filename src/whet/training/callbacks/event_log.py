@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -99,21 +100,23 @@ class Recorder(Callback):
             epoch=state.epoch,
             epoch_seconds=now - self._epoch_began,
             memory=asdict(self._device.memory.usage()),
-            state_bytes=held_memory(self._run.stepper),
+            state_bytes=held_memory(*self._run.steppers.values()),
             num_shapes=len(self._run.executor.shapes),
         )
         self._epoch_began = now
         return Action.NONE
 
-    def end(self, state: State, error: BaseException | None) -> None:
-        """Log the end of a session, with the time spent since the last step."""
+    def end(self, state: State, error: BaseException | None, *, reason: str) -> None:
+        """Log the end of a session, with its reason and the time spent since the last step."""
         self.read()
-        outcome = "done" if state.is_finished else "stopped"
-        fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome}
-        if error is not None:
-            fields["reason"] = f"{type(error).__name__}: {error}"
+        outcome = "done" if state.is_finished and error is None else "stopped"
+        fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome, "reason": reason}
         rest, self._extra_seconds = self._extra_seconds, {}
         self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
+
+    def open(self, log: EventLog) -> None:
+        """Write events to a log from now on."""
+        self._log = log
 
     # --- logging -----------------------------------------------------------------------------------------------------
 
@@ -189,20 +192,28 @@ class Recorder(Callback):
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _has_one_loss(self) -> bool:
+        # The sum over optimizers with different cadences jumps, which is no spike.
+        return self._run is None or len(self._run.steppers) == 1
+
     def _read_steps(self, pending: list[tuple[dict[str, Any], np.ndarray, Outcome]]) -> None:
-        losses = _as_numbers([outcome.loss for _, _, outcome in pending])
+        losses = _as_numbers([outcome.loss if outcome.has_loss else None for _, _, outcome in pending])
         norms = _as_numbers([outcome.grad_norm for _, _, outcome in pending])
         computing: list[tuple[int, float]] = []
         for (facts, ids, outcome), loss, norm in zip(pending, losses, norms, strict=True):
-            assert loss is not None
+            scalars = {_scalar_name(name): float(value) for name, value in outcome.scalars.items()}
             seconds = self._seconds(outcome)
             computing.append((facts["step"], sum(spent for phase, spent in seconds.items() if phase != "data")))
             for phase, spent in self._extra_seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
-            facts |= {"loss": loss, "grad_norm": norm, "seconds": seconds}
+            facts |= {"grad_norm": norm, "seconds": seconds, **scalars} | ({} if loss is None else {"loss": loss})
             self._append("step", **facts)
-            spike = self._guard.observe(facts["step"], loss)
+            # A manual step cannot be repeated or skipped, so the guard does not judge its loss.
+            spike = None
+            if loss is not None and not outcome.is_manual and (self._has_one_loss or not math.isfinite(loss)):
+                spike = self._guard.observe(facts["step"], loss)
             if spike is not None:
                 self._write("spike", step=facts["step"], reason=spike, samples=sample_ids(ids))
         if self.on_step_times is not None:
@@ -252,19 +263,26 @@ class Recorder(Callback):
         return spent
 
 
+def _scalar_name(name: str) -> str:
+    """Return the name of a number that a loss returned, apart from the fields that a step has itself."""
+    taken = ("kind", "time", "step", "epoch", "samples", "lr", "loss", "grad_norm", "seconds")
+    return f"{name}_" if name in taken else name
+
+
 def sample_ids(ids: np.ndarray) -> list[int]:
     """Return the sample ids of a step for an event; only the first 64 of a large batch."""
     return [int(number) for number in ids[:_MAX_SAMPLE_IDS]]
 
 
-def held_memory(stepper: Stepper) -> dict[str, int]:
-    """Return the bytes of weights, gradients, optimizer state and EMA on this rank."""
+def held_memory(stepper: Stepper, *others: Stepper) -> dict[str, int]:
+    """Return the bytes of weights, gradients, optimizer state and EMA on this rank. `others` share the model."""
 
     def count(tensors: Iterable[Tensor]) -> int:
         local = (stepper.strategy.local(tensor) for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
-    state = (value for slot in stepper.optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
+    slots = (slot for one in (stepper, *others) for slot in one.optimizer.state.values())
+    state = (value for slot in slots for value in slot.values() if isinstance(value, Tensor))
     gradients = (parameter.grad for parameter in stepper.model.parameters() if parameter.grad is not None)
     held = {
         "weights": count(tensor for _, tensor in named_tensors(stepper.model)),

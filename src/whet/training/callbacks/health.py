@@ -54,17 +54,17 @@ class Health(Callback):
         return Action.NONE
 
     def _readings(self) -> dict[str, Any]:
-        conditions, usage = self._thermal.conditions, self._usage()
-        total, available = self._memory_bytes, conditions.memory_available_bytes
+        system_state, usage = self._thermal.system_state, self._usage()
+        total, available = self._memory_bytes, system_state.memory_available_bytes
         memory = {
             **asdict(self._device.memory.usage()),
             "process": usage.process_bytes,
             "used": None if total is None or available is None else max(0, total - available),
             "available": available,
-            "swap": conditions.swap_used_bytes,
+            "swap": system_state.swap_used_bytes,
         }
-        busy = {"cpu": usage.cpu_percent, "process": usage.process_percent, "gpu": conditions.gpu_busy_percent}
-        levels = {"heat": self._thermal.heat, "thermal": conditions.thermal, "pressure": conditions.memory_pressure}
+        busy = {"cpu": usage.cpu_percent, "process": usage.process_percent, "gpu": system_state.gpu_busy_percent}
+        levels = {"heat": self._thermal.heat, "thermal": system_state.thermal, "pressure": system_state.memory_pressure}
         return {"memory": _without_none(memory), "utilization": _without_none(busy), **_without_none(levels)}
 
 

@@ -37,7 +37,7 @@ class ProgressScreen(Protocol):
 
 def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
     """Return the screen for `stream`. Without a stream, return a notebook display or the screen for `fallback`."""
-    if stream is None and (shell := _notebook_shell()) is not None:
+    if stream is None and (shell := notebook_shell()) is not None:
         return NotebookScreen(shell)
     chosen = stream or fallback
     return TerminalScreen(chosen) if chosen.isatty() else PlainScreen(chosen)
@@ -140,11 +140,16 @@ class NotebookScreen:
         )
 
 
-def _notebook_shell() -> Any:
+def notebook_shell() -> Any:
     """Return the shell of the notebook that runs this process; None elsewhere. Does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return shell if hasattr(shell, "kernel") else None
+
+
+def is_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    return notebook_shell() is not None
 
 
 _WINDOW = 20
@@ -229,10 +234,7 @@ class ProgressLine:
     def _on_end(self, fields: dict[str, Any]) -> None:
         self._print_withheld()
         if fields["state"] == "stopped":
-            # The event has a reason only if an interrupt left the run without a final save.
-            interrupted = ", and nothing more was saved; the same call resumes from the last checkpoint"
-            how = interrupted if "reason" in fields else "; the same call resumes"
-            self.print_line(f"{self._name}: stopped after step {fields['step']:,}{how}")
+            self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}; the same call resumes")
         self.close()
 
     def print_line(self, line: str) -> None:
@@ -372,7 +374,9 @@ class DesktopNotifier:
         elif kind == "eval":
             self._metrics |= {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
         elif kind == "end":
-            self._notify(fields["state"], fields.get("reason"), step=fields["step"])
+            # The reason of a run that is done is in the state; its metrics are news.
+            why = fields["reason"] if fields["state"] == "failed" else None
+            self._notify(fields["state"], why, step=fields["step"])
         elif kind in _ATTENTION_KINDS and kind not in self._sent and fields.get("level") not in ("normal", "warn"):
             # One notification per kind: a run may have thousands of warnings.
             self._sent.add(kind)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from whet.base.units import format_bytes, format_seconds
 from whet.device.abstract import AbstractDevice
-from whet.device.open import with_simulated_conditions
-from whet.machine.facts import Conditions, PressureLevel
-from whet.machine.pressure import ConditionsReader, ReadConditions
+from whet.device.open import with_simulated_state
+from whet.machine.facts import PressureLevel, SystemState
+from whet.machine.pressure import ReadSystemState, SystemStateReader
 from whet.plan.plan import Plan
 from whet.step.step import Outcome
 from whet.training.callback import Action, Callback, State
@@ -31,47 +31,47 @@ _THROTTLING = ("heavy", "trapping", "sleeping")
 """Thermal levels at which macOS lowers clocks. At "moderate" it may not."""
 
 
-def classify_heat(conditions: Conditions, slowdown: Slowdown | None) -> Heat:
+def classify_heat(system_state: SystemState, slowdown: Slowdown | None) -> Heat:
     """Classify the sensor reading and the step times. Without a sensor, slow steps count as heat.
 
     >>> slow = Slowdown(factor=1.3, since_step=7)
-    >>> [classify_heat(Conditions(thermal=level), slow) for level in ("nominal", "moderate", None)]
+    >>> [classify_heat(SystemState(thermal=level), slow) for level in ("nominal", "moderate", None)]
     ['slow', 'hot', 'hot']
-    >>> [classify_heat(Conditions(thermal=level), None) for level in ("moderate", "heavy", None)]
+    >>> [classify_heat(SystemState(thermal=level), None) for level in ("moderate", "heavy", None)]
     ['cool', 'hot', 'cool']
     """
-    if conditions.thermal in _THROTTLING:
+    if system_state.thermal in _THROTTLING:
         return "hot"
     if slowdown is None:
         return "cool"
-    return "slow" if conditions.thermal == "nominal" else "hot"
+    return "slow" if system_state.thermal == "nominal" else "hot"
 
 
-def describe_heat(heat: Heat, conditions: Conditions, slowdown: Slowdown | None) -> str:
+def describe_heat(heat: Heat, system_state: SystemState, slowdown: Slowdown | None) -> str:
     """Describe the observation and its likely cause."""
     if heat == "cool":
         return "no longer slowed down"
     observed: list[str] = []
     if slowdown is not None:
         observed.append(f"steps take {slowdown.factor:.1f}x as long since step {slowdown.since_step:,}")
-    if conditions.thermal is None:
+    if system_state.thermal is None:
         observed.append("heat, or other programs: no heat sensor can be read here")
     elif heat == "hot":
-        observed.append(f"the machine is hot (thermal pressure {conditions.thermal})")
+        observed.append(f"the machine is hot (thermal pressure {system_state.thermal})")
     else:
         observed.append("not heat, by the sensor: other programs, longer samples or swapping")
-    if conditions.memory_pressure in ("warn", "critical"):
+    if system_state.memory_pressure in ("warn", "critical"):
         observed.append("memory is short")
-    if conditions.low_power_mode:
+    if system_state.low_power_mode:
         observed.append("low-power mode is on")
     return "; ".join(observed)
 
 
-def describe_pressure(level: PressureLevel, conditions: Conditions) -> str:
+def describe_pressure(level: PressureLevel, system_state: SystemState) -> str:
     """Describe the memory pressure."""
     if level == "normal":
         return "memory is no longer short"
-    left, swapped = conditions.memory_available_bytes, conditions.swap_used_bytes
+    left, swapped = system_state.memory_available_bytes, system_state.swap_used_bytes
     facts = [] if left is None else [f"{format_bytes(left)} left"]
     facts += [f"{format_bytes(swapped)} swapped out"] if swapped else []
     details = f" ({', '.join(facts)})" if facts else ""
@@ -84,9 +84,9 @@ Power = tuple[bool, bool]
 """Whether the machine runs on battery, and whether low-power mode is on."""
 
 
-def classify_power(conditions: Conditions, before: Power) -> Power:
+def classify_power(system_state: SystemState, before: Power) -> Power:
     """Return the power state. Unknown values keep their previous state."""
-    source, saves = conditions.power_source, conditions.low_power_mode
+    source, saves = system_state.power_source, system_state.low_power_mode
     return before[0] if source is None else source == "battery", before[1] if saves is None else saves
 
 
@@ -102,7 +102,7 @@ class SensorThread:
     Data workers may be forked at any time, so the thread must not hold a lock that a forked process needs.
     """
 
-    def __init__(self, reader: ReadConditions, take: Callable[[Conditions], None], *, every_seconds: float) -> None:
+    def __init__(self, reader: ReadSystemState, take: Callable[[SystemState], None], *, every_seconds: float) -> None:
         self._reader = reader
         self._take = take
         self._every_seconds = every_seconds
@@ -123,11 +123,11 @@ class SensorThread:
     def _watch(self) -> None:
         while True:
             try:
-                conditions = self._reader()
-                self._take(conditions if isinstance(conditions, Conditions) else Conditions())
+                system_state = self._reader()
+                self._take(system_state if isinstance(system_state, SystemState) else SystemState())
             except Exception:
                 # A failing sensor must not end a run; it counts as no reading.
-                self._take(Conditions())
+                self._take(SystemState())
             if self._is_over.wait(self._every_seconds):
                 return
 
@@ -178,7 +178,7 @@ class _Debounced(Generic[T]):
 
 
 class ThermalPolicy(Callback):
-    """Watches sensors and step times, and acts between steps as `on_heat` of the plan says: warn, pace or pause."""
+    """Watches sensors and step times, and acts between steps according to `on_heat`: warn, pace or pause."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ThermalPolicy(Callback):
         log: Recorder,
         device: AbstractDevice,
         *,
-        reader: ReadConditions | None = None,
+        reader: ReadSystemState | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -196,7 +196,7 @@ class ThermalPolicy(Callback):
         self._log, self._device = log, device
         self._reader, self._clock, self._sleep = reader or _sensors(), clock, sleep
         self._slowdowns = SlowdownDetector()
-        self.conditions = Conditions()
+        self.system_state = SystemState()
         """The latest sensor readings."""
         self._has_new_readings = False
         self._heat = _Debounced[Heat]("cool")
@@ -238,9 +238,9 @@ class ThermalPolicy(Callback):
 
     # --- readings ----------------------------------------------------------------------------------------------------
 
-    def take(self, conditions: Conditions) -> None:
+    def take(self, system_state: SystemState) -> None:
         """Store a reading. Thread-safe."""
-        self.conditions = conditions
+        self.system_state = system_state
         self._has_new_readings = True
 
     def take_step_times(self, steps: list[tuple[int, float]]) -> None:
@@ -254,28 +254,28 @@ class ThermalPolicy(Callback):
     # --- actions -----------------------------------------------------------------------------------------------------
 
     def _act(self, step: int) -> Action:
-        now, conditions, slowdown = self._clock(), self.conditions, self._slowdowns.verdict
+        now, system_state, slowdown = self._clock(), self.system_state, self._slowdowns.verdict
         action = Action.NONE
-        power = classify_power(conditions, self._power.value)
+        power = classify_power(system_state, self._power.value)
         if self._power.change(power, now=now):
             self._log.event("throttle", step=step, cause="power", reason=describe_power(power))
-        level = conditions.memory_pressure or self._pressure.value
+        level = system_state.memory_pressure or self._pressure.value
         if self._pressure.change(level, now=now):
-            self._log.event("pressure", step=step, level=level, reason=describe_pressure(level, conditions))
+            self._log.event("pressure", step=step, level=level, reason=describe_pressure(level, system_state))
         if level == "critical" and now - self._saved_at >= PRESSURE_SAVE_SECONDS:
             # Not debounced: the system may kill the process at any moment, without a warning.
             self._saved_at = now
             action = Action.SAVE
-        heat = classify_heat(conditions, slowdown)
+        heat = classify_heat(system_state, slowdown)
         if heat == "slow" and self._heat.value == "hot":
             # The sensor reacts faster than the window of step times, so trust it and start a new window.
             heat = "cool"
         if self._heat.change(heat, now=now):
             if heat == "cool":
                 self._slowdowns.forget_recent()
-            reason = describe_heat(heat, conditions, slowdown)
+            reason = describe_heat(heat, system_state, slowdown)
             self._log_heat(step, reason if heat != "hot" else f"{reason}{self._policy_note()}")
-        elif not self._is_cool_reported and heat == "cool" and conditions.thermal is not None:
+        elif not self._is_cool_reported and heat == "cool" and system_state.thermal is not None:
             self._is_cool_reported = True
             self._log.notify("sensors", heat=heat)
         if self._policy == "pace":
@@ -293,7 +293,7 @@ class ThermalPolicy(Callback):
     def _log_heat(self, step: int, reason: str, **fields: Any) -> None:
         slowdown = self._slowdowns.verdict
         observed = {} if slowdown is None else {"factor": slowdown.factor, "since_step": slowdown.since_step}
-        thermal = {} if self.conditions.thermal is None else {"thermal": self.conditions.thermal}
+        thermal = {} if self.system_state.thermal is None else {"thermal": self.system_state.thermal}
         heat = {"cause": "heat", "state": self._heat.value}
         self._log.event("throttle", step=step, reason=reason, **heat, **observed, **thermal, **fields)
 
@@ -302,7 +302,7 @@ class ThermalPolicy(Callback):
 
         Without a sensor to confirm the heat, the share does not exceed its initial value.
         """
-        has_sensor = self.conditions.thermal is not None
+        has_sensor = self.system_state.thermal is not None
         share, largest = self._rest_share.value, MAX_REST_SHARE if has_sensor else INITIAL_REST_SHARE
         if self._heat.value == "hot":
             wanted = min(largest, max(INITIAL_REST_SHARE, share + REST_SHARE_STEP)) if share else INITIAL_REST_SHARE
@@ -328,15 +328,15 @@ class ThermalPolicy(Callback):
         self._may_pause_at = now + MIN_SECONDS_BETWEEN_PAUSES
         # Step times from before the pause do not describe the machine after it.
         self._slowdowns.forget_recent()
-        heat = classify_heat(self.conditions, None)
+        heat = classify_heat(self.system_state, None)
         self._heat.change(heat, now=now)
         self._heat.hold(now=now)
-        cool = "resumed" if self.conditions.thermal is None else "cool again"
+        cool = "resumed" if self.system_state.thermal is None else "cool again"
         result = cool if heat == "cool" else "still hot"
         self._log_heat(step, f"{result} after a rest of {format_seconds(rested)}", cooldown_seconds=rested)
 
     def _is_rested(self, rested: float) -> bool:
-        thermal = self.conditions.thermal
+        thermal = self.system_state.thermal
         if thermal is None:
             return rested >= REST_SECONDS_WITHOUT_SENSOR
         return rested >= MAX_REST_SECONDS or (thermal == "nominal" and rested >= DEBOUNCE_SECONDS)
@@ -351,7 +351,7 @@ class ThermalPolicy(Callback):
         return rested
 
 
-def _sensors() -> ReadConditions:
+def _sensors() -> ReadSystemState:
     """Return a reader for the sensors of this machine, including simulated ones of a virtual Mac."""
-    read = ConditionsReader()
-    return lambda: with_simulated_conditions(read())
+    read = SystemStateReader()
+    return lambda: with_simulated_state(read())

@@ -7,7 +7,7 @@ from torch import nn
 
 from whet.base.model import FrozenModel
 from whet.base.units import GB, format_bytes
-from whet.machine.facts import Conditions, Machine
+from whet.machine.facts import Machine, SystemState
 from whet.machine.known import known_machine_names, load_machine
 from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.plan import Plan, make_plan
@@ -70,12 +70,12 @@ def fit_machines(
     *,
     global_batch_size: int | None = None,
     overrides: Mapping[str, Scalar] | None = None,
-    conditions: Conditions | None = None,
+    system_state: SystemState | None = None,
     trainable: Trainable | None = None,
 ) -> tuple[MachineFit, ...]:
     """Return the largest micro-batch for each machine; for all known machines by default.
 
-    Device, precision and memory limit come from the plan for each machine with these overrides. `conditions` contain
+    Device, precision and memory limit come from the plan for each machine with these overrides. `system_state` contains
     the free memory of this machine. Pass `trainable` if it has already been created from the spec.
     """
     workload, has_blocks = _describe(spec, trainable, global_batch_size)
@@ -88,7 +88,7 @@ def fit_machines(
 
     fits = []
     for machine in known_machines() if machines is None else machines:
-        plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
+        plan = make_plan(machine, workload, overrides=overrides, system_state=system_state)
         fits.append(_fit(plan, estimate, has_blocks=has_blocks))
     return tuple(fits)
 
@@ -99,7 +99,7 @@ def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], 
     is_checkpointed = has_blocks and plan.activation_checkpointing == "on"
     limit = None if plan.memory_gb is None else int(plan.memory_gb * GB)
     global_batch = plan.workload.global_batch_size
-    least = global_batch if plan.workload.has_batchnorm else 1
+    least = global_batch if plan.workload.whole_batch_reason else 1
 
     def needed(size: int, is_checkpointed: bool) -> int:
         memory = estimate(device, precision, kernels, is_checkpointed)

@@ -14,7 +14,7 @@ from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
-from whet.step.loss import LossFunction, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.verify.isolation import disable_dropout, preserve_model_and_rng
 from whet.verify.parity.locate import LocateResult, locate
 from whet.verify.parity.reproducer import check_overwrite
@@ -129,7 +129,7 @@ class PrecisionResult(FrozenModel):
 
 
 def compare_precision(
-    model: nn.Module, loss: LossFunction, micro: MicroBatch, device: AbstractDevice, precision: str
+    model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> PrecisionResult:
     """Compare a pass in `precision` (bf16, fp16 or tf32) with a pass in fp32 on the device of the model.
 
@@ -160,7 +160,7 @@ def compare_precision(
 
 
 def _loss_and_gradients(
-    model: nn.Module, loss: LossFunction, micro: MicroBatch, device: AbstractDevice, precision: str
+    model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and gradients on the CPU, in training mode without dropout. The model is not restored."""
     model.train()

@@ -78,7 +78,9 @@ class ReplicaFactory:
         self.batch_size = len(self.micro)
         if not any(parameter.requires_grad for parameter in first.model.parameters()):
             raise UsageError(
-                "the model has nothing to train", got="no trainable parameter", try_="a model with trainable weights"
+                "the model has no trainable parameters",
+                got="no trainable parameter",
+                try_="a model with trainable weights",
             )
         self.dtypes = {p.dtype for p in first.model.parameters() if p.is_floating_point()}
         self._weights = {name: tensor.detach().clone() for name, tensor in _named_tensors(first.model)}

@@ -202,7 +202,7 @@ def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool |
 def _estimate_fits(
     spec: TrainableSpec, trainable: Trainable, device: str, machine: Machine | None
 ) -> tuple[tuple[MachineFit, ...], str | None]:
-    """Return the fits of the machines, or the reason why they could not be estimated."""
+    """Return whether the training fits in each machine's memory, or why that could not be estimated."""
     machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
     try:
         with trace_environment():

@@ -1,4 +1,4 @@
-"""Match calls with the known wrong results of the torch version of a machine."""
+"""Match operator calls against the known bugs of a machine's torch version."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -35,7 +35,7 @@ def render_text(result: PreflightResult) -> list[str]:
     if result.machine and result.num_known_faults:
         lines.append(
             f"{_INDENT}{result.num_known_faults} known wrong results apply to this machine (docs/hazards.md); "
-            "those that this model meets are listed above"
+            "those that affect this model are listed above"
         )
     return lines
 

@@ -110,7 +110,10 @@ def _serializable(value: Any, depth: int = 0) -> Any:
 
 
 def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
-    """Yield the source files of the model classes and functions, except those of torch, which has a version."""
+    """Yield the source files of the model classes and functions.
+
+    torch's files are left out: its version identifies them.
+    """
     classes = {type(module) for module in model.modules()}
     for thing in (*classes, *filter(None, map(_unwrap, functions))):
         if not str(getattr(thing, "__module__", "")).startswith("torch."):

@@ -236,7 +236,7 @@ def perturb_from(micro: MicroBatch, starts: Tensor, positions: SequencePositions
         mask = is_late.to(values.device).reshape(*is_late.shape, *(1,) * (values.dim() - is_late.dim()))
         fields[name] = _with_values(field, torch.where(mask, other, values))
         is_changed = True
-    return MicroBatch(fields=fields, ids=micro.ids, first_index=micro.first_index), is_changed
+    return MicroBatch(fields, micro.ids, micro.first_index, make_data=micro.make_data), is_changed
 
 
 def _late_positions(field: Field, starts: Tensor, positions: SequencePositions) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from whet.data.batch import MicroBatch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.rng import get_host_rng, get_torch_rng, preserve_rng, set_host_rng, set_torch_rng
-from whet.step.loss import LossFunction
+from whet.step.loss import MicroLoss
 from whet.step.rollback import BufferSnapshot
 from whet.verify.isolation import cast_floating, force_eager, preserve_model, temporary_copy
 from whet.verify.start.device_parity import (
@@ -97,7 +97,7 @@ class CompiledParity:
 
 
 def compare_compiled_with_eager(
-    model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
+    model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str
 ) -> CompiledParity:
     """Compare the compiled model with its eager code, and restore the model and all generators.
 
@@ -115,7 +115,7 @@ def compare_compiled_with_eager(
 
 class _Comparison:
     def __init__(
-        self, model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, precision: str
+        self, model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, precision: str
     ) -> None:
         self._model = model
         self._device = device

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from whet.data.batch import MicroBatch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.cpu import CpuDevice
-from whet.step.loss import LossFunction, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
@@ -79,7 +79,7 @@ def compute_precision(model: nn.Module, precision: str) -> str:
 
 
 def loss_and_gradients(
-    model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
+    model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str
 ) -> LossAndGradients:
     """Return the loss and gradients of a micro-batch without dropout, copied to the CPU. The model is not restored."""
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
@@ -93,7 +93,7 @@ def loss_and_gradients(
 
 
 def forward_backward(
-    device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str, scale: float
+    device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str, scale: float
 ) -> Tensor:
     """Return the loss of a micro-batch, and accumulate its gradients, multiplied by `scale`."""
     with device.compute_context(), torch.enable_grad():
@@ -117,7 +117,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def compare_with_cpu(
-    model: nn.Module, loss: LossFunction, micro: MicroBatch, actual: LossAndGradients, *, precision: str
+    model: nn.Module, loss: MicroLoss, micro: MicroBatch, actual: LossAndGradients, *, precision: str
 ) -> DeviceParity:
     """Compare the result of a device with the CPU in float32. The model is not restored.
 
@@ -165,7 +165,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _on_cpu(
     model: nn.Module,
-    loss: LossFunction,
+    loss: MicroLoss,
     micro: MicroBatch,
     *,
     precision: str = "fp32",

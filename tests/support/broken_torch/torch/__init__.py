@@ -1,3 +1,3 @@
-"""Stands before the real torch on the path: whatever imports it is caught."""
+"""A package that shadows the real torch and reports any import."""
 
 raise RuntimeError("this torch raises on import")

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -78,7 +78,7 @@ class _Format(BaseModel):
 class CompletionRequest(BaseModel):
     """The parameters that both kinds of requests share."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow", strict=True)
 
     model: str = Field(max_length=300)
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

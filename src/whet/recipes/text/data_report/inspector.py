@@ -114,7 +114,7 @@ class DatasetInspector:
                 self._columns.append(reader.columns)
         if not len(self.index):
             path = self.index.sources[0].path
-            raise UsageError(f"{path} is empty", got="a header without rows", try_="rows with a text and a label")
+            raise UsageError(f"{path} has no rows", got="only a header", try_="rows with a text and a label")
         counts = self._label_counts()
         self._inspect_all(counts)
         return self._report(counts)
@@ -189,7 +189,7 @@ class DatasetInspector:
                 self._add("group-leak", row, shows=group)
 
     def _add(self, kind: str, row: int, *, other: int | None = None, shows: str | None = None) -> None:
-        if not self._findings.wants_example(kind):
+        if not self._findings.needs_example(kind):
             self._findings.add(kind)
             return
         other_row = None if other is None else self.index.where(other)
@@ -329,7 +329,7 @@ def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
     for row, script in enumerate(index.script):
         if script not in (0, main):
             example = None
-            if findings.wants_example("script"):
+            if findings.needs_example("script"):
                 shows = f"{SCRIPTS[script]} among {SCRIPTS[main]}"
                 example = FindingExample(where=index.where(row), shows=shows)
             findings.add("script", example)

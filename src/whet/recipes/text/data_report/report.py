@@ -138,14 +138,14 @@ class FindingCollector:
         self._counts: dict[str, int] = dict.fromkeys(DEFECT_KINDS, 0)
         self._examples: dict[str, list[FindingExample]] = {kind: [] for kind in DEFECT_KINDS}
 
-    def wants_example(self, kind: str) -> bool:
+    def needs_example(self, kind: str) -> bool:
         """Return whether another example would be kept. Callers use this to avoid building unused examples."""
         return len(self._examples[kind]) < self.MAX_EXAMPLES
 
     def add(self, kind: str, example: FindingExample | None = None, *, count: int = 1) -> None:
         """Count a defect."""
         self._counts[kind] += count
-        if example is not None and self.wants_example(kind):
+        if example is not None and self.needs_example(kind):
             self._examples[kind].append(example)
 
     def findings(self) -> tuple[DataFinding, ...]:

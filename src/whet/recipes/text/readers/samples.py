@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,7 +40,7 @@ _MAX_LIST_LENGTH = 10_000
 class ColumnOverrides(BaseModel):
     """Columns named by the user. If None, text and label are detected, and pair and group are absent."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
     text: str | None = None
     label: str | None = None
@@ -51,7 +51,7 @@ class ColumnOverrides(BaseModel):
 class ColumnNames(BaseModel):
     """The columns of a file, with the spelling of the file."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
     text: str
     label: str | None

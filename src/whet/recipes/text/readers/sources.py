@@ -54,7 +54,7 @@ def column_names(source: TextSource) -> list[str]:
 
 
 def find_sources(path: Path) -> tuple[TextSource, ...]:
-    """Return the source of a file, or the sources in a folder with one of the layouts in `docs/data.md`."""
+    """Return the source of a file, or the sources in a folder with one of the layouts in `docs/text-data.md`."""
     if not path.is_dir():
         return (_file_source(path, split=None),)
     try:

@@ -10,7 +10,7 @@ const BYTE_STEPS = Array.from({ length: 44 }, (none, power) => 2 ** power);
 
 export class Chart {
   /** `settings` is what all charts of a page share: axis, smoothing, log scale and zoom. */
-  constructor(settings, { id, title, says, height = 220, logs = false, floor = null, isNamed = false }) {
+  constructor(settings, { id, title, caption, height = 220, logs = false, floor = null, isNamed = false }) {
     this.settings = settings;
     this.title = title;
     this.height = height;
@@ -34,7 +34,7 @@ export class Chart {
         "figcaption",
         {},
         el("div", { class: "chart-head" }, el("h3", {}, title), this.now),
-        el("p", { class: "says" }, says),
+        el("p", { class: "caption" }, caption),
       ),
       this.legend,
       this.box,

@@ -71,7 +71,7 @@ function differencesOf({ labels, settings, config, environment }) {
       el("h3", {}, title),
       different.length
         ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" }))
-        : el("p", { class: "says" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
+        : el("p", { class: "caption" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
       partly.length
         ? disclosure(`${partly.length} that only some of them have`, () =>
             el("div", { class: "scroll" }, table(header, partly.map(cells), { class: "plain" })),
@@ -133,7 +133,7 @@ function kindsOf(runs) {
 function drawCharts({ runs, labels }, settings, charts, grid) {
   const extents = runs.map((report) => extentOf(report, settings.axis));
   let before = null;
-  for (const [source, name, title, says, more] of kindsOf(runs)) {
+  for (const [source, name, title, caption, more] of kindsOf(runs)) {
     const series = runs.flatMap((report, place) => {
       const track = trackOf(report, source),
         line = lineOf(track, name);
@@ -154,7 +154,7 @@ function drawCharts({ runs, labels }, settings, charts, grid) {
     if (!series.length) continue;
     const key = `${source}/${name}`;
     if (!charts.has(key)) {
-      const chart = new Chart(settings, { ...more, isNamed: true, title, says, height: more.wide ? 260 : 190 });
+      const chart = new Chart(settings, { ...more, isNamed: true, title, caption, height: more.wide ? 260 : 190 });
       if (more.wide) chart.element.classList.add("wide");
       charts.set(key, chart);
       if (before) before.after(chart.element);

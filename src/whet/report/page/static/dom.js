@@ -89,7 +89,7 @@ export function section(id, title, sentence, ...children) {
   return el(
     "section",
     { id, class: "part", "aria-labelledby": `${id}-title` },
-    el("header", { class: "part-head" }, el("h2", { id: `${id}-title` }, title), el("p", { class: "says" }, sentence)),
+    el("header", { class: "part-head" }, el("h2", { id: `${id}-title` }, title), el("p", { class: "caption" }, sentence)),
     ...children,
   );
 }

@@ -25,7 +25,7 @@ function classesOf({ split, step, labels, columns, rows }) {
     el("h3", {}, `scores per class, ${SPLITS[split]} data, step ${formatCount(step)}`),
     el(
       "p",
-      { class: "says" },
+      { class: "caption" },
       "Precision: the share of its predictions that are right. Recall: the share of its samples that are found. F1: their harmonic mean. Support: the number of samples.",
     ),
     table(
@@ -71,7 +71,7 @@ function confusionOf({ split, step, labels, counts }) {
     el("h3", {}, `confusion matrix, ${SPLITS[split]} data, step ${formatCount(step)}`),
     el(
       "p",
-      { class: "says" },
+      { class: "caption" },
       "Rows are true classes, columns are predicted classes. A good model fills the diagonal.",
     ),
     el("div", { class: "scroll" }, el("table", { class: "confusion" }, el("thead", {}, head), el("tbody", {}, rows))),
@@ -83,7 +83,7 @@ function samplesOf({ split, step, columns, rows }) {
     "div",
     { class: "card" },
     el("h3", {}, `some samples, ${SPLITS[split]} data, step ${formatCount(step)}`),
-    el("p", { class: "says" }, "Selected by the evaluation; reading what a model gets wrong helps to improve it."),
+    el("p", { class: "caption" }, "Selected by the evaluation; reading what a model gets wrong helps to improve it."),
     table(columns, rows, { class: "plain stacked samples" }),
   );
 }

@@ -1,6 +1,6 @@
 // All events of a run but its steps, the newest first, fetched page by page.
 import { el, fill, section, table } from "./dom.js";
-import { ask } from "./server.js";
+import { fetchJson } from "./server.js";
 import { formatCount, formatDate, formatValue } from "./format.js";
 
 /** The section; empty until it is opened. */
@@ -15,7 +15,7 @@ export function eventsPart(id) {
       onclick: async () => {
         more.disabled = true;
         try {
-          const page = await ask(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
+          const page = await fetchJson(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
           before = page.before;
           place.append(table(["when", "step", "kind", "fields"], page.events.map(rowOf), { class: "plain stacked" }));
           more.hidden = !before;

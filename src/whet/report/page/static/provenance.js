@@ -32,7 +32,7 @@ export function provenancePart(report) {
         origin.command ?? "Started from Python: run the same code with the same settings.",
         Boolean(origin.command),
       ),
-      report.resume ? [el("p", { class: "says" }, "To resume this run:"), commandOf(report.resume, true)] : null,
+      report.resume ? [el("p", { class: "caption" }, "To resume this run:"), commandOf(report.resume, true)] : null,
       el(
         "dl",
         { class: "facts" },

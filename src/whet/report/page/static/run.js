@@ -36,7 +36,7 @@ export function showRun(element, report) {
       "header",
       { class: "part-head" },
       el("h2", { id: "curves-title" }, "Curves"),
-      el("p", { class: "says" }, "Shaded: steps were slower, for example because of heat, or memory was short."),
+      el("p", { class: "caption" }, "Shaded: steps were slower, for example because of heat, or memory was short."),
     ),
     settingsBar(settings),
     charts.element,

@@ -30,7 +30,7 @@ function kinds(report) {
     {
       id: "loss",
       title: "training loss",
-      says: "The loss on training samples. Lower is better.",
+      caption: "The loss on training samples. Lower is better.",
       from: "step",
       names: [["loss"]],
       logs: true,
@@ -39,7 +39,7 @@ function kinds(report) {
     goal && {
       id: "goal",
       title: displayName(goal),
-      says: "The goal metric, on samples the model does not train on.",
+      caption: "The goal metric, on samples the model does not train on.",
       from: "eval",
       names: [[goal]],
       wide: true,
@@ -47,7 +47,7 @@ function kinds(report) {
     ...others.slice(0, 8).map((name) => ({
       id: `metric-${name}`,
       title: displayName(name),
-      says: "Also measured on samples the model does not train on.",
+      caption: "Also measured on samples the model does not train on.",
       from: "eval",
       names: [[name]],
       logs: true,
@@ -55,7 +55,7 @@ function kinds(report) {
     {
       id: "speed",
       title: "speed",
-      says: "Samples trained in each second; evaluations and saves are left out.",
+      caption: "Samples trained in each second; evaluations and saves are left out.",
       from: "step",
       names: [["samples_per_second"]],
       floor: 0,
@@ -63,7 +63,7 @@ function kinds(report) {
     {
       id: "memory",
       title: "memory",
-      says: "Memory in use. Beyond the limit a run swaps or fails.",
+      caption: "Memory in use. Beyond the limit a run swaps or fails.",
       from: memory,
       names: MEMORY,
       floor: 0,
@@ -71,7 +71,7 @@ function kinds(report) {
     {
       id: "use",
       title: "utilization",
-      says: "How busy the processors were. Low values mean that they were waiting.",
+      caption: "How busy the processors were. Low values mean that they were waiting.",
       from: "health",
       names: USE,
       floor: 0,
@@ -79,7 +79,7 @@ function kinds(report) {
     {
       id: "lr",
       title: "learning rate",
-      says: "The learning rate schedule.",
+      caption: "The learning rate schedule.",
       from: "step",
       names: [["lr"]],
       floor: 0,
@@ -88,7 +88,7 @@ function kinds(report) {
     {
       id: "grad-norm",
       title: "gradient norm",
-      says: "The norm of the gradients. Peaks are unusual batches.",
+      caption: "The norm of the gradients. Peaks are unusual batches.",
       from: "step",
       names: [["grad_norm"]],
       logs: true,
@@ -97,7 +97,7 @@ function kinds(report) {
     ...more.slice(0, 6).map((name) => ({
       id: `step-${name}`,
       title: displayName(name),
-      says: "Logged at every step.",
+      caption: "Logged at every step.",
       from: "step",
       names: [[name]],
       logs: true,

@@ -29,7 +29,7 @@ export class RunList {
       "aria-label": "filter",
       oninput: () => ((this.shown = AT_ONCE), this.draw()),
     });
-    this.count = el("span", { class: "says", role: "status" });
+    this.count = el("span", { class: "caption", role: "status" });
     this.compare = el("a", { class: "quiet go", hidden: true }, "compare");
     this.folder = folder;
     this.ahead = 0;
@@ -90,7 +90,7 @@ export class RunList {
   group({ name, number }) {
     const path = `${this.folder}/${name}`;
     const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
-    return el("p", { class: "says group" }, `${path} contains ${formatCount(number)} more: `, el("code", {}, `whet watch ${quoted}`));
+    return el("p", { class: "caption group" }, `${path} contains ${formatCount(number)} more: `, el("code", {}, `whet watch ${quoted}`));
   }
 
   sortBy(name) {
@@ -147,9 +147,9 @@ export class RunList {
   /** The row of a run with its newest figures. Links and checkboxes stay the same elements, so that no click is lost. */
   row(line) {
     if (!this.rows.has(line.id)) this.rows.set(line.id, this.newRow(line));
-    const { element, mark, says, figures } = this.rows.get(line.id);
+    const { element, mark, caption, figures } = this.rows.get(line.id);
     mark.checked = this.chosen.has(line.id);
-    fill(says, line.problem || (line.recipe ?? ""));
+    fill(caption, line.problem || (line.recipe ?? ""));
     const newest = [...figuresOf(line), this.ageOf(line)];
     figures.forEach((cell, place) => fill(cell, newest[place]));
     return element;
@@ -162,16 +162,16 @@ export class RunList {
       onchange: () => this.choose(line.id, mark.checked),
     });
     const link = el("a", { href: `#/run/${line.id}` }, line.name);
-    const says = el("span", { class: "says block" });
+    const caption = el("span", { class: "caption block" });
     const figures = FIGURES.map((label) => el("td", label === null ? {} : { "data-label": label }));
     const element = el(
       "tr",
       {},
       el("td", { class: "mark" }, mark),
-      el("th", { scope: "row" }, link, says),
+      el("th", { scope: "row" }, link, caption),
       figures,
     );
-    return { element, mark, says, figures };
+    return { element, mark, caption, figures };
   }
 }
 

@@ -9,7 +9,7 @@ const UNSEEN_MS = 5000;
 const RESTARTED = "not connected: the server was restarted; open the link that it printed";
 
 /** GET a JSON resource; throws an Error with the text and status of any answer but 200. */
-export async function ask(path, signal) {
+export async function fetchJson(path, signal) {
   const answer = await fetch(path, { credentials: "same-origin", cache: "no-cache", signal });
   if (answer.status !== 200) throw await errorOf(answer);
   return restoreNonFinite(await answer.json());
@@ -59,11 +59,11 @@ export class EventStream {
   async refused() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.open(), AGAIN_MS);
-    const asking = new AbortController();
-    const answer = await fetch(this.address, { credentials: "same-origin", signal: asking.signal }).catch(() => null);
+    const pending = new AbortController();
+    const answer = await fetch(this.address, { credentials: "same-origin", signal: pending.signal }).catch(() => null);
     const status = answer?.status;
     const refusal = answer && status !== 200 ? await errorOf(answer).catch(() => null) : null;
-    asking.abort();
+    pending.abort();
     if (refusal && !this.isClosed) this.on.lost(status === 401 ? RESTARTED : refusal.message.split("\n")[0]);
   }
 

@@ -17,7 +17,7 @@ export function runSummary(report) {
     el("div", { class: "title" }, el("h1", {}, report.name), statePill(report.state)),
     el("p", { class: "lead" }, leadOf(report)),
     progressOf(report),
-    report.failure ? el("p", { class: "notice bad" }, el("b", {}, "Failed: "), report.failure) : null,
+    endOf(report),
     inexactOf(report),
     report.damaged_lines
       ? el("p", { class: "notice warn" }, `${formatCount(report.damaged_lines)} damaged lines of the log were skipped.`)
@@ -31,6 +31,13 @@ function leadOf(report) {
   if (report.sessions.length) parts.push(`started ${formatDate(report.created)}`);
   if (report.sessions.length > 1) parts.push(`${report.sessions.length} sessions`);
   return `${parts.join(" · ")}.`;
+}
+
+/** Why the run ended; a notice if it failed. */
+function endOf(report) {
+  if (!report.reason) return null;
+  const tone = report.state === "failed" ? "notice bad" : "says";
+  return el("p", { class: tone }, el("b", {}, "Ended: "), report.reason);
 }
 
 function progressOf(report) {
@@ -77,7 +84,7 @@ export function tilesOf(report) {
         : `best ${formatNumber(report.best_goal)} at step ${formatCount(report.best_goal_step ?? 0)}`;
     const name = goal.replaceAll("_", " ");
     tiles.push({ name, figure: formatNumber(value), remark: best, isGoal: true });
-    const test = report.metrics[`test_${goal}`];
+    const test = report.metrics[`test_${goal.replace(/^val_/, "")}`];
     if (test !== undefined) {
       const baseline = Object.entries(report.baseline).map(([name, value]) => `${name}: ${formatNumber(value)}`)[0];
       tiles.push({ name: `test ${name}`, figure: formatNumber(test), remark: baseline ?? "on the test split" });

@@ -69,7 +69,7 @@ function epochsOf(report) {
     el("h3", {}, "time per epoch"),
     el(
       "p",
-      { class: "says" },
+      { class: "caption" },
       `One bar per epoch. Growing bars mean that something slows the machine down.${left}`,
     ),
     el(

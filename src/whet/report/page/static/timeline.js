@@ -40,7 +40,7 @@ export function timelinePart(report) {
     ),
   );
   const left = report.timeline_omitted
-    ? el("p", { class: "says" }, `${formatCount(report.timeline_omitted)} more in the middle are not shown.`)
+    ? el("p", { class: "caption" }, `${formatCount(report.timeline_omitted)} more in the middle are not shown.`)
     : null;
   return section(
     "timeline",

@@ -4,7 +4,7 @@ import { showComparison } from "./comparison.js";
 import { eventsPart } from "./events.js";
 import { RunList } from "./run_list.js";
 import { showRun } from "./run.js";
-import { EventStream, ask } from "./server.js";
+import { EventStream, fetchJson } from "./server.js";
 import { themeButton } from "./theme.js";
 
 const SOON_MS = 1000;
@@ -80,7 +80,7 @@ class LiveData {
 
   /** After a lost connection, the pending request may never be answered. */
   begin() {
-    this.asking?.abort();
+    this.pending?.abort();
     this.fetch();
   }
 
@@ -92,9 +92,9 @@ class LiveData {
     clearTimeout(this.timer);
     while (this.isStale && !this.isClosed) {
       this.isStale = false;
-      this.asking = new AbortController();
+      this.pending = new AbortController();
       try {
-        const newest = await ask(this.path, this.asking.signal);
+        const newest = await fetchJson(this.path, this.pending.signal);
         if (this.isClosed) break;
         this.show(newest);
         showStatus("live");

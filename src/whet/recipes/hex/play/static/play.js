@@ -1,17 +1,17 @@
 // A game of Hex: the page keeps the moves (also in its address), and asks the server what is to be seen of them.
 import { drawBoard } from "./board.js";
 import { el, fill } from "./dom.js";
-import { ask } from "./server.js";
+import { fetchJson } from "./server.js";
 import { themeButton } from "./theme.js";
 
 const AGAIN_MS = 3000;
 const BAD_GAME = 400;
 const page = document.getElementById("page");
-const about = await answered("/api/about");
+const about = await fetchUntilAnswered("/api/about");
 const game = { size: about.size, color: about.color, moves: [], seed: 0 };
 Object.assign(game, { view: null, resigned: null, isThinking: false });
 let showsHints = false;
-let asked = 0;
+let requested = 0;
 
 const boardPlace = el("div", { class: "card board-card" });
 const standing = el("p", { class: "standing", role: "status" });
@@ -86,26 +86,26 @@ function begin(size, color) {
   look();
 }
 
-/** Asks until there is an answer, and says meanwhile why there is none. */
-async function answered(path) {
+/** Fetches JSON; shows the error and retries until the server answers. */
+async function fetchUntilAnswered(path) {
   for (;;)
     try {
-      return await ask(path);
+      return await fetchJson(path);
     } catch (failure) {
       fill(page, el("p", { class: "notice bad" }, failure.message));
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
 }
 
-/** Asks what is to be seen; then lets the player answer, if it is its turn. */
+/** Fetches the view of the game, and plays the reply of the computer while it is its turn. */
 async function look() {
-  const mine = ++asked;
+  const mine = ++requested;
   game.isThinking = true;
   draw();
   try {
     for (;;) {
-      const view = await ask(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
-      if (mine !== asked) return; // Another game was begun meanwhile.
+      const view = await fetchJson(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
+      if (mine !== requested) return; // Another game has started.
       game.view = view;
       if (view.winner !== null || plays(view.mover)) break;
       draw();
@@ -113,13 +113,13 @@ async function look() {
     }
     fill(note).hidden = true;
   } catch (error) {
-    if (mine !== asked) return;
+    if (mine !== requested) return;
     fill(note, error.message).hidden = false;
     const isBad = error.status === BAD_GAME;
     if (game.view) game.moves = [...game.view.moves];
     else if (isBad) game.moves = [];
-    // Where it is for the person to move, a stone that was taken back can be put again; else nobody else would ask.
-    if (!isBad && !(game.view && plays(game.view.mover))) setTimeout(() => mine === asked && look(), AGAIN_MS);
+    // On the user's turn the next click sends a request. Otherwise only this timer does.
+    if (!isBad && !(game.view && plays(game.view.mover))) setTimeout(() => mine === requested && look(), AGAIN_MS);
   }
   game.isThinking = false;
   remember();
@@ -197,7 +197,7 @@ fill(
       el("div", { class: "card" }, standing, note, el("div", {}, meter, winWords)),
       el("div", { class: "card" }, buttons, suggestions),
       el("div", { class: "card new" }, sizeChoice.element, colorChoice.element, newButton),
-      el("div", { class: "card" }, moves, el("p", { class: "says" }, link)),
+      el("div", { class: "card" }, moves, el("p", { class: "caption" }, link)),
     ),
   ),
 );

@@ -1,0 +1,261 @@
+"""`whet.train`: train a model, or a recipe by its name."""
+
+import functools
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
+
+from whet.base.errors import UsageError
+from whet.config.options import SchedulerObject
+from whet.machine.pressure import ReadSystemState
+from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.training import loop
+from whet.training.callback import Callback
+from whet.training.callbacks.event_log import EventHandler
+from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
+from whet.training.loop import TrainResult
+from whet.training.tune import OpenStepBench
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from whet.config.resolve import ResolvedConfig
+    from whet.step.loss import LossFunction
+    from whet.step.optimizers import OptimizerChoice
+    from whet.training.evaluator import Evaluate
+
+
+@overload
+def train(
+    model: "nn.Module",
+    data: Any,
+    *,
+    loss: "LossFunction",
+    optimizer: "Optimizer | OptimizerChoice",
+    evaluate: "Evaluate | None" = None,
+    val: Any = None,
+    test: Any = None,
+    on_event: EventHandler | Literal["line"] | None = "line",
+    notify: bool = False,
+    measure: bool = True,
+    open_bench: OpenStepBench | None = None,
+    # begin generated keywords (tools/keywords.py)
+    global_batch_size: int | Literal["auto"] | None = None,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    schedule: Literal["constant", "linear", "cosine", "plateau"]
+    | Callable[[int], float]
+    | SchedulerObject
+    | dict[str, Any] = "constant",
+    warmup_steps: int = 0,
+    clip: float | None = None,
+    ema: bool = False,
+    seed: int = 0,
+    eval_every: int | Literal["auto"] = "auto",
+    patience: int | None = None,
+    epochs_per_session: int | None = None,
+    schedule_interval: Literal["step", "epoch", "auto"] = "auto",
+    shuffle: bool | Literal["auto"] = "auto",
+    collate_fn: Callable[[Any], Any] | None = None,
+    split_batch: bool | Literal["auto"] = "auto",
+    lr_batch: int = 32,
+    run: str | Path | None = None,
+    device: str = "auto",
+    overrides: Mapping[str, Scalar] | None = None,
+    plan: Plan | None = None,
+    workload: Workload | None = None,
+    goal: str | None = None,
+    mode: Literal["auto", "min", "max"] = "auto",
+    init_from: str | Path | None = None,
+    allow: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+    read_sensors: ReadSystemState | None = None,
+    outputs: Callable[[Any], Any] | None = None,
+    # end generated keywords
+    **unknown: Never,
+) -> TrainResult: ...
+@overload
+def train(
+    model: str,
+    data: str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    device: str = "auto",
+    allow: Collection[str] = (),
+    on_event: EventHandler | Literal["line"] | None = "line",
+    notify: bool = False,
+    measure: bool = True,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> TrainResult: ...
+
+
+# The signature that help() shows is that of the first overload.
+@functools.wraps(loop.train, assigned=())
+def train(model: Any, *args: Any, **keywords: Any) -> TrainResult:
+    """Train a model: probe the machine, plan, train and save checkpoints. The same call with the same `run` resumes.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> data = (torch.rand(64, 2), torch.rand(64, 1))
+    >>> result = train(
+    ...     model,
+    ...     data,
+    ...     loss=lambda micro: torch.nn.functional.mse_loss(model(micro.x), micro.y),
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     global_batch_size=16,
+    ...     epochs=2,
+    ...     on_event=None,
+    ... )
+    >>> result.step, result.state
+    (8, 'done')
+
+    A recipe is trained by its name or file, with the options of `whet train` as keywords (docs/keys.md); options in a
+    group are a dict. Without `run`, the next runs/NAME-NNN is used, as on the command line:
+
+    >>> train("text", data="reviews.csv", epochs=3, arch={"layers": 2})  # doctest: +SKIP
+
+    Args:
+        model: An nn.Module, or the name of a recipe.
+        data: A DataLoader, tensors, arrays, a dict of them, a dataset or an iterable (docs/data.md); of a recipe, a
+            file or folder.
+        loss: Called with a micro-batch. Returns the mean over its samples, a pair (sum, weight), a dict with "loss" or
+            an output with `.loss`. A torch loss such as F.cross_entropy is called as loss(model(x), y).
+        optimizer: An optimizer of torch over the parameters of the model, or a `whet.OptimizerChoice`.
+        evaluate: Called with the model and micro-batches of `val`. Returns metrics, optionally with a confusion matrix
+            and samples (training/metrics.py).
+        val: Data that is evaluated during training.
+        test: Data that is evaluated once after the last step, with the weights of the best `goal` on `val`.
+        on_event: Called with every event. "line" draws a progress line on standard error; None is silent.
+        notify: Send a desktop notification when the run ends or needs attention.
+        measure: Let a new run that is long enough measure first which plan is fastest. The measured steps do not affect
+            training (docs/measure.md).
+        open_bench: Opens the same training in a separate process for measuring.
+        config: Of a recipe: a TOML or YAML file with options.
+
+    global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
+    `lr_batch` samples to that size. The run keeps both numbers.
+
+    Keywords:
+        global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
+        epochs: Passes over the training data. Default: 1.
+        max_steps: Stop after this many optimizer steps, if earlier.
+        schedule: How the learning rate falls after the warm-up: a name, a function, a torch scheduler, or a dict of
+            them for several optimizers. Default: "constant".
+        warmup_steps: Steps until the full learning rate. Default: 0.
+        clip: Maximum gradient norm; not clipped if unset.
+        ema: Evaluate with an exponential moving average of the weights. Default: False.
+        seed: Decides the order of samples, the initial weights and all random draws. Default: 0.
+        eval_every: Steps between evaluations; auto: once per epoch. Default: "auto".
+        patience: Stop after this many evaluations without a better goal.
+        epochs_per_session: Stop after this many epochs; the same command resumes.
+        schedule_interval: When a torch scheduler steps; auto only for OneCycleLR, CyclicLR and ReduceLROnPlateau.
+            Default: "auto".
+        shuffle: Reshuffle the samples every epoch; auto: yes, or as the DataLoader does. Default: "auto".
+        collate_fn: Makes a batch from a list of samples, as for a DataLoader; called once per global batch.
+        split_batch: Whether the loss of a batch is the mean over its samples, so that it may be computed in parts;
+            auto: tested before the first step; False: the loss needs the whole batch. Default: "auto".
+        lr_batch: With global_batch_size="auto": the batch size that the learning rate is meant for. Default: 32.
+        run: Run folder; without one, nothing is written. The same call with the same folder resumes.
+        device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
+        overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
+        plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
+        workload: Description of the training for the plan; by default it is derived from the model and the data.
+        goal: Metric that selects the best checkpoint and drives early stopping.
+        mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
+        init_from: Run or import whose weights a new run starts with.
+        allow: What may differ when a run resumes: "data", "batch", "lr".
+        callbacks: Instances of `whet.Callback` (docs/callbacks.md).
+        read_sensors: Reads the sensors; by default those of this machine.
+        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
+            verified.
+    """
+    if isinstance(model, str):
+        return train_by_name(model, *args, **keywords)
+    return loop.train(model, *args, **keywords)
+
+
+def train_by_name(
+    what: str,
+    data: str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    device: str = "auto",
+    allow: Collection[str] = (),
+    on_event: EventHandler | Literal["line"] | None = "line",
+    notify: bool = False,
+    measure: bool = True,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a recipe by its name or file in this process, like `whet train`."""
+    # Imported here: training a model of your own needs no recipe.
+    from whet.api.autotune import recipe_bench
+    from whet.config.resolve import resolve_config
+    from whet.recipes.recipe import load_recipe
+    from whet.recipes.runner import train_recipe
+    from whet.run.folder import next_run_path
+
+    recipe = load_recipe(what)
+    file = None if config is None else Path(config)
+    values = {**({} if data is None else {"data": str(data)}), **settings}
+    resolved = resolve_config(recipe.Config, values=values, file=file, can_measure=True)
+    recipe.describe(resolved.config)
+    path = Path(run) if run is not None else next_run_path(Path("runs"), recipe=recipe.name)
+    command = _command(what, values, file, device=device, run=path)
+    for key, is_wanted in (("seeds", resolved.config.seeds > 1), ("selfplay", getattr(resolved.config, "selfplay", 0))):
+        if is_wanted:
+            got = f"{key}={getattr(resolved.config, key)}"
+            raise UsageError("this is for the command line: it trains several runs", got=got, try_=shlex.join(command))
+    line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
+    handler = line if on_event == "line" else on_event
+    if notify:
+        handler = DesktopNotifier(recipe.name, on_event=handler, print_line=line.print_line)
+    if resolved.is_batch_open:
+        resolved = _resolve_batch(what, resolved, path, device=device, measure=measure)
+    result = train_recipe(
+        recipe,
+        resolved,
+        run=path,
+        device=device,
+        command=command,
+        on_event=handler,
+        allow=(allow,) if isinstance(allow, str) else tuple(allow),
+        open_bench=partial(recipe_bench, what, resolved, device=device) if measure else None,
+    )
+    if on_event == "line" and result.state == "done":
+        line.print_line(loop.describe_result(result))
+    return result
+
+
+def _resolve_batch(
+    what: str, resolved: "ResolvedConfig[Any]", path: Path, *, device: str, measure: bool
+) -> "ResolvedConfig[Any]":
+    """Replace global_batch_size=auto by the batch of the existing run, or by a measured one."""
+    from whet.api.autotune import resolve_auto_batch_size, restore_auto_batch
+    from whet.config.resolve import auto_batch_error
+
+    existing = restore_auto_batch(path, resolved)
+    if existing is None and not measure:
+        raise auto_batch_error("measure=False")
+    return existing or resolve_auto_batch_size(what, resolved, device=device)
+
+
+def _command(what: str, values: Mapping[str, Any], file: Path | None, *, device: str, run: Path) -> list[str]:
+    """Return the command line of the same training. It resumes the run."""
+    from whet.config.sources import flatten
+
+    settings = [f"{key}={_word(value)}" for key, value in flatten(dict(values)).items()]
+    options = [*(["--config", str(file)] if file else []), *(["--device", device] if device != "auto" else [])]
+    return ["whet", "train", what, *settings, *options, "--run", str(run)]
+
+
+def _word(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,167 @@
+"""torch's DataLoader: its dataset, batch size, order and collate function.
+
+Its batch size is the global batch. `num_workers`, `pin_memory` and `prefetch_factor` are left to the plan, except for
+iterable datasets, which divide themselves between the loader's own workers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from whet.base.errors import UsageError
+from whet.data.columns import Columns, name_fields
+from whet.data.order import RepeatingOrder, SampleOrder, SeededOrder
+from whet.data.samplers import SamplerOrder, StreamedOrder
+
+CollateFunction = Callable[[list[Any]], Any]
+
+
+def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training options with what a DataLoader decides: global_batch_size, shuffle and seed.
+
+    Raises UsageError for an option that contradicts the loader, and if the batch size is unknown.
+    """
+    given = {name: value for name, value in options.items() if value is not None or name != "global_batch_size"}
+    if not isinstance(data, DataLoader):
+        check_no_loader_inside(data)
+        if "global_batch_size" not in given:
+            raise UsageError(
+                "the batch size is not known", got="data without one", try_="global_batch_size=32, or a DataLoader"
+            )
+        return given
+    decided: dict[str, Any] = {"global_batch_size": loader_batch_size(data), "shuffle": is_shuffled(data)}
+    for name, value in decided.items():
+        if name in given and given[name] != value and (name, given[name]) != ("shuffle", "auto"):
+            raise UsageError(
+                f"the DataLoader decides {name}",
+                got=f"{name}={given[name]}, and a DataLoader with {name}={value}",
+                try_=f"no {name}, or the dataset instead of the DataLoader",
+            )
+    if given.get("collate_fn") is not None:
+        raise UsageError(
+            "the DataLoader has a collate function", got="collate_fn=", try_="DataLoader(..., collate_fn=...)"
+        )
+    generator = data.generator or getattr(data.sampler, "generator", None)
+    if isinstance(generator, torch.Generator) and not given.get("seed"):
+        decided["seed"] = generator.initial_seed() % 2**63
+    return {**given, **decided}
+
+
+def check_no_loader_inside(data: Any) -> None:
+    """Raise for an iterable around a DataLoader, such as timm's PrefetchLoader: its items are batches, not samples."""
+    for name, value in getattr(data, "__dict__", {}).items():
+        if (
+            isinstance(value, DataLoader)
+            and isinstance(data, Iterable)
+            and not callable(getattr(data, "__getitem__", 0))
+        ):
+            raise UsageError(
+                "this data yields the batches of a DataLoader, not samples",
+                got=f"{type(data).__name__} around a DataLoader",
+                try_=f"the DataLoader itself: data.{name}; what the wrapper does to a batch belongs into the loss",
+            )
+
+
+def loader_batch_size(loader: DataLoader[Any]) -> int:
+    """Return the number of samples of a batch; for a batch sampler without one, the size of its largest batch."""
+    if loader.batch_size is not None:
+        return loader.batch_size
+    sampler = loader.batch_sampler
+    size = getattr(sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    if sampler is not None and hasattr(sampler, "__len__"):
+        largest = SamplerOrder(sampler, seed=0, batch_size=None).largest_batch()
+        if largest is not None:
+            return largest
+    raise UsageError(
+        "the batch size of the DataLoader is unknown",
+        got="batch_size=None" if sampler is None else f"{type(sampler).__name__} without batch_size and __len__",
+        try_="DataLoader(dataset, batch_size=32), or the dataset with global_batch_size=32",
+    )
+
+
+def is_iterable_loader(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader itself is iterated: for an iterable dataset, and for a subclass with own iteration."""
+    has_own_iteration = any(
+        getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
+    )
+    return has_own_iteration or isinstance(loader.dataset, IterableDataset)
+
+
+def is_rereadable_loader(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader can be read before the training without moving it: not a stream, nor a sampler's."""
+    return not is_iterable_loader(loader) and not isinstance(loader_order(loader, seed=0), StreamedOrder)
+
+
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader draws a new order for each epoch."""
+    return not is_iterable_loader(loader) and not isinstance(loader.sampler, SequentialSampler)
+
+
+def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
+    """Return the order of a loader over a map-style dataset.
+
+    Sequential and random samplers become a pure function of (seed, epoch, position). Any other sampler is iterated.
+    """
+    batch_sampler = loader.batch_sampler
+    if type(batch_sampler) is not BatchSampler:
+        return _iterated(batch_sampler, seed=seed, batch_size=None)
+    # Not loader.sampler, which is unused in DataLoader(batch_sampler=BatchSampler(...)).
+    sampler: Any = batch_sampler.sampler
+    batch_size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+    # A sampler may be made for other data than the loader's, such as range(100) for the first 100 samples.
+    source: Any = getattr(sampler, "dataset" if type(sampler) is DistributedSampler else "data_source", loader.dataset)
+    size = len(source)
+    if type(sampler) is SequentialSampler:
+        return SeededOrder(size, batch_size=batch_size, seed=seed, shuffle=False, drop_last=drop_last)
+    if type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == size:
+            return SeededOrder(size, batch_size=batch_size, seed=seed, drop_last=drop_last)
+        return RepeatingOrder(
+            size,
+            num_draws=sampler.num_samples,
+            replacement=sampler.replacement,
+            batch_size=batch_size,
+            seed=seed,
+            drop_last=drop_last,
+        )
+    if type(sampler) is DistributedSampler:
+        # whet divides every global batch between ranks itself, so the loader must not divide the data too.
+        return SeededOrder(size, batch_size=batch_size, seed=seed, shuffle=sampler.shuffle, drop_last=drop_last)
+    return _iterated(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
+
+
+def _iterated(sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> SampleOrder:
+    has_state = callable(getattr(sampler, "state_dict", None))
+    if has_state or not hasattr(sampler, "__len__"):
+        return StreamedOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
+    return SamplerOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
+
+
+def loader_columns(loader: DataLoader[Any]) -> Columns | None:
+    """Return the columns of a loader over tensors in memory; None for any other dataset or collate function."""
+    if loader.collate_fn is not default_collate or is_iterable_loader(loader):
+        return None
+    dataset: Any = loader.dataset
+    rows: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices, dtype=torch.long)
+        rows = indices if rows is None else indices[rows]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or not dataset.tensors:
+        return None
+    tensors = dataset.tensors if rows is None else [tensor[rows] for tensor in dataset.tensors]
+    return name_fields(tensors) if all(tensor.device.type == "cpu" for tensor in tensors) else None

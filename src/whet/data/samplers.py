@@ -1,0 +1,267 @@
+"""Sample orders from the user's sampler.
+
+A sampler with a length is read once per epoch, with all generators seeded by (seed, epoch), and its indices are saved
+in the checkpoint (`SamplerOrder`). So the order of an epoch does not depend on earlier draws, and a resumed run repeats
+it. A sampler that has no length, or that has a `state_dict()`, is read batch by batch (`StreamedOrder`): its state is
+saved, and without one a resumed run skips the batches that were consumed.
+"""
+
+import base64
+import contextlib
+import copy
+import itertools
+import json
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from whet.base.errors import UsageError
+from whet.data.batch import Position
+from whet.data.order import PlannedBatch, SampleOrder, divide_at, mix_seed
+from whet.data.read_ahead import read_ahead
+from whet.data.sample import seeded_generator, seeded_rng
+
+_SAMPLER = 0x5A3B1E
+"""Separates the seeds of samplers from those of samples."""
+
+
+@final
+class SamplerOrder(SampleOrder):
+    """The order of a sampler, or of a batch sampler, with a length."""
+
+    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
+        """Divide the indices of `sampler` into batches. Without a batch size, `sampler` is a batch sampler."""
+        self._sampler, self._seed = sampler, seed
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
+        """The epoch that was drawn last, its indices, and where its batches end."""
+        self._original = copy_sampler(sampler)
+        """The sampler as a new process has it; None if it cannot be copied."""
+        length = len(sampler)
+        if batch_size is None:
+            self.num_samples, self.num_batches = None, length
+        else:
+            self.num_samples = length - length % batch_size if drop_last else length
+            self.num_batches = -(-self.num_samples // batch_size)
+
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        indices, ends = self._epoch(position.epoch)
+        # A sample may occur more than once, so its place in the epoch seeds it.
+        yield from divide_at(indices, ends, position, keys=np.arange(len(indices)))
+
+    def state(self, epoch: int) -> dict[str, Any]:
+        if self._drawn is None or self._drawn[0] != epoch:
+            # Not drawn yet, and a save must not draw: until the epoch begins, the user may still change the sampler.
+            return {"inexact": self.inexact_reason}
+        _, indices, ends = self._drawn
+        return {"epoch": epoch, "indices": _encode(indices), "ends": _encode(ends), "inexact": self.inexact_reason}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inexact_reason = state.get("inexact")
+        self._drawn = None
+        if "epoch" in state:
+            self._drawn = int(state["epoch"]), _decode(state["indices"]), _decode(state["ends"])
+
+    def largest_batch(self) -> int | None:
+        """Return the largest batch of the first epoch, from a copy of the sampler; None if it cannot be copied."""
+        if self._original is None:
+            return None
+        _, ends = self._draw(copy_sampler(self._original), 0)
+        return int(np.diff(ends, prepend=0).max(initial=0)) or None
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._drawn is None or self._drawn[0] != epoch:
+            drawn = self._draw(self._sampler, epoch)
+            self.inexact_reason = self.inexact_reason or self._difference(drawn, epoch)
+            self._drawn = epoch, *drawn
+        return self._drawn[1:]
+
+    def _draw(self, sampler: Any, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        set_epoch(sampler, epoch)
+        with _seeded_sampler(sampler, mix_seed(self._seed, epoch, _SAMPLER)):
+            drawn = _read_all(sampler)
+        if self._batch_size is None:
+            batches = [as_indices(batch) for batch in drawn if len(batch)]
+            indices = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+            return indices, np.cumsum([len(batch) for batch in batches], dtype=np.int64)
+        indices = as_indices(drawn)
+        if self._drop_last:
+            indices = indices[: len(indices) - len(indices) % self._batch_size]
+        step = self._batch_size
+        return indices, np.arange(step, len(indices) + step, step).clip(max=len(indices))
+
+    def _difference(self, drawn: tuple[np.ndarray, np.ndarray], epoch: int) -> str | None:
+        """Return why a new process could not repeat an epoch: it draws the epoch from the sampler as it was made."""
+        name = type(self._sampler).__name__
+        if self._original is None:
+            return f"{name} cannot be copied, so it is not known whether its order can be repeated"
+        first, second = copy_sampler(self._original), copy_sampler(self._original)
+        # A sampler with a state of its own can repeat its first epoch, but not the one after that.
+        pairs = [(drawn, self._draw(first, epoch)), (self._draw(first, epoch + 1), self._draw(second, epoch + 1))]
+        if all(np.array_equal(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)):
+            return None
+        return f"the order of {name} depends on more than the seed and the epoch, and it has no state_dict()"
+
+
+@final
+class StreamedOrder(SampleOrder):
+    """The order of a sampler that has no length or that saves its own state: it is read batch by batch.
+
+    The batches are read in this process, because the sampler may depend on the training.
+    """
+
+    num_samples = None
+
+    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._has_state = callable(getattr(sampler, "state_dict", None))
+        if not self._has_state:
+            self.inexact_reason = f"{type(sampler).__name__} has no length and no state_dict()"
+        self._state = self._sampler_state()
+        self._restored: dict[str, Any] | None = None
+        self.num_batches = None
+        if hasattr(sampler, "__len__"):
+            length = len(sampler)
+            size = batch_size or 1
+            self.num_batches = length // size if drop_last else -(-length // size)
+
+    def batches(self, position: Position) -> Iterator[PlannedBatch]:
+        epoch, start = position.epoch, position.samples
+        set_epoch(self._sampler, epoch)
+        is_restored = self._restored is not None
+        if self._restored is not None:
+            # Again, because set_epoch may have moved a sampler to the beginning of the epoch.
+            self._sampler.load_state_dict(copy.deepcopy(self._restored))
+            self._restored = None
+        iterator = self._iterate()
+        if not is_restored:
+            skipped = 0
+            while skipped < start and (batch := self._next(iterator, epoch, skipped)) is not None:
+                skipped += len(batch)
+        first = self._next(iterator, epoch, start)
+        if first is None and is_restored and start == 0:
+            # Some samplers save the end of an epoch as their state, and need another iterator for the next one.
+            iterator = self._iterate()
+            first = self._next(iterator, epoch, start)
+        for read in read_ahead(
+            first, lambda start: self._next(iterator, epoch, start), position, length=len, state=self._sampler_state
+        ):
+            # The state at the end of an epoch matters too: it may hold the number of the epoch.
+            self._state = self._sampler_state() if read.is_last else read.state
+            ids, keys = read.data, np.arange(read.start, read.end)
+            yield PlannedBatch(ids=ids, keys=keys, after=read.after, is_last=read.is_last, all_ids=ids)
+
+    def state(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002
+        return self._state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state and self._has_state:
+            self._sampler.load_state_dict(copy.deepcopy(state))
+            self._state = self._restored = state
+
+    def _iterate(self) -> Iterator[Any]:
+        with seeded_rng(mix_seed(self._seed, _SAMPLER)):
+            return iter(self._sampler)
+
+    def _next(self, iterator: Iterator[Any], epoch: int, start: int) -> np.ndarray | None:
+        mixed = mix_seed(self._seed, epoch, start, _SAMPLER)
+        # A sampler with a state saves the state of its generator itself.
+        with seeded_rng(mixed) if self._has_state else _seeded_sampler(self._sampler, mixed):
+            if self._batch_size is None:
+                batch: Sequence[Any] = next(iterator, ())
+            else:
+                batch = list(itertools.islice(iterator, self._batch_size))
+        if self._batch_size is not None and self._drop_last and len(batch) < self._batch_size:
+            return None
+        return as_indices(batch) if len(batch) else None
+
+    def _sampler_state(self) -> dict[str, Any]:
+        return json_state(self._sampler) if self._has_state else {}
+
+
+def copy_sampler(sampler: Any) -> Any:
+    """Return a copy of a sampler, which shares its dataset; None if it cannot be copied."""
+    attributes = getattr(sampler, "__dict__", {})
+    owned = {**attributes, **getattr(attributes.get("sampler"), "__dict__", {})}
+    # A dataset may be large, and drawing an order does not change it.
+    shared = {id(v): v for n, v in owned.items() if isinstance(v, Dataset) or n in ("data_source", "dataset")}
+    try:
+        return copy.deepcopy(sampler, shared)
+    except Exception:
+        return None
+
+
+def json_state(owner: Any) -> dict[str, Any]:
+    """Return the state_dict() of a sampler or stream. Raise if it cannot be saved as JSON."""
+    state = owner.state_dict()
+    try:
+        saved = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        saved, problem = None, str(error)
+    else:
+        problem = "JSON does not keep its keys or values as they are"
+    if not isinstance(state, dict) or saved != state:
+        raise UsageError(
+            f"the state of {type(owner).__name__} cannot be saved",
+            got=f"state_dict(): {problem}",
+            try_="a dict with string keys and numbers, strings, lists and dicts; tensor.tolist()",
+        )
+    return state if saved is None else dict(saved)
+
+
+def as_indices(drawn: Sequence[Any]) -> np.ndarray:
+    """Return the indices that a sampler has drawn. Raise for keys that are not integers."""
+    try:
+        return np.fromiter((operator.index(index) for index in drawn), dtype=np.int64)
+    except TypeError as error:
+        raise UsageError(
+            "a sampler must yield the integer indices of samples",
+            got=f"{str(drawn[0])[:40]}: {error}",
+            try_="a dataset that maps integers to its own keys",
+        ) from None
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Tell a sampler or stream which epoch begins, if it has `set_epoch`."""
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        begin = getattr(owner, "set_epoch", None)
+        if callable(begin):
+            begin(epoch)
+
+
+@contextlib.contextmanager
+def _seeded_sampler(sampler: Any, seed: int) -> Iterator[None]:
+    """Seed all generators and those of the sampler while entered, and restore them on exit."""
+    inner = getattr(sampler, "sampler", None)
+    with (
+        seeded_rng(seed),
+        seeded_generator(getattr(inner, "generator", None), seed),
+        seeded_generator(getattr(sampler, "generator", None), seed),
+    ):
+        yield
+
+
+def _read_all(sampler: Any) -> list[Any]:
+    """Read a sampler at once, so that nothing else draws from the generators in between."""
+    limit = 2 * len(sampler) + 1_000_000
+    drawn = list(itertools.islice(iter(sampler), limit))
+    if len(drawn) == limit:
+        raise UsageError(
+            "the sampler yields more than its length says",
+            got=f"len(sampler) is {len(sampler):,}, and it yielded {limit:,} indices",
+            try_="a sampler that ends, or one without __len__ and max_steps=N",
+        )
+    return drawn
+
+
+def _encode(numbers: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(numbers, dtype="<i8").tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> np.ndarray:
+    # A copy, because torch warns about arrays that cannot be written to.
+    return np.frombuffer(base64.b64decode(text), dtype="<i8").copy()

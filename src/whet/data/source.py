@@ -1,0 +1,64 @@
+"""The interface of data sources: global batches from any position, and their micro-batches."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from whet.data.batch import GlobalBatch, MicroBatch, Position
+from whet.data.split import LengthMode, RankShare
+from whet.data.structure import row_obstacle
+
+
+class AbstractSource(ABC):
+    """A source of global batches, starting at any position, and of their micro-batches."""
+
+    num_samples: int | None
+    """Number of samples in one epoch; None if it is not known in advance."""
+    num_batches: int | None
+    """Number of global batches in one epoch; None if it is not known in advance."""
+    share: RankShare
+    """The part of each batch that this rank computes."""
+
+    @abstractmethod
+    def batches(self, position: Position) -> Iterator[GlobalBatch]:
+        """Yield the remaining global batches of the epoch at `position`."""
+
+    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
+        """Split the part of a global batch for this rank. The micro-batches are on the device if the data is."""
+        return self.split(batch, self.share, micro_batch=micro_batch, length_mode=length_mode)
+
+    @abstractmethod
+    def split(
+        self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
+    ) -> Iterator[MicroBatch]:
+        """Split a part of a global batch."""
+
+    def own_samples(self, batch: GlobalBatch) -> GlobalBatch:
+        """Return the samples of a batch that this rank has, as a batch of its own."""
+        return batch
+
+    def split_obstacle(self, batch: GlobalBatch) -> str | None:
+        """Return why a batch cannot be divided into samples; None if it can."""
+        return None if batch.collated is None else row_obstacle(batch.collated, len(batch))
+
+    def fingerprint(self) -> str | None:
+        """Return a hash that identifies the data; None if it is unknown. Large data is hashed in part."""
+        return None
+
+    def inexact_reason(self) -> str | None:
+        """Return why a resumed run may see other samples than an uninterrupted one; None if it sees the same."""
+        return None
+
+    def state(self, position: Position) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a resume at `position` needs, as plain JSON. A seeded order needs nothing."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events since the last call for the log of the run, as kinds and fields."""
+        return []
+
+    def close(self) -> None:
+        """Stop worker processes, if there are any."""

@@ -1,0 +1,246 @@
+"""The loop over global batches: yields them, runs their steps, and acts on requests between them.
+
+Callbacks ask for a save, a rollback or a stop. The loop merges their requests, several ranks agree on them, and the
+loop performs them after the batch.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from whet.base.errors import DivergedError, UsageError
+from whet.data.batch import GlobalBatch
+from whet.step.loss import BatchLoss
+from whet.training import checks
+from whet.training.batch_steps import MANUAL, BatchSteps
+from whet.training.callback import SAVE_WHEN_IDLE, Action
+from whet.training.checkpointer import Urgency
+from whet.training.end_reason import stop_reason
+from whet.training.executor import RollbackRequiredError
+from whet.training.rank_sync import RankSync
+from whet.training.setup import RunContext
+
+_ALL_DONE = "all steps of this session are done"
+MAX_ROLLBACKS = 40
+"""Maximum number of rollbacks in one session, by the NaN guard and by callbacks together. The guard stops earlier."""
+
+
+class BatchLoop:
+    """The training loop of an entered session."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self.state = run.state
+        self.training = run.config.training
+        self.steps = BatchSteps()
+        """The steps of the current batch."""
+        self._sync = RankSync(run.group)
+        self._first_epoch = run.state.epoch
+        self._is_in_step = False
+        self._num_rollbacks = 0
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the remaining global batches, and act on the requests of callbacks between them."""
+        run, state = self.run, self.state
+        # A loop that was left with `break` may be entered again.
+        self.finish_batch()
+        while not state.is_finished:
+            num_rollbacks, before = self._num_rollbacks, state.step
+            for batch in run.batches():
+                self.steps.begin(batch)
+                run.callbacks.before_step(state)
+                yield batch
+                self.finish_batch()
+                action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
+                if action.rollback is not None:
+                    self._roll_back(action.rollback)
+                if self._num_rollbacks != num_rollbacks:
+                    # A stop request survives a rollback. "All steps are done" does not: some steps are repeated.
+                    if action.stop not in (None, _ALL_DONE):
+                        state.stop_reason = stop_reason(action)
+                        return
+                    break
+                if state.step != before + 1:
+                    raise checks.one_step_error(state.step - before)
+                before += 1
+                if action.save:
+                    self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
+                # The checkpoint of this step comes first: on_epoch_end is documented to run after it.
+                if batch.is_last_of_epoch:
+                    run.pending |= run.callbacks.on_epoch_end(state)
+                if run.group.is_single_process:
+                    action |= run.collect_requests()
+                if action.stop is not None:
+                    is_requested = bool(action.signal) or action.stop != _ALL_DONE
+                    state.stop_reason = stop_reason(action) if is_requested else self._session_over_reason()
+                    return
+            else:
+                checks.check_epoch_complete(state.position)
+
+    def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
+        """Merge the requested actions. Several ranks synchronize them, every few steps."""
+        run, state = self.run, self.state
+        action = run.collect_requests()
+        if state.is_finished or self._is_session_over(batch):
+            action |= Action(stop=_ALL_DONE, on_all_ranks=True)
+        # Actions that depend on the step only are the same on every rank. All others wait for a synchronization.
+        is_non_finite, has_failed = False, run.callbacks.failure is not None
+        if not run.group.is_single_process:
+            must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
+            if not must_sync and not self._sync.is_due(step):
+                return Action.NONE
+            agreed = self._sync.agree(
+                step, action, is_non_finite=run.guard.first_non_finite is not None, has_failed=has_failed
+            )
+            action, is_non_finite, has_failed = agreed.action, agreed.is_non_finite, agreed.has_failed
+            run.stop_signals.signal = run.stop_signals.signal or action.signal or None
+        run.pending = Action.NONE
+        if has_failed:
+            run.raise_callback_error()
+        if action.stop not in (None, _ALL_DONE) and not action.signal:
+            run.log.notify("stopping", step=state.step, message=f"stopping: {action.stop}")
+        check_weights = is_non_finite or bool(action.save) or action.stop is not None
+        if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
+            # Write the outcomes that are still pending before the rollback: their steps will be repeated.
+            run.log.read()
+            action |= Action.ROLLBACK(run.guard.start_rollback())
+        return action
+
+    # --- the steps of a batch ----------------------------------------------------------------------------------------
+
+    def step(self, loss: BatchLoss, batch: GlobalBatch, *, optimizer: str | None, every: int) -> None:
+        """Run one optimizer step, with one of several optimizers by name, on every `every`-th batch."""
+        run, state = self.run, self.state
+        name = checks.optimizer_name(run.config.optimizers, optimizer, every)
+        if self.steps.is_rolled_back and batch is self.steps.batch:
+            # A step of another optimizer on this batch has rolled the run back: the batch will be repeated.
+            return
+        self.steps.check(batch, name)
+        number = state.step + 1
+        checks.check_no_closure(run.steppers[name].optimizer)
+        checks.check_training_mode(run.model, number)
+        with run.group.stall_detector.working(f"step {number:,}"):
+            run.executor.prepare(loss, batch, number=number, optimizer=name)
+        if number % every:
+            self.steps.skip(name)
+            self._finish_if_complete()
+            return
+        state.lr = run.rates.set_for(number)
+        # Set after the checks above: their errors leave the weights unchanged, so the final save may still happen.
+        self._is_in_step = True
+        try:
+            with run.group.stall_detector.working(f"step {number:,}"):
+                outcome = run.executor.step(loss, batch, number=number, optimizer=name)
+        except RollbackRequiredError as error:
+            self._roll_back(str(error))
+            self._is_in_step = False
+            return
+        self._is_in_step = False
+        if not loss.is_observed:
+            loss.is_observed = True
+            run.warn_changed_code(run.sources.observe_loss(loss.function))
+        run.has_users_gradients = False
+        self.steps.add(name, outcome)
+        self._finish_if_complete()
+
+    def _finish_if_complete(self) -> None:
+        """Count the batch as soon as every optimizer has had its turn."""
+        if self.steps.has_visited(self.run.config.optimizers.names):
+            self.finish_batch()
+
+    @contextlib.contextmanager
+    def manual(self, batch: GlobalBatch) -> Iterator[Any]:
+        """Yield the data of a batch on the device, for a step of the user's own code."""
+        run, state = self.run, self.state
+        self.steps.check(batch, MANUAL)
+        checks.check_manual(self.training, run.group)
+        run.executor.use_whole_batches("manual steps get the whole batch")
+        number = state.step + 1
+        state.lr = run.rates.set_for(number)
+        micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))
+        if not run.has_users_gradients:
+            # Those of the last session.step: the user's code expects the gradients that it has computed itself.
+            for stepper in run.steppers.values():
+                stepper.zero_grad()
+        run.has_users_gradients = True
+        self._is_in_step = True
+        with run.group.stall_detector.working(f"step {number:,}"), run.device.compute_context(is_step=True):
+            yield (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
+        self._is_in_step = False
+        run.executor.expect_changes()
+        self.steps.add_manual()
+        self.finish_batch()
+
+    def log_loss(self, loss: Tensor) -> None:
+        """Keep the loss of a manual step."""
+        if not self._is_in_step:
+            raise UsageError(
+                "log_loss belongs into a manual step",
+                got="a call outside of `with session.manual(batch)`",
+                try_="session.log_loss(loss) inside of the block; session.log(name=value) logs other numbers",
+            )
+        self.steps.log_loss(loss.detach().reshape(()).to(self.run.device.torch_device))
+
+    def finish_batch(self) -> None:
+        """Count the steps of a batch as one step of the run, and call the callbacks. Nothing happens a second time."""
+        run, state, steps = self.run, self.state, self.steps
+        outcome = steps.finish()
+        if outcome is None:
+            return
+        assert steps.batch is not None
+        state.advance(steps.batch)
+        run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
+        # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.
+        with run.group.stall_detector.working(f"step {state.step:,}"):
+            action = run.callbacks.after_step(state, outcome)
+            if action is not Action.NONE:
+                run.pending |= action
+            if not outcome.is_skipped:
+                run.log_pending_events()
+
+    # --- saving and rolling back -------------------------------------------------------------------------------------
+
+    def final_save(self, error: BaseException | None) -> Exception | None:
+        """Save the last state if it is consistent. Return the error if saving failed, else None."""
+        run = self.run
+        # The final save is skipped if the loop was left inside a step or between two steps of a batch, by an error or
+        # by `break`: the last checkpoint is the newest state that an uninterrupted run would have too. It is also
+        # skipped on a second Ctrl-C (not an Exception), and if this rank holds only a shard.
+        can_save = error is None or (isinstance(error, Exception) and run.stepper.strategy.has_full_model)
+        is_whole = can_save and not self._is_in_step and not self.steps.is_pending
+        unsaved: Exception | None = None
+        try:
+            if is_whole and run.executor.is_finite(check_weights=True):
+                self._save("last")
+            elif is_whole and error is None:
+                run.guard.raise_diverged()
+        except Exception as failure:
+            unsaved = failure
+        if run.checkpointer is not None:
+            run.checkpointer.close()
+        return unsaved
+
+    def _save(self, urgency: Urgency) -> None:
+        if self.run.checkpointer is not None:
+            self.run.checkpointer.save(urgency)
+
+    def _roll_back(self, reason: str) -> None:
+        self._num_rollbacks += 1
+        self.steps.discard()
+        if self._num_rollbacks > MAX_ROLLBACKS:
+            hint = "a callback that asks for a rollback only if repeating the steps can help"
+            raise DivergedError(f"the run was rolled back {MAX_ROLLBACKS} times", got=reason, try_=hint)
+        self.run.roll_back(reason)
+
+    def _session_over_reason(self) -> str | None:
+        """Return the reason if epochs_per_session ends this session; None if all steps are done."""
+        limit = self.training.epochs_per_session
+        if self.state.is_finished or limit is None:
+            return None
+        return f"stopped after {self.state.epoch} of {self.training.epochs} epochs: epochs_per_session={limit}"
+
+    def _is_session_over(self, batch: GlobalBatch) -> bool:
+        limit = self.training.epochs_per_session
+        return limit is not None and batch.is_last_of_epoch and batch.after.epoch - self._first_epoch >= limit

@@ -1,0 +1,127 @@
+"""Redirect the sessions of a user's training function: run a short segment for a proof, or stop before the first step.
+
+`whet prove train.py:main` calls the user's `main()` in child processes. The function calls `whet.train` or
+`whet.Session` as always; while `intercept` is entered, sessions ask here where they write and how far they train.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from whet.step.loss import LossFunction
+    from whet.training.callbacks.event_log import EventHandler
+    from whet.training.setup import RunConfig
+
+
+class FirstStepReached(BaseException):
+    """Raised before the first step. Holds the config and the loss of the training."""
+
+    def __init__(self, config: "RunConfig", loss: "LossFunction") -> None:
+        super().__init__()
+        self.config, self.loss = config, loss
+
+
+class SegmentEnded(BaseException):
+    """Raised at the end of the session of a proof: the code after it is no part of the training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofSegment:
+    """A short part of a training in a run folder of a proof."""
+
+    run: Path
+    steps: int
+    every: int
+    """Steps between checkpoints."""
+    device: str
+    on_event: "EventHandler"
+    command: tuple[str, ...]
+
+
+class Interception:
+    """Replaces the config of sessions.
+
+    With a segment, the first session trains it; without one, sessions raise before their first step.
+    """
+
+    def __init__(self, segment: ProofSegment | None = None) -> None:
+        self._segment = segment
+        self._owner: RunConfig | None = None
+        self.is_ended = False
+
+    def redirect(self, config: "RunConfig") -> "RunConfig":
+        """Return the config that a session uses instead of its own."""
+        segment = self._segment
+        if segment is None or self._owner is not None:
+            # Only the first session is proved. Others, such as one inside it, write nothing.
+            return replace(config, path=None)
+        overrides = {**config.overrides, **({} if segment.device == "auto" else {"device": segment.device})}
+        own = overrides.get("checkpoint_steps", "auto")
+        overrides["checkpoint_steps"] = segment.every if own == "auto" else min(segment.every, int(str(own)))
+        training = config.training.model_copy(
+            update=segment_changes(config.training.max_steps, config.training.eval_every, steps=segment.steps)
+        )
+        self._owner = replace(
+            config,
+            training=training,
+            config=training.as_json(),
+            path=segment.run,
+            # A measured plan may differ from process to process.
+            plan=None,
+            overrides=overrides,
+            on_event=segment.on_event,
+            command=list(segment.command),
+        )
+        return self._owner
+
+    def before_step(self, config: "RunConfig", loss: "LossFunction") -> None:
+        """Raise FirstStepReached, unless a segment is trained."""
+        if self._segment is None:
+            raise FirstStepReached(config, loss)
+
+    def after_session(self, config: "RunConfig") -> None:
+        """Raise SegmentEnded after the session of the segment."""
+        if config is self._owner:
+            self.is_ended = True
+            raise SegmentEnded
+
+
+_active: Interception | None = None
+
+
+def active() -> Interception | None:
+    """Return the interception that is entered; None in a normal training."""
+    return _active
+
+
+@contextmanager
+def intercept(interception: Interception) -> Iterator[Interception]:
+    """Intercept all sessions of this process."""
+    global _active
+    before, _active = _active, interception
+    try:
+        yield interception
+    finally:
+        _active = before
+
+
+def segment_changes(max_steps: int | None, eval_every: int | str, *, steps: int) -> dict[str, Any]:
+    """Return the options that turn a training into a segment: fewer steps, and two evaluations."""
+    half = math.ceil(steps / 2)
+    return {
+        "max_steps": min(steps, max_steps or steps),
+        "eval_every": half if isinstance(eval_every, str) else min(half, eval_every),
+        "epochs_per_session": None,
+    }
+
+
+def check_fixed_batch() -> None:
+    """Raise for global_batch_size="auto" in a function that is proved or measured."""
+    if _active is not None:
+        raise UsageError("this needs a fixed batch size", got='global_batch_size="auto"', try_="global_batch_size=N")

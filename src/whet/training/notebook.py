@@ -1,0 +1,85 @@
+"""What the cells of a notebook hold in memory, for the message when memory is short."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.base.errors import InsufficientMemoryError
+from whet.base.units import format_bytes
+from whet.training.callbacks.progress import notebook_shell
+
+_MIN_BYTES = 10 * 1024**2
+"""Smaller variables are not worth a mention."""
+_MAX_NAMES = 4
+_MAX_DEPTH = 3
+"""Nesting of lists and dicts that are searched for tensors."""
+
+
+def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
+    """Return variables of the notebook that hold memory of the device and are not `used` by the training, in bytes.
+
+    The largest come first. Empty outside of a notebook. Devices that share the memory of the host ("cpu", "mps") count
+    everything. Results that the notebook keeps are named as Out[N].
+    """
+    shell = notebook_shell()
+    if shell is None:
+        return {}
+    seen = {_key(tensor) for value in used for tensor in _tensors(value)}
+    found: dict[str, int] = {}
+    names = {name: value for name, value in shell.user_ns.items() if not name.startswith("_")}
+    names |= {f"Out[{number}]": value for number, value in dict(shell.user_ns.get("Out", {})).items()}
+    for name, value in names.items():
+        if name in ("In", "Out"):
+            continue
+        held = 0
+        for tensor in _tensors(value):
+            is_there = device in ("cpu", "mps") or tensor.device.type == device
+            if is_there and _key(tensor) not in seen:
+                seen.add(_key(tensor))
+                held += tensor.untyped_storage().nbytes()
+        if held >= _MIN_BYTES:
+            found[name] = held
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def describe_held_memory(used: Iterable[Any], *, device: str) -> str:
+    """Return what earlier cells hold, such as "earlier cells hold old_model (1.2 GB)"; empty if nothing."""
+    held = held_by_cells(used, device=device)
+    shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in list(held.items())[:_MAX_NAMES])
+    return f"earlier cells hold {shown}" if held else ""
+
+
+def name_held_memory(error: InsufficientMemoryError, used: Iterable[Any], *, device: str) -> InsufficientMemoryError:
+    """Return the error with the variables of earlier cells that hold memory; the same error if there are none."""
+    used = tuple(used)
+    held = held_by_cells(used, device=device)
+    if not held:
+        return error
+    own = [name for name in held if "[" not in name][:_MAX_NAMES]
+    way = f"del {', '.join(own)}" if own else "%reset -f out"
+    got = f"{error.got}; {describe_held_memory(used, device=device)}"
+    return InsufficientMemoryError(error.what, got=got, try_=f"{way}, and run the cell again; or {error.try_}")
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        # A tensor of a subclass (fake, sharded) may have no storage of its own.
+        if type(value) in (Tensor, nn.Parameter):
+            yield value
+            if value.grad is not None:
+                yield value.grad
+    elif isinstance(value, nn.Module):
+        for tensor in (*value.parameters(), *value.buffers()):
+            yield from _tensors(tensor)
+    elif isinstance(value, Optimizer):
+        yield from _tensors(value.state, depth)
+    elif depth < _MAX_DEPTH:
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        for item in list(inner):
+            yield from _tensors(item, depth + 1)

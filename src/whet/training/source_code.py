@@ -1,0 +1,102 @@
+"""Hashes of the user's source code, so that a resumed run can name code that has changed."""
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from whet.step.graph_safety import loss_dependencies
+from whet.step.loss import loss_code
+
+Hashes = dict[str, list[str]]
+"""Hashes by the name of a function or class. Two lambdas can have one name."""
+
+
+class SourceCode:
+    """The code of a run: the classes of the model, the loss functions and the functions of the schedule."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, Hashes] = {}
+        self._known: set[Hashable] = set()
+        self._restored: dict[str, set[str]] = {}
+        """Names of a checkpoint by role, until the first code of that role is observed."""
+
+    def observe(self, role: str, parts: Iterable[Any]) -> list[str]:
+        """Record functions and classes that are used in a role ("model"). Return what has changed since the run began.
+
+        Code without a source is left out.
+        """
+        named = [source for part in parts if (source := hash_source(part)) is not None]
+        before = {name: list(digests) for name, digests in self._hashes.get(role, {}).items()}
+        for name, digest in named:
+            digests = self._hashes.setdefault(role, {}).setdefault(name, [])
+            if digest not in digests:
+                digests.append(digest)
+        # A loop may use several losses, so only the first one after a resume is expected to be known.
+        restored = self._restored.pop(role, None) if named else None
+        if restored and not any(name in restored for name, _ in named):
+            return [f"{role} {named[0][0]} is used instead of {', '.join(sorted(restored))}"]
+        changed = [name for name, digest in named if name in before and digest not in before[name]]
+        return [f"the source code of {role} {name} has changed" for name in dict.fromkeys(changed)]
+
+    def observe_loss(self, loss: Any) -> list[str]:
+        """Record the code of a loss and of the functions that it refers to. Code that was seen before costs nothing."""
+        # By its own code alone, which costs nothing: a loop may define its loss anew in each step.
+        code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+        key = loss_code(loss) if code is None else code
+        if key in self._known:
+            return []
+        self._known.add(key)
+        model = self._hashes.get("model", {})
+        used = [part for part in loss_dependencies(loss) if inspect.isfunction(part) or isinstance(part, nn.Module)]
+        # A loss usually refers to the model, whose classes have a role of their own.
+        return self.observe("loss", [loss, *(part for part in used if type(part).__qualname__ not in model)])
+
+    def state_dict(self) -> dict[str, Hashes]:
+        """Return the hashes by role."""
+        # A copy, because a checkpoint is written in the background.
+        return {role: {n: list(digests) for n, digests in hashes.items()} for role, hashes in self._hashes.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
+        """Add the hashes of a checkpoint. After a rollback, those of this process stay."""
+        self._restored = {str(role): {str(name) for name in hashes} for role, hashes in state.items()}
+        for role, hashes in state.items():
+            for name, digests in hashes.items():
+                known = self._hashes.setdefault(str(role), {}).setdefault(str(name), [])
+                known += [digest for digest in digests if digest not in known]
+
+
+def model_classes(model: nn.Module) -> list[type]:
+    """Return the classes of a model and its submodules."""
+    return list(dict.fromkeys(type(module) for module in model.modules()))
+
+
+def hash_source(part: Any) -> tuple[str, str] | None:
+    """Return the name of a function or class and the hash of its source; None without one, and for installed packages.
+
+    An instance stands for its class, and a partial for its function.
+    """
+    while isinstance(part, functools.partial):
+        part = part.func
+    if not (inspect.isroutine(part) or inspect.isclass(part)):
+        part = type(part)
+    return None if _is_installed(part) else _hash(part)
+
+
+def _hash(part: Any) -> tuple[str, str] | None:
+    try:
+        text = inspect.getsource(part)
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    return part.__qualname__, hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _is_installed(part: Any) -> bool:
+    # Versions of packages are recorded with the run, and reading the source of a large library takes long.
+    module = getattr(part, "__module__", None) or ""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.split(".")[0] in ("whet", "torch") or "site-packages" in path or "dist-packages" in path
