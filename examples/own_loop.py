@@ -32,7 +32,7 @@ with whet.Session(
             with torch.no_grad():
                 error = nn.functional.mse_loss(model(x[:200]), y[:200]).item()
             session.log(error=error)
-            print(f"step {session.state.step}: error {error:.4f}")
+            print(f"step {session.progress.step}: error {error:.4f}")
 
 if not session.is_finished:
     print("stopped and saved; run the same command again to resume")

@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 result = whet.train(
     model,
     (x, y),
-    loss=lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y),
+    loss=nn.functional.cross_entropy,
     optimizer=optimizer,
     global_batch_size=32,
     epochs=2,
