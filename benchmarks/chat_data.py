@@ -64,8 +64,8 @@ def encode(engine: Tokenizer, texts: list[str]) -> Cost:
     """Run the tokenizer alone."""
     start, before = time.perf_counter(), time.process_time()
     for first in range(0, len(texts), BATCH):
-        for found in engine.encode_batch(texts[first : first + BATCH], add_special_tokens=False):
-            _ = found.ids
+        for result in engine.encode_batch(texts[first : first + BATCH], add_special_tokens=False):
+            _ = result.ids
     return Cost(time.perf_counter() - start, time.process_time() - before)
 
 

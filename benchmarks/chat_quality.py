@@ -79,11 +79,11 @@ def main() -> None:
         print(f"byte 5-gram: {bar:.4f} bits per byte; {BAR:.0%} of it is {BAR * bar:.4f}", flush=True)
         results = [measure(kind, folder, Path(scratch), bar, given) for kind in given.models]
         if given.out:
-            told = {"five_gram": bar, "models": [{k: v for k, v in r.items() if k != "speaker"} for r in results]}
-            given.out.write_text(json.dumps(told, indent=1) + "\n")
-        for found in results:
-            dialogue(found["speaker"], open_dataset(folder).test, found["model"])
-    if any(found["share"] > BAR for found in results):
+            logged = {"five_gram": bar, "models": [{k: v for k, v in r.items() if k != "speaker"} for r in results]}
+            given.out.write_text(json.dumps(logged, indent=1) + "\n")
+        for result in results:
+            dialogue(result["speaker"], open_dataset(folder).test, result["model"])
+    if any(result["share"] > BAR for result in results):
         sys.exit(1)
 
 
@@ -106,9 +106,9 @@ def script(turns: list[Turn]) -> tuple[bytes, Any]:
     """Return a conversation as bytes, and a mask of answers and their ends."""
     text, is_learned = b"\0" * 4, [False] * 4
     for turn in turns:
-        said = turn.text.encode() + END
-        text += SPEAKERS[turn.role] + said
-        is_learned += [False, *[turn.role == "assistant"] * len(said)]
+        reported = turn.text.encode() + END
+        text += SPEAKERS[turn.role] + reported
+        is_learned += [False, *[turn.role == "assistant"] * len(reported)]
     return text, np.array(is_learned)
 
 
@@ -157,7 +157,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     device.put_model(speaker.model)
     with torch.no_grad():
         test = merge_metrics(speaker.model, [partial_metrics(speaker.model, batches(data.test, device))], None)
-    found = {
+    result = {
         "model": kind,
         "words": data.arch.summary(data.tokenizer.vocab_size),
         "epochs": epochs,
@@ -169,12 +169,12 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
         **{f"test_{name}": value for name, value in test.items()},
     }
     print(
-        f"{kind}: {test['bits_per_byte']:.4f} bits per byte ({found['share']:.0%} of the 5-gram's), "
+        f"{kind}: {test['bits_per_byte']:.4f} bits per byte ({result['share']:.0%} of the 5-gram's), "
         f"perplexity {test['perplexity']:.2f}; {epochs} epochs, best at step {step:,}, "
-        f"{found['tokens_per_second']:,.0f} tokens/s, {seconds:.0f} s in all\n     {found['words']}",
+        f"{result['tokens_per_second']:,.0f} tokens/s, {seconds:.0f} s in all\n     {result['words']}",
         flush=True,
     )
-    return {**found, "speaker": speaker}
+    return {**result, "speaker": speaker}
 
 
 def train(kind: str, words: list[str], run: Path, given: argparse.Namespace) -> Path:

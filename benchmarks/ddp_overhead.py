@@ -23,8 +23,8 @@ import torch.distributed as dist  # noqa: TID251 - a group of one, which whet ne
 from graphs import TASKS, lengths_of
 
 from whet.autotune.statistics import median_interval
-from whet.data.adapters import AbstractSource
 from whet.data.batch import GlobalBatch, Position
+from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.open import current_machine
 from whet.distributed.group import RankGroup
@@ -61,10 +61,10 @@ def parts_of(name: str, *, device: str, is_large: bool, precision: str, group: R
     torch.manual_seed(0)
     task = TASKS[name](is_large=is_large)
     training = parse_training_config(task.training)
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     overrides = {"device": device, "precision": precision, "threads": 1, **lengths_of(name)}
     workload = task.workload or describe_workload(task.model, task.data, training, recipe=name)
-    plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
+    plan = make_plan(machine, workload, overrides=overrides, system_state=system_state)
     plan, opened, _ = open_planned_device(plan, group.ranks)
     group.use_device(opened)
     source = open_planned_source(

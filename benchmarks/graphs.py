@@ -89,7 +89,7 @@ TASKS = {"text": text, "chat": chat, "conv": conv}
 
 
 def lengths_of(name: str) -> dict[str, Any]:
-    return {} if name == "conv" else {"lengths": "few shapes"}
+    return {} if name == "conv" else {"lengths": "bucketed"}
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -138,12 +138,12 @@ def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: 
             f"(eager {variants['eager'].preparation_seconds:.1f} s)"
         )
         for variant, prepared in variants.items():
-            found = median_interval(times[variant])
+            result = median_interval(times[variant])
             batch = task.training["global_batch_size"]
             pace = statistics.median(rows[variant])
             print(
-                f"      {variant}: {1e3 * found.median:8.3f} ms per step "
-                f"({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
+                f"      {variant}: {1e3 * result.median:8.3f} ms per step "
+                f"({1e3 * result.low:.3f} to {1e3 * result.high:.3f}), "
                 f"in a row {1e3 * pace:8.3f} ms, {batch / pace:8.0f} samples/s, "
                 f"peak {format_bytes(prepared.peak_bytes() or 0)}"
             )

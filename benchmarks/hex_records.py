@@ -66,11 +66,11 @@ def main() -> None:
         seconds = time.perf_counter() - start
         device = open_device(given.device).device
         net, _ = load_net(path, device=device)
-        found = PositionSet(positions)
+        result = PositionSet(positions)
         judged = {
-            "net": judged_on(found, NetPlayer(net, device)),
-            "net, two looks": judged_on(found, NetPlayer(net, device, averages_symmetry=True)),
-            "two-distance": judged_on(found, TwoDistancePlayer()),
+            "net": judged_on(result, NetPlayer(net, device)),
+            "net, two looks": judged_on(result, NetPlayer(net, device, averages_symmetry=True)),
+            "two-distance": judged_on(result, TwoDistancePlayer()),
         }
         speed = summarize(path).as_json()
     figures = {"seconds": seconds, "device": device.kind, "words": list(given.words), "test": judged}
@@ -80,19 +80,19 @@ def main() -> None:
     sys.exit(0 if are_held else 1)
 
 
-def judged_on(found: PositionSet, player: Player) -> dict[str, float]:
+def judged_on(result: PositionSet, player: Player) -> dict[str, float]:
     """Return a player's metrics on the undecided positions of the test split; ties are broken randomly."""
     draw = np.random.default_rng(0)
     ranks, wins, results = [], [], []
-    numbers = found.split("test")
+    numbers = result.split("test")
     for start in range(0, len(numbers), AT_ONCE):
-        batch = found.batch(numbers[start : start + AT_ONCE])
+        batch = result.batch(numbers[start : start + AT_ONCE])
         is_open = batch.moves >= 0
-        said = player.analyze(batch.positions.take(is_open))
-        policy = said.policy * (1 + 1e-5 * draw.random(said.policy.shape))
+        reported = player.analyze(batch.positions.take(is_open))
+        policy = reported.policy * (1 + 1e-5 * draw.random(reported.policy.shape))
         chosen = np.take_along_axis(policy, batch.moves[is_open][:, None], axis=1)
         ranks.append((policy > chosen).sum(1))
-        wins.append(said.value.astype(np.float64))
+        wins.append(reported.value.astype(np.float64))
         results.append(batch.results[is_open].astype(np.float64))
     return metrics(ranks, wins, results)
 

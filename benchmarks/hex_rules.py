@@ -43,14 +43,14 @@ def per_second(function, boards: np.ndarray, *, repeats: int = 5) -> list[float]
 
 def one_by_one(boards: np.ndarray) -> list[int]:
     """Return the winners by union-find, one board at a time."""
-    found = []
+    result = []
     for board in boards.reshape(len(boards), -1).tolist():
         chains = ChainTracker(int(len(board) ** 0.5))
         for cell, color in enumerate(board):
             if color != EMPTY:
                 chains.put(cell, color)
-        found.append(chains.winner)
-    return found
+        result.append(chains.winner)
+    return result
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def grid(bench: LocalStepBench) -> list[Settings]:
     if plan.workload.lengths_vary and kind == "cuda":
         axes["optimizer_kernels"] = ["fused", "foreach"]
     if plan.workload.lengths_vary:
-        axes["lengths"] = ["fixed", "sorted", "few shapes", *(["packed"] if plan.workload.can_pack else [])]
+        axes["lengths"] = ["fixed", "sorted", "bucketed", *(["packed"] if plan.workload.can_pack else [])]
         axes["micro_batch"] = axes["micro_batch"][:3]
     if kind == "cpu":
         axes["threads"] = list(dict.fromkeys([1, max(1, torch.get_num_threads() // 2), torch.get_num_threads()]))
@@ -84,13 +84,13 @@ def usable(bench: LocalStepBench, cells: list[Cell]) -> list[Cell]:
 
 def alternate(ready: list[LocalPreparedStep], *, rounds: int, seed: int) -> list[list[float]]:
     """Return the seconds per step of each cell in each round."""
-    coin, found = random.Random(seed), [[] for _ in ready]
+    coin, result = random.Random(seed), [[] for _ in ready]
     for number in range(rounds):
         order = list(range(len(ready)))
         coin.shuffle(order)
         for which in order:
-            found[which].append(statistics.mean(ready[which].step(STEPS * number + index) for index in range(STEPS)))
-    return found
+            result[which].append(statistics.mean(ready[which].step(STEPS * number + index) for index in range(STEPS)))
+    return result
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -109,9 +109,9 @@ def report(name: str, *, device: str, budget: float, rounds: int, compiles: bool
     yield f"## {name}: {sum(p.numel() for p in task.model.parameters()):,} parameters"
     yield ""
     with process_bench(name, device=device) as elsewhere:
-        found = search(elsewhere.plan, elsewhere, budget_seconds=budget)
-    yield from (f"- {line}" for line in found.words)
-    yield from (f"  - {trial.words} ({trial.spent_seconds:.1f} s)" for trial in found.trials)
+        result = search(elsewhere.plan, elsewhere, budget_seconds=budget)
+    yield from (f"- {line}" for line in result.words)
+    yield from (f"  - {trial.words} ({trial.spent_seconds:.1f} s)" for trial in result.trials)
     with task.bench(device=device, name=name) as bench:
         cells = [Cell(settings) for settings in grid(bench)]
         random.Random(1).shuffle(cells)
@@ -126,7 +126,7 @@ def report(name: str, *, device: str, budget: float, rounds: int, compiles: bool
                 f"- {shown(cell.settings)}: {cell.problem or f'{1e3 * cell.seconds:.1f} ms'}" for cell in compiled
             )
             good = sorted([*good, *(cell for cell in compiled if not cell.problem)], key=lambda cell: cell.seconds)
-        candidates = [found.settings, *(cell.settings for cell in good[:BEST])]
+        candidates = [result.settings, *(cell.settings for cell in good[:BEST])]
         ready = [bench.prepare(settings, seconds=120) for settings in candidates]
         times = alternate(ready, rounds=rounds, seed=2)
     yield ""

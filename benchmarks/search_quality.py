@@ -43,13 +43,13 @@ def against_grid(options: argparse.Namespace, root: Path) -> None:
     """Compare the winner's learning rate with the best of a grid."""
     shared = {"root": root, "device": options.device, "say": print}
     began = time.monotonic()
-    found = search(
-        options.recipe, [f"lr={LOW}..{HIGH}:log", *options.words], trials=options.trials, name="found", **shared
+    actual = search(
+        options.recipe, [f"lr={LOW}..{HIGH}:log", *options.words], trials=options.trials, name="actual", **shared
     )
     seconds = time.monotonic() - began
-    winner = found.winner
+    winner = actual.winner
     assert winner is not None
-    print(f"search: {options.trials} trials and their seeds in {seconds:.0f} s; {winner_text(found)}", flush=True)
+    print(f"search: {options.trials} trials and their seeds in {seconds:.0f} s; {winner_text(actual)}", flush=True)
     rates = [LOW * (HIGH / LOW) ** (number / (options.grid - 1)) for number in range(options.grid)]
     grid = search(
         options.recipe,

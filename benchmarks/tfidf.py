@@ -35,8 +35,8 @@ def tfidf_scores(corpus: Corpus) -> dict[str, object]:
             if best is None or score > best[0]:
                 best = (score, penalty, is_balanced, weights.clone())
     assert best is not None
-    found = scores(confusion((test @ best[3]).argmax(1).tolist(), corpus.test.labels, num_classes))
-    return {**found, "val_macro_f1": best[0], "penalty": best[1], "balanced": best[2], "features": train.shape[1]}
+    result = scores(confusion((test @ best[3]).argmax(1).tolist(), corpus.test.labels, num_classes))
+    return {**result, "val_macro_f1": best[0], "penalty": best[1], "balanced": best[2], "features": train.shape[1]}
 
 
 def confusion(predicted: Sequence[int], truth: Sequence[int], num_classes: int) -> np.ndarray:
@@ -64,12 +64,12 @@ def _words(text: str) -> Counter[str]:
 
 
 def _letters(text: str) -> Counter[str]:
-    found: list[str] = []
+    result: list[str] = []
     for word in text.lower().split():
         padded = f" {word} "
         for size in range(2, 6):
-            found += [padded[start : start + size] for start in range(max(1, len(padded) - size + 1))]
-    return Counter(found)
+            result += [padded[start : start + size] for start in range(max(1, len(padded) - size + 1))]
+    return Counter(result)
 
 
 def _features(tables: list[list[tuple[Counter[str], Counter[str]]]]) -> list[Tensor]:

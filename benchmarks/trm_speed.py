@@ -43,9 +43,9 @@ from whet.training.training_config import parse_training_config
 
 PLANS = (
     "compile=on attention=torch",
-    "compile=on attention=own",
+    "compile=on attention=whet",
     "compile=on graph=on attention=torch",
-    "compile=on graph=on attention=own",
+    "compile=on graph=on attention=whet",
 )
 SUDOKU = Sizes(num_tokens=11, length=81, num_puzzles=1)
 LARGE = ("global_batch_size=768", "arch.mlp_t=false")
@@ -66,14 +66,14 @@ def made_up(config: PuzzleConfig) -> dict[str, Tensor]:
 def our_bench(
     config: PuzzleConfig, model: PuzzleModel, data: dict[str, Tensor], device: str, precision: str
 ) -> LocalStepBench:
-    machine, conditions = current_machine()
+    machine, system_state = current_machine()
     size = config.global_batch_size
     workload = describe(config, SUDOKU).model_copy(update={"num_samples": 8 * size, "num_steps": 8})
     plan = make_plan(
         machine,
         workload,
         overrides={"device": device, "precision": precision, "micro_batch": size, "verify": "off"},
-        conditions=conditions,
+        system_state=system_state,
     )
     training = parse_training_config({"global_batch_size": size})
     choice = PuzzleRecipe().optimizer(config)
@@ -205,12 +205,12 @@ def compare(arms: dict[str, Callable[[int], float]], *, seconds: float, batch: i
             times[name].append(arms[name](index))
         index += 1
     for name, taken in times.items():
-        found = median_interval(taken)
+        result = median_interval(taken)
         ratios = [math.log(ours / theirs) for ours, theirs in zip(taken, times[base], strict=True)]
         gain = ratio_interval(ratios) if name != base else None
         beside = "" if gain is None else f"  {gain.median:.3f}x ({gain.low:.3f} to {gain.high:.3f}) of {base}"
         print(
-            f"{name:55} {1e3 * found.median:8.2f} ms ({1e3 * found.low:.2f} to {1e3 * found.high:.2f}) "
+            f"{name:55} {1e3 * result.median:8.2f} ms ({1e3 * result.low:.2f} to {1e3 * result.high:.2f}) "
             f"{batch / statistics.median(taken):8.0f} samples/s{beside}"
         )
 
@@ -270,10 +270,10 @@ def print_kernels(name: str, step: Callable[[int], float]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for index in range(2):
             step(index)
-    found = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
-    whole = sum(kernel.self_device_time_total for kernel in found)
+    result = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    whole = sum(kernel.self_device_time_total for kernel in result)
     print(f"{name}: {whole / 2e3:.2f} ms a step in kernels")
-    for kernel in found[:24]:
+    for kernel in result[:24]:
         print(f"  {kernel.self_device_time_total / 2e3:8.3f} ms  {kernel.count / 2:6g} x  {kernel.key[:150]}")
 
 

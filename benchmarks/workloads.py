@@ -41,10 +41,10 @@ class Task:
 
     def bench(self, *, device: str, name: str, **overrides: Any) -> LocalStepBench:
         training = parse_training_config(self.training)
-        machine, conditions = current_machine()
+        machine, system_state = current_machine()
         workload = self.workload or describe_workload(self.model, self.data, training, recipe=name)
         chosen = {**overrides, **({} if device == "auto" else {"device": device})}
-        plan = make_plan(machine, workload, overrides=chosen, conditions=conditions)
+        plan = make_plan(machine, workload, overrides=chosen, system_state=system_state)
         return LocalStepBench(
             self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan, may_compile=True
         )

@@ -25,7 +25,7 @@ class LoopProcess:
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._stderr = Path(self._folder.name) / "stderr.txt"
-        # A compile cache of its own, so that no loop profits from another, in a folder that is removed afterwards.
+        # A separate compile cache, so that no loop profits from another, in a folder that is removed afterwards.
         environment = env.child_environment(
             PYTHONPATH=f"{HERE}:{env.read('PYTHONPATH') or ''}",
             TORCHINDUCTOR_CACHE_DIR=self._folder.name,

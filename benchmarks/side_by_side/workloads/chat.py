@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from side_by_side.spec import Spec
 from side_by_side.workload import ForWhet, PeerWorkload, resident_columns
 from whet.config.resolve import resolve_config
+from whet.data.batch import DictBatch
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.model import CausalModel, build_model, next_token_loss
 from whet.recipes.recipe import load_recipe
@@ -20,13 +21,6 @@ DOCUMENTS = 4
 """Mean number per row."""
 
 
-class Fields:
-    """The part of a micro-batch that the loss needs."""
-
-    def __init__(self, tokens: Tensor, is_start: Tensor, is_loss: Tensor) -> None:
-        self.tokens, self.is_start, self.is_loss = tokens, is_start, is_loss
-
-
 class WithLoss(nn.Module):
     """The model for peers: named tensors in, a dict with the mean loss out."""
 
@@ -35,7 +29,7 @@ class WithLoss(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, is_start: Tensor, is_loss: Tensor) -> dict[str, Tensor]:
-        nats, count = next_token_loss(self.model, Fields(tokens, is_start, is_loss))  # type: ignore[arg-type]
+        nats, count = next_token_loss(self.model, DictBatch(tokens=tokens, is_start=is_start, is_loss=is_loss))
         return {"loss": nats / count}
 
 

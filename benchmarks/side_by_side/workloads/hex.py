@@ -1,7 +1,6 @@
 """Random Hex positions on 13 x 13 boards and the residual net of the recipe: 18 blocks of 128 channels."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from side_by_side.spec import Spec
 from side_by_side.workload import ForWhet, PeerWorkload, resident_columns
 from whet.config.resolve import resolve_config
+from whet.data.batch import DictBatch
 from whet.recipes.hex import config as hex_config
 from whet.recipes.hex.model import HexNet, LossWeights, hex_loss
 from whet.recipes.recipe import load_recipe
@@ -20,13 +20,6 @@ LR, LR_FOR_LOSSES = 1e-3, 5e-3
 """A higher rate for comparing losses, which must change noticeably for a wrong step to show."""
 
 
-class Fields:
-    """The part of a micro-batch that the loss needs."""
-
-    def __init__(self, move: Tensor, win: Tensor) -> None:
-        self.fields, self.move, self.win = ("move", "win"), move, win
-
-
 class WithLoss(nn.Module):
     """The net for peers: named tensors in, a dict with the loss out."""
 
@@ -35,8 +28,7 @@ class WithLoss(nn.Module):
         self.net = net
 
     def forward(self, board: Tensor, move: Tensor, win: Tensor) -> dict[str, Tensor]:
-        fields: Any = Fields(move, win)
-        return {"loss": hex_loss(self.net(board), fields, LossWeights())}
+        return {"loss": hex_loss(self.net(board), DictBatch(move=move, win=win), LossWeights())}
 
 
 def make(spec: Spec) -> PeerWorkload:
