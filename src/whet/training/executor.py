@@ -400,6 +400,8 @@ class Executor:
                     run.device,
                     pad_token=pad_token_id(run.model),
                     is_repeated=is_repeated,
+                    # Several losses are computed here. A slow one must not look like a stalled rank.
+                    on_progress=run.group.stall_detector.progress,
                 )
         except Exception as error:
             if not is_out_of_memory(error):

@@ -51,16 +51,23 @@ def loss_split_obstacle(
     *,
     pad_token: int | None = None,
     is_repeated: bool = False,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Return why the batches of this loss may not be split; None if they may.
 
     `micro_batches(batch, size)` splits a batch. The model and the generators are restored. A repeated check compares
-    the samples as they are and tries no other values.
+    the samples as they are and tries no other values. `on_progress` is called after each computed loss.
     """
     if (mixing := mixing_layer(model)) is not None:
         return f"{mixing} computes statistics over the batch"
     if (criterion := _weighted_criterion(loss)) is not None:
         return f"{criterion} divides by the class weights of the batch"
+
+    def compute_loss(micro: MicroBatch) -> object:
+        result = loss(micro)
+        on_progress()
+        return result
+
     rows, first = _choose_rows(batch, micro_batches, pad_token)
     if first == 0:
         return None
@@ -73,10 +80,10 @@ def loss_split_obstacle(
     is_pair = False
     try:
         with preserve_model_and_rng(model, device), device.compute_context():
-            is_pair = parse_loss(loss(whole))[1] is not None
-            obstacle = _compare(model, loss, whole, parts, skips_nan=is_repeated)
+            is_pair = parse_loss(compute_loss(whole))[1] is not None
+            obstacle = _compare(model, compute_loss, whole, parts, skips_nan=is_repeated)
             if obstacle is None and not is_repeated:
-                obstacle = _compare_planted(model, loss, whole, parts, device, pad_token)
+                obstacle = _compare_planted(model, compute_loss, whole, parts, device, pad_token)
     except UnrepeatableDrawError as error:
         # A pair cannot be compared then, but the user has given its weight.
         return None if is_pair else f"it was not shown that the loss is a mean over samples: {error}"
