@@ -119,6 +119,30 @@ def test_missing_argument_is_named_as_in_the_help(capfd: pytest.CaptureFixture[s
         assert what in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["tune", "hex"], "whet search hex "),
+        (["sweep", "text"], "whet bench text --sweep global_batch_size=16,32,64"),
+        (["monitor"], "whet watch"),
+        (["benchmark", "train.py"], "whet bench train.py"),
+        (["plann", "text"], "whet plan"),
+    ],
+)
+def test_verbs_of_other_tools_lead_to_the_right_command(
+    words: list[str], hint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(words) == 2
+    errors = capfd.readouterr().err
+    assert three_lines(errors)
+    assert f"try: {hint}" in errors
+
+
+def test_a_setting_before_the_recipe_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "--config-name", "cfg_chat", "data_paths=[data/mine]"]) == 2
+    assert "try: chat data_paths=[data/mine]" in capfd.readouterr().err
+
+
 def test_invalid_value_is_reported_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
     for words, what in (
         (["generate", "run", "--max-new-tokens", "0"], "error: --max-new-tokens: input should be greater"),

@@ -13,6 +13,7 @@ from whet.config.options import CommonConfig, SessionOptions, TrainingOptions
 from whet.config.resolve import read_options, resolve_config
 from whet.config.sources import flatten, nest, parse_args, parse_value
 from whet.plan.rules import ALL_RULES
+from whet.recipes.chat.config import ChatConfig
 from whet.recipes.text.config import TextConfig
 
 
@@ -126,10 +127,59 @@ def test_every_allowed_value_of_a_setting_is_accepted_as_option() -> None:
         resolve_config(TextConfig, [word])
 
 
-def test_the_guides_names_are_understood() -> None:
-    resolved = resolve_config(TextConfig, ["forward_dtype=bfloat16", "ema=True", "lr=3e-4", "global_batch_size=16"])
-    assert resolved.overrides == {"precision": "bf16"}
-    assert resolved.config.ema is True
+def test_names_of_other_tools_with_the_same_meaning_are_accepted() -> None:
+    words = ["arch.forward_dtype=bfloat16", "learning_rate=3e-4", "batch_size=16", "num_workers=2", "attention_heads=2"]
+    resolved = resolve_config(TextConfig, [*words, "lr_warmup_steps=7", "max_grad_norm=none"])
+    assert resolved.overrides == {"precision": "bf16", "workers": 2}
+    config = resolved.config
+    assert (config.lr, config.global_batch_size, config.arch.heads, config.warmup_steps) == (3e-4, 16, 2, 7)
+    assert config.clip is None, "none stays null where it is not the name of a choice"
+
+
+@pytest.mark.parametrize(
+    ("words", "got", "hint"),
+    [
+        (["accumulation_steps=4"], "batches of 32, the default", "global_batch_size=128 micro_batch=32;"),
+        (["batch_size=12", "gradient_accumulation_steps=2"], "batches of 12", "global_batch_size=24 micro_batch=12;"),
+        (["global_batch_size=8", "accumulation_steps=x"], "batches of 8", "global_batch_size=N micro_batch=M"),
+        (["pin_memory=True"], "pin_memory=True", "--why copies"),
+        (["prefetch_factor=2"], "prefetch_factor=2", "--why prefetch"),
+        (["persistent_workers=True"], "persistent_workers=True", "--why workers"),
+        (["DISABLE_COMPILE=1"], "DISABLE_COMPILE=1", "compile=off"),
+        (["OMP_NUM_THREADS=4"], "OMP_NUM_THREADS=4", "threads=4"),
+        (["BATCH_SIZE=8"], "BATCH_SIZE=8", "'global_batch_size'"),
+        (["zebra=8"], "zebra=8", "the nearest keys are "),
+        (["beta1=0.9", "beta2=0.95"], "beta1=0.9; also unknown: beta2", ""),
+    ],
+)
+def test_other_names_are_answered_with_what_to_type(words: list[str], got: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_config(TextConfig, words)
+    assert got in str(caught.value.got)
+    assert hint in str(caught.value.try_)
+    # At most three keys, not all of them.
+    assert len(str(caught.value.try_).split(", ")) <= 3
+
+
+def test_a_built_in_configuration_is_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve_config(ChatConfig, ["epochs=3"], file=Path("cfg_chat")).config
+    assert (config.epochs, config.global_batch_size, config.arch.hidden_size, config.arch.H_cycles) == (3, 32, 384, 1)
+    for name, hint in (("cfg_chatt", "--config-name cfg_chat"), ("cfg_mine", "--config config/cfg_mine.yaml")):
+        (tmp_path / "config").mkdir(exist_ok=True)
+        (tmp_path / "config" / "cfg_mine.yaml").write_text("lr: 1e-4\n")
+        with pytest.raises(UsageError, match="no such configuration") as caught:
+            resolve_config(ChatConfig, file=Path(name))
+        assert caught.value.try_ == hint
+
+
+def test_a_list_of_defaults_of_hydra_is_answered_with_what_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "cfg_chat.yaml"
+    file.write_text("defaults:\n  - arch: trm_chat\n  - _self_\nlr: 3e-4\n")
+    with pytest.raises(UsageError, match="Hydra's list of defaults") as caught:
+        resolve_config(ChatConfig, file=file)
+    assert "write the keys of arch/trm_chat.yaml under arch:" in str(caught.value.try_)
+    assert "--config-name cfg_chat" in str(caught.value.try_)
 
 
 def test_a_key_and_its_alias_together_are_rejected() -> None:

@@ -64,6 +64,7 @@ def test_a_setting_that_nothing_reads_would_be_found(tmp_path: Path) -> None:
         (PC, {"threads": 3, "threads_variable": "OMP_NUM_THREADS"}, {"threads": 3}),
         (PC, {"is_deterministic": True}, {"deterministic": "on"}),
         (PC, {"compile_disabled_by": "TORCHDYNAMO_DISABLE"}, {"compile": "off"}),
+        (PC, {"compile_disabled_by": "DISABLE_COMPILE"}, {"compile": "off"}),
         (PC, {"malloc_variable": "MALLOC_TOP_PAD_"}, {"freed_memory": "returned"}),
         (MAC, {"mps_fallback": True}, {"mps_fallback": "on"}),
         (MAC, {"mps_fallback": False}, {"mps_fallback": "off"}),
@@ -103,6 +104,13 @@ def test_the_order_is_rule_measured_environment_you() -> None:
     assert plan(measured=measured, **facts).threads == 3
     assert plan(measured=measured, overrides={"threads": 5}, **facts).threads == 5
     assert override(plan(**facts), {"precision": "fp32"}).threads == 3, "a plan that is made again keeps it"
+
+
+def test_a_variable_that_torch_does_not_read_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISABLE_COMPILE", "1")
+    named = read_environment().compile_disabled_by
+    assert named == "DISABLE_COMPILE"
+    assert plan(compile_disabled_by=named, overrides={"compile": "on"}).compile == "on"
 
 
 def test_torchrun_does_not_decide_the_threads() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError, WhetError
 from whet.run import durable, strict_json
-from whet.run.folder import create_run, installed_versions, next_run_path, open_run, rewrite_parts
+from whet.run.folder import create_run, installed_versions, locate_checkpoint, next_run_path, open_run, rewrite_parts
 
 PLAN = {"settings": {"device": {"value": "cpu", "reason": "all there is", "source": "rule", "evidence": {}}}}
 
@@ -302,3 +302,23 @@ def test_other_libraries_numbers_become_ordinary_ones() -> None:
     assert strict_json.decode(strict_json.encode(record)) == {"a": 0.5, "b": 7, "c": 0.5, "d": [1, 2]}
     with pytest.raises(TypeError, match="cannot be written as JSON"):
         strict_json.encode({"a": Path("x")})
+
+
+def test_a_checkpoint_is_found_by_its_path(tmp_path: Path) -> None:
+    run = make(tmp_path / "run").path
+    step = run / "checkpoints" / "step-000000012"
+    step.mkdir(parents=True)
+    assert locate_checkpoint(run, "best") == (run, "best")
+    assert locate_checkpoint(None, str(step)) == locate_checkpoint(run, str(step)) == (run, "12")
+    assert locate_checkpoint(None, str(run)) == (run, "best")
+    weights = tmp_path / "step_1000"
+    weights.write_bytes(b"weights of another program")
+    for named, checkpoint, hint in [
+        (None, "best", "whet runs"),
+        (run, "checkpoints/absent", "path of a checkpoint folder"),
+        (None, str(weights), f"whet import {weights} --out DIR"),
+        (tmp_path / "other", str(step), "alone"),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            locate_checkpoint(named, checkpoint)
+        assert hint in str(caught.value.try_)

@@ -475,10 +475,11 @@ def test_keywords_are_in_the_signature() -> None:
         assert all(parameters[name].annotation is not inspect.Parameter.empty for name in ("epochs", "run"))
 
 
-@pytest.mark.xfail(strict=True, reason="none is read as null, where it is the name of a choice")
 @pytest.mark.parametrize(("recipe", "key"), [("text", "freeze"), ("puzzle", "arch.pos_encodings")])
 def test_none_is_a_choice_where_the_options_say_so(recipe: str, key: str) -> None:
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import load_recipe
 
-    resolve_config(load_recipe(recipe).Config, [f"{key}=none"])
+    config = resolve_config(load_recipe(recipe).Config, [f"{key}=none"]).config
+    group, _, name = key.rpartition(".")
+    assert getattr(getattr(config, group) if group else config, name) == "none"

@@ -15,8 +15,8 @@ import psutil
 from whet.base.errors import UsageError
 from whet.config.goal import resolve_mode
 from whet.config.options import MAX_SEEDS
-from whet.config.resolve import resolve_config
-from whet.config.sources import flatten, parse_args, read_config_file
+from whet.config.resolve import read_config, resolve_config
+from whet.config.sources import flatten, parse_args
 from whet.hpo import results, samplers
 from whet.hpo.results import collect_results
 from whet.hpo.search_config import SearchConfig, check_same_search, read_search_config, write_search_config
@@ -141,7 +141,7 @@ def prepare_search(
 ) -> PreparedSearch:
     """Parse and check a search."""
     recipe = load_recipe(what)
-    from_file = flatten(read_config_file(file)) if file else {}
+    from_file = flatten(dict(read_config(recipe.Config, file))) if file else {}
     space, fixed = read_space(recipe.Config, args, file=from_file)
     resolved = resolve_config(recipe.Config, fixed)
     recipe.describe(resolved.config)

@@ -72,3 +72,18 @@ def closest_match(word: str, options: Iterable[str]) -> str | None:
     # 0.6 is difflib's default: "epcohs" matches "epochs", unrelated words do not.
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def nearest_names(word: str, options: Iterable[str], *, count: int = 3) -> list[str]:
+    """Return the options that resemble `word` most, by their full name or by its last part.
+
+    >>> nearest_names("accuracy", ["arch.vocab_size", "lr", "arch.accuracies", "seed"], count=1)
+    ['arch.accuracies']
+    """
+    word = word.rpartition(".")[2].lower()
+
+    def likeness(option: str) -> float:
+        names = (option.lower(), option.rpartition(".")[2].lower())
+        return max(difflib.SequenceMatcher(None, word, name).ratio() for name in names)
+
+    return sorted(options, key=likeness, reverse=True)[:count]

@@ -36,7 +36,7 @@ _QUIT = ("/quit", "/exit")
 
 
 def chat(
-    run: ChatRun,
+    run: ChatRun = None,
     system: SystemPrompt = None,
     checkpoint: Checkpoint = "best",
     max_new_tokens: MaxNewTokens = 200,
@@ -57,8 +57,10 @@ def chat(
     """
     from whet.cli import output
     from whet.recipes.chat.generation import Sampling
+    from whet.run.folder import locate_checkpoint
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    run, checkpoint = locate_checkpoint(run, checkpoint)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
     conversation = _Conversation(model, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
     output.note(f"{run}: context of {model.context_length} tokens; /help for commands, Ctrl-D to quit")
@@ -72,7 +74,7 @@ def chat(
 
 
 def generate(
-    run: ChatRun,
+    run: ChatRun = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="A prompt; repeatable. Default: lines of standard input."),
@@ -94,9 +96,12 @@ def generate(
     whet generate runs/chat-001 --prompt "What does whet probe do?"
     whet generate runs/chat-001 --prompt "Hello!" --temperature 0 --max-new-tokens 50
     whet generate runs/chat-001 --json < questions.txt
+    whet generate --checkpoint runs/chat-001/checkpoints/step-000001000 --prompt "Hello!"
     """
     from whet.base.errors import UsageError
+    from whet.run.folder import locate_checkpoint
 
+    run, checkpoint = locate_checkpoint(run, checkpoint)
     if interactive:
         if prompt or json:
             option = "--prompt" if prompt else "--json"
@@ -134,7 +139,7 @@ def generate(
 
 
 def serve(
-    run: ChatRun,
+    run: ChatRun = None,
     checkpoint: Checkpoint = "best",
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model name for clients. Default: the name of the run.")
@@ -154,12 +159,14 @@ def serve(
     requires the API key that it prints, which is new each time. Requests are answered one at a time. Ctrl-C stops it.
     """
     from whet.cli import output
+    from whet.run.folder import locate_checkpoint
     from whet.web.access import ClientLimits
     from whet.web.server import require_libraries
     from whet.web.server import serve as serve_routes
 
     # Fails before the model is loaded if the web extra is not installed.
     require_libraries()
+    run, checkpoint = locate_checkpoint(run, checkpoint)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
     from whet.recipes.chat.server.responses import error_format
     from whet.recipes.chat.server.routes import ChatRoutes

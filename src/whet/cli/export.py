@@ -47,7 +47,9 @@ def export(
 
     if to in MODEL_FORMATS:
         from whet.api.export import export_model
+        from whet.run.folder import locate_checkpoint
 
+        run, checkpoint = locate_checkpoint(run, checkpoint)
         with output.user_output_to_stderr():
             written = export_model(run, to=to, out=out, force=force, checkpoint=checkpoint, recipe=recipe, model=model)
     else:

@@ -75,6 +75,19 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
+# Verbs of other tools, and the command that does it here.
+_OTHER_VERBS = {
+    "tune": "whet search RECIPE lr=1e-5..1e-3:log",
+    "sweep": "whet bench RECIPE --sweep global_batch_size=16,32,64 for speed; whet search RECIPE for quality",
+    "monitor": "whet watch",
+    "benchmark": "whet bench RECIPE",
+    "fit": "whet train RECIPE",
+    "pretrain": "whet train RECIPE",
+    "finetune": "whet train text model=NAME",
+    "eval": "whet report RUN, or whet predict RUN FILE",
+    "evaluate": "whet report RUN, or whet predict RUN FILE",
+}
+
 _EPILOG = "Every command takes --quiet (results and errors only) and --debug (tracebacks of failures)."
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 _PACKAGE_ROOT = str(Path(__file__).parent.parent)
@@ -247,9 +260,12 @@ def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:
     command = next((arg for arg in args if not arg.startswith("-")), "")
     if command not in COMMANDS:
         close = closest_match(command, COMMANDS)
-        return UsageError(
-            "no such command", got=command or " ".join(args), try_=f"whet {close}" if close else "whet --help"
-        )
+        hint = _OTHER_VERBS.get(command) or (f"whet {close}" if close else "whet --help")
+        from whet.recipes.recipe import BUILT_IN
+
+        targets = [arg for arg in args if arg in BUILT_IN or arg.endswith(".py")]
+        hint = hint.replace("RECIPE", targets[0]) if targets else hint
+        return UsageError("no such command", got=command or " ".join(args), try_=hint)
     what = str(error)[:1].lower() + str(error)[1:].rstrip(".")
     parameter = getattr(error, "param", None)
     if parameter is not None:

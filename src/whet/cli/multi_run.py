@@ -16,7 +16,8 @@ def parse_seeds(settings: Sequence[str], file: Path | None) -> range:
     from whet.config.sources import parse_args, read_config_file
 
     read = parse_args(settings)
-    values = {**(read_config_file(file) if file else {}), **read.values}
+    # A built-in configuration is no file and has no seeds.
+    values = {**(read_config_file(file) if file and file.is_file() else {}), **read.values}
     number, first = (
         _as_int(values.get(key)) if key in read.values or key not in read.dropped else None for key in _SEED_KEYS
     )

@@ -11,7 +11,12 @@ Settings = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "--config-name", metavar="FILE", help="Read settings from a TOML or YAML file."),
+    typer.Option(
+        "--config",
+        "--config-name",
+        metavar="FILE|NAME",
+        help="Read settings from a TOML or YAML file, or a built-in configuration such as cfg_chat.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -22,10 +27,12 @@ ModelFunction = Annotated[
     str | None,
     typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a run trained from Python: makes its model."),
 ]
-Checkpoint = Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights to use.")]
+Checkpoint = Annotated[str, typer.Option(metavar="best|last|STEP|PATH", help="Which weights to use.")]
 
 # Chat models
-ChatRun = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of whet train chat.")]
+ChatRun = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="A run folder of whet train chat; or give --checkpoint PATH.")
+]
 SystemPrompt = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer in tokens.")]
 Temperature = Annotated[

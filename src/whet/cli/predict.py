@@ -57,8 +57,9 @@ def predict(
     .npy file, or the tensors of a .safetensors file, passed by name; its outputs are written as .npy.
     """
     from whet.base.errors import UsageError
-    from whet.run.folder import open_run
+    from whet.run.folder import locate_checkpoint, open_run
 
+    run, checkpoint = locate_checkpoint(run, checkpoint)
     opened = open_run(run)
     if model is not None:
         _predict_arrays(opened, texts or [], out, model=model, checkpoint=checkpoint, batch=batch, device=device)

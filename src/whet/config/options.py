@@ -62,8 +62,19 @@ ScheduleName = Literal["constant", "linear", "cosine", "plateau"]
 Switch = Annotated[OnOff, BeforeValidator(_parse_switch)]
 BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 
-# Keys as other tools name them, mapped to the keys of whet.
-ALIASES = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
+# Keys as other tools name them, mapped to the keys of whet. Only names with the same meaning: config/foreign_keys.py
+# answers the others.
+ALIASES = {
+    "forward_dtype": "precision",
+    "arch.forward_dtype": "precision",
+    "batch_size": "global_batch_size",
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "num_workers": "workers",
+    "lr_warmup_steps": "warmup_steps",
+    "max_grad_norm": "clip",
+    "grad_clip_norm": "clip",
+}
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 # Reject a value that is probably a seed and not a number of seeds.
@@ -179,6 +190,8 @@ class CommonConfig(TrainingOptions):
     descriptions: ClassVar[Mapping[str, str]] = {"clip": "maximum gradient norm; null: not clipped"}
     group_aliases: ClassVar[dict[str, str]] = {}
     """Short forms of keys in groups: {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
+    named_configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Built-in config files by name: --config-name NAME reads their keys."""
 
     data: str | None = Field(None, description="file or folder with the data; the recipe's embedded data if not given")
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from whet.base.errors import UsageError, closest_match
+from whet.base.errors import UsageError
+from whet.config.foreign_keys import unknown_key
 from whet.config.options import ALIASES, DTYPE_ALIASES, CommonConfig, OptionsModel
 from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
@@ -70,14 +71,16 @@ def resolve_config(
     `can_measure` allows global_batch_size=auto. The caller must then measure the size.
     """
     parsed = parse_args(args)
-    from_file = _apply_aliases(flatten(read_config_file(file)), model.group_aliases) if file else {}
+    from_file = _apply_aliases(flatten(dict(read_config(model, file))), model.group_aliases) if file else {}
     from_args = _apply_aliases({**parsed.values, **flatten(dict(values or {}))}, model.group_aliases)
     known = known_keys(model)
     source = "the command line" if values is None else "the call"
-    for keys, where in ((from_file, str(file)), (from_args, source), (parsed.dropped, source)):
-        _check_keys(keys, known, f"unknown key in {where}")
+    for keys, where in ((from_file, str(file)), (from_args, source), (dict.fromkeys(parsed.dropped), source)):
+        _check_keys(keys, known, f"unknown key in {where}", model=model)
     # `~key` drops the value in the file, so that the default applies.
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
+    # `freeze=none` was parsed as null, but here it is the name of a choice.
+    flat = {key: "none" if value is None and _has_choice_none(known[key]) else value for key, value in flat.items()}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
         if not can_measure:
@@ -85,6 +88,41 @@ def resolve_config(
         # Use the default until the size is measured. The default learning rate belongs to the default size.
         del flat["global_batch_size"]
     return ResolvedConfig(config=_validate(model, nest(flat)), given=tuple(sorted(flat)), is_batch_open=is_batch_open)
+
+
+def read_config(model: type[C], file: Path) -> Mapping[str, Any]:
+    """Return the keys of a config file, or of a built-in configuration of that name."""
+    named = model.named_configs
+    if file.name in named and not file.exists():
+        return named[file.name]
+    if not file.suffix and not file.exists():
+        # Hydra's --config-name has no suffix and is looked up in config/.
+        folders = (file.parent, Path("config"))
+        paths = [
+            path for folder in folders for end in (".yaml", ".toml") if (path := folder / f"{file.name}{end}").exists()
+        ]
+        built_in = " or ".join(f"--config-name {name}" for name in named)
+        hint = f"--config {paths[0]}" if paths else built_in or "--config FILE.yaml"
+        raise UsageError("no such configuration", got=f"--config-name {file}", try_=hint)
+    content = read_config_file(file)
+    if isinstance(content.get("defaults"), list):
+        raise _defaults_list_error(content["defaults"], file, named)
+    return content
+
+
+def _defaults_list_error(defaults: list[Any], file: Path, named: Mapping[str, Any]) -> UsageError:
+    """Return the error for a list of files that Hydra would merge, with the keys to move."""
+    parts = [item for entry in defaults if isinstance(entry, dict) for item in entry.items()]
+    moved = [f"the keys of {group}/{name}.yaml under {group}:" for group, name in parts]
+    hint = " and ".join(["delete defaults:" + (" and hydra:" if parts else ""), *(f"write {keys}" for keys in moved)])
+    if file.stem in named:
+        hint += f"; or --config-name {file.stem}, which is built in"
+    listed = ", ".join(f"{group}: {name}" for group, name in parts) or str(defaults)[:200]
+    return UsageError(
+        "a config file has all its keys in one place; Hydra's list of defaults is not read",
+        got=f"{file}: defaults: {listed}",
+        try_=hint,
+    )
 
 
 def read_options(model: type[Options], keywords: Mapping[str, object]) -> Options:
@@ -135,18 +173,29 @@ def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) 
     return renamed
 
 
-def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], error: str) -> None:
+def _check_keys(
+    values: Mapping[str, Any], known: Mapping[str, FieldInfo], error: str, *, model: type[BaseModel] | None = None
+) -> None:
     groups = {key.rpartition(".")[0] for key in known}
-    for key in keys:
-        if key in known:
-            continue
-        if key in groups:
+    for key in values:
+        if key in groups and key not in known:
             raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
-        # Prefer a key in a group: "layers" most likely means "arch.layers", even if another key is spelled similarly.
-        in_group = next((name for name in known if name.endswith(f".{key}")), None)
-        meant = in_group or closest_match(key, known)
-        hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
-        raise UsageError(error, got=key, try_=hint)
+        if key not in known:
+            raise unknown_key(key, values, known, error=error, model=model)
+
+
+def _has_choice_none(field: FieldInfo) -> bool:
+    """Return whether "none" is one of the named values of a key, and null is no value of it."""
+    members = _union_members(field.annotation)
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    return "none" in choices and type(None) not in members
+
+
+def _union_members(annotation: Any) -> list[Any]:
+    """Return the members of nested unions and annotated types."""
+    if get_origin(annotation) is Literal or not get_args(annotation):
+        return [annotation]
+    return [member for part in get_args(annotation) for member in _union_members(part)]
 
 
 def _validate(model: type[Options], values: dict[str, Any]) -> Options:

@@ -6,7 +6,7 @@ nothing can change it any more, an override that contradicts it is refused.
 
 from dataclasses import dataclass
 
-from whet.machine.environment import MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
+from whet.machine.environment import DISABLE_COMPILE, MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
 from whet.plan.rule import RuleContext
 from whet.plan.setting import Scalar
 
@@ -45,8 +45,9 @@ def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:
     if setting == "deterministic" and facts.is_deterministic:
         return ForcedValue(value="on", origin="torch.use_deterministic_algorithms(True)")
     if setting == "compile" and facts.compile_disabled_by is not None:
-        # torch.compile returns the function unchanged.
-        return ForcedValue(value="off", origin=f"{facts.compile_disabled_by}=1", is_final=True)
+        # With torch's variables, torch.compile returns the function unchanged.
+        is_final = facts.compile_disabled_by != DISABLE_COMPILE
+        return ForcedValue(value="off", origin=f"{facts.compile_disabled_by}=1", is_final=is_final)
     if setting == "freed_memory" and facts.malloc_variable is not None and device == "cpu":
         # A call of mallopt would replace what the user has tuned.
         return ForcedValue(value="returned", origin=facts.malloc_variable, is_final=True)

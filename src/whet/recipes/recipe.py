@@ -230,6 +230,10 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
         module = _import_file(Path(place))
     elif factory:
         module = _import_module(place)
+    elif "=" in word:
+        raise UsageError(
+            "the recipe comes before its settings", got=word, try_=f"chat {word}; or text, puzzle, hex, a file.py"
+        )
     else:
         meant = closest_match(word, BUILT_IN)
         hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"

@@ -161,6 +161,30 @@ def open_run(path: Path | str) -> Run:
     return Run.from_json({"path": path, "header": header, **parts}, where=path)
 
 
+def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
+    """Return the folder of a run, and which of its checkpoints: last, best or a step.
+
+    `checkpoint` may also be the path of a checkpoint folder or of a run. The run is then not needed.
+    """
+    path = Path(checkpoint).expanduser()
+    if checkpoint in ("last", "best") or checkpoint.isdecimal():
+        if run is None:
+            got = f"no RUN, and --checkpoint {checkpoint}"
+            raise UsageError("a run folder is missing", got=got, try_="a folder that `whet runs` lists")
+        return run, checkpoint
+    if path.is_file():
+        # Only `whet import` reads files of unknown origin.
+        raise UsageError("a checkpoint is a folder", got=checkpoint, try_=f"whet import {checkpoint} --out DIR")
+    step = re.fullmatch(r"step-0*(\d+)", path.name)
+    found, which = (path.absolute().parent.parent, step[1]) if step else (path, "best")
+    if not path.is_dir():
+        hint = "last, best, a step, or the path of a checkpoint folder"
+        raise UsageError("no such checkpoint", got=f"--checkpoint {checkpoint}", try_=hint)
+    if run is not None and run.expanduser().resolve() != found.resolve():
+        raise UsageError("the checkpoint belongs to another run", got=f"{run} and {checkpoint}", try_=f"{found} alone")
+    return found, which
+
+
 def read_header(path: Path) -> RunHeader:
     """Read run.json. Raise an error if the folder is not a run, or if this version cannot read it."""
     if not (path / RUN_FILE).is_file():

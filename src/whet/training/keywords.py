@@ -37,6 +37,7 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": _ACCUMULATION_HINT,
     "accumulate_grad_batches": _ACCUMULATION_HINT,
     "num_workers": _LOADING_HINT,
+    "pin_memory": _LOADING_HINT,
     "prefetch_factor": _LOADING_HINT,
     "persistent_workers": _LOADING_HINT,
     "output_dir": "run",

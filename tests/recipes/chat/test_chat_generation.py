@@ -189,6 +189,10 @@ def test_train_generate_and_chat_commands(
         assert whet(["generate", run, *more, "--max-new-tokens", "6"]) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] == answers[1]
+    # The path of a checkpoint implies the run.
+    saved = next((tmp_path / "run" / "checkpoints").iterdir())
+    assert whet(["generate", "--checkpoint", str(saved), "--prompt", "tea", "--device", "cpu"]) == 0
+    capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO(f"I want tea.\nWhat?\n/save {tmp_path / 'talk.jsonl'}\n/reset\n"))
     # A temperature so high that no answer is empty: the model is untrained.
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]

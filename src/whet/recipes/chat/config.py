@@ -23,6 +23,20 @@ The numbers are approximate: the texts are generated from the help of whet and P
 _SEQ_LEN_MULTIPLE = 64
 _MIN_SEQ_LEN = 128
 
+CFG_CHAT: Mapping[str, Any] = {
+    # 4 samples, accumulated over 8 batches.
+    "global_batch_size": 32,
+    "epochs": 10,
+    "lr": 3e-4,
+    "weight_decay": 0.1,
+    "ema": True,
+    "arch": {"hidden_size": 384, "L_layers": 4, "num_heads": 12, "H_cycles": 1, "L_cycles": 1, "supervision": 1},
+}
+"""The configuration of that name in the chat fork of TinyRecursiveModels.
+
+Its precision is left to the plan. Its warm-up of 1,000 steps is left to the default: small trainings are shorter.
+"""
+
 
 class ChatConfig(CommonConfig):
     """The common options and the options of the model."""
@@ -39,7 +53,8 @@ class ChatConfig(CommonConfig):
     }
     arch: ChatArch = ChatArch()
 
-    group_aliases: ClassVar[dict[str, str]] = {"arch": "arch.kind"}
+    group_aliases: ClassVar[dict[str, str]] = {"arch": "arch.kind", "attention_heads": "arch.num_heads"}
+    named_configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cfg_chat": CFG_CHAT}
 
 
 def data_folders(config: ChatConfig) -> tuple[Path, ...]:

@@ -70,6 +70,8 @@ class HexConfig(CommonConfig):
     loop: SelfPlayOptions = SelfPlayOptions()
     arch: HexArch = HexArch()
 
+    group_aliases: ClassVar[dict[str, str]] = {"attention_heads": "arch.heads"}
+
     @model_validator(mode="after")
     def validate_training(self) -> "HexConfig":
         """Check that there is something to train and that only one kind of data is given."""

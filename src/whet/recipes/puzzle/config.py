@@ -130,6 +130,8 @@ class PuzzleConfig(CommonConfig):
     dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="the model has none")
     arch: PuzzleArch = PuzzleArch()
 
+    group_aliases: ClassVar[dict[str, str]] = {"attention_heads": "arch.num_heads"}
+
     @model_validator(mode="before")
     @classmethod
     def fill_dependent_defaults(cls, given: Any) -> Any:

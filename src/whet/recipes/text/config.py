@@ -112,6 +112,8 @@ class TextConfig(CommonConfig):
     )
     arch: TextArch = TextArch()
 
+    group_aliases: ClassVar[dict[str, str]] = {"attention_heads": "arch.heads"}
+
     @property
     def is_pretrained(self) -> bool:
         """Whether a transformers model is fine-tuned."""

@@ -1,0 +1,82 @@
+"""Answers to keys of other tools that whet does not have: what decides it here, and what to write instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whet.base.errors import UsageError, closest_match, nearest_names
+from whet.config.options import ALIASES, CommonConfig
+
+_ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "accumulation")
+_PLANNED = {
+    "pin_memory": "copies",
+    "prefetch_factor": "prefetch",
+    "persistent_workers": "workers",
+    "non_blocking": "copies",
+    "grad_scaler": "loss_scaling",
+    "gradscaler": "loss_scaling",
+}
+"""Arguments of a DataLoader or a loop, and the setting of the plan that decides them."""
+_INSTEAD = {
+    "disable_compile": "compile=off",
+    "torch_compile": "compile=on",
+    "eval_interval": "eval_every=STEPS; without it, once per epoch",
+    "checkpoint_path": "--run DIR",
+    "output_dir": "--run DIR",
+    "checkpoint_frequency": "checkpoint_epochs=N, checkpoint_steps=N or checkpoint_minutes=N",
+    "dataset_type": "the recipe: whet train chat, text, puzzle or hex",
+    "pytorch_enable_mps_fallback": "mps_fallback=on, which lists the operators that run on the CPU",
+    "omp_num_threads": "threads=N",
+    "mkl_num_threads": "threads=N",
+    "amp": "precision=bf16 or precision=fp16",
+    "fp16": "precision=fp16",
+    "bf16": "precision=bf16",
+}
+"""Other names in lower case, and what to write."""
+
+
+def unknown_key(
+    key: str, values: Mapping[str, Any], known: Mapping[str, Any], *, error: str, model: type[Any] | None = None
+) -> UsageError:
+    """Return the error for a key that does not exist, with what to type instead.
+
+    `values` are all keys of the same source; the answer to a number of accumulation steps depends on the batch size.
+    """
+    word, value = key.rpartition(".")[2].lower(), values.get(key)
+    got = key if value is None else f"{key}={value}"[:200]
+    if word in _ACCUMULATION and model is not None:
+        return _accumulation_error(key, values, model)
+    if word in _PLANNED:
+        setting = _PLANNED[word]
+        return UsageError(
+            f"{word} is decided by the plan", got=got, try_=f"no {key}; whet plan ... --why {setting} gives the reason"
+        )
+    if word in _INSTEAD:
+        hint = _INSTEAD[word] if value is None else _INSTEAD[word].replace("=N", f"={value}")
+        return UsageError(error, got=got, try_=hint)
+    # Prefer a key in a group: "layers" most likely means "arch.layers", even if another key is spelled similarly.
+    meant = next((name for name in known if name.endswith(f".{key}")), None)
+    # BATCH_SIZE, as a script spells it.
+    meant = meant or next((name for name in (word, ALIASES.get(word, "")) if name in known), None)
+    meant = meant or closest_match(key, known)
+    hint = f"did you mean {meant!r}?" if meant else f"the nearest keys are {', '.join(nearest_names(key, known))}"
+    others = [name for name in values if name not in known and name != key]
+    got += f"; also unknown: {', '.join(others)}"[:200] if others else ""
+    return UsageError(error, got=got, try_=hint)
+
+
+def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -> UsageError:
+    """Return the batch sizes that a number of accumulation steps stands for."""
+    steps = values[key] if key in values and isinstance(values[key], int) else 0
+    given = values.get("micro_batch", values.get("global_batch_size"))
+    default = model.model_fields["global_batch_size"].default if issubclass(model, CommonConfig) else None
+    batch = given if isinstance(given, int) else default
+    if steps < 1 or not isinstance(batch, int):
+        hint = "global_batch_size=N micro_batch=M: N/M micro-batches are accumulated"
+    else:
+        hint = f"global_batch_size={batch * steps} micro_batch={batch}; or leave micro_batch out: the plan chooses it"
+    source = "" if isinstance(given, int) else ", the default"
+    return UsageError(
+        "global_batch_size is the whole batch of an optimizer step, and whet accumulates gradients by itself",
+        got=f"{key}={values.get(key)} with batches of {batch}{source}",
+        try_=hint,
+    )
