@@ -1,5 +1,6 @@
 """Encode and decode checkpoint files: safetensors and canonical JSON."""
 
+import ctypes
 import hashlib
 import json
 import math
@@ -83,6 +84,9 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -179,8 +183,15 @@ def encode_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    """Return a view of the memory of a contiguous CPU tensor, which stays alive with it.
+
+    Not by way of NumPy: torch never resizes memory again that NumPy has seen, and some observers resize their buffers.
+    """
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:

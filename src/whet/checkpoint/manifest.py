@@ -63,7 +63,7 @@ _MAX_FILES = 4096
 
 # JSON numbers are exact up to 2**53 in every reader.
 Size = Annotated[int, Field(ge=0, lt=2**53)]
-Role = Literal["model", "ema", "optimizer", "rng", "gradient"]
+Role = Literal["model", "ema", "optimizer", "rng", "gradient", "attribute", "registered", "progress"]
 
 
 class DamagedCheckpointError(WhetError):

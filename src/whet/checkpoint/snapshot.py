@@ -1,26 +1,29 @@
 """Snapshots of a run's state: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.manifest import CheckpointInfo
+from whet.checkpoint.optimizer_state import OptimizerRestorer, encode_optimizer
 from whet.checkpoint.shards import WantedRows
-from whet.checkpoint.state_json import decode_state, encode_state
+from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder
 from whet.device.abstract import AbstractDevice
-from whet.device.rng import capture_rng, restore_rng
+from whet.device.rng import capture_rng, preserve_rng, restore_rng
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
-from whet.step.model_contexts import align_state
-from whet.step.optimizers import EXECUTION_KEYS, group_values, set_group_value
 
-_PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
-"""Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
+
+class Stateful(Protocol):
+    """An object that can save and restore its state."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,12 @@ class Snapshot:
         """Total bytes of the tensors on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The additional state of the caller."""
+        progress: dict[str, Any] = StateDecoder(self.tensors).decode(self.facts["progress"])
+        return progress
+
 
 def take_snapshot(
     model: nn.Module,
@@ -55,31 +64,41 @@ def take_snapshot(
     num_groups: int,
     others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
     has_gradients: bool = False,
+    registered: Mapping[str, Stateful] | None = None,
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
-    `progress` is additional state of the caller, as JSON. Only the first `num_groups` parameter groups are saved,
-    because groups that were added later do not belong to the run. `others` are further optimizers by name. With
+    `progress` is additional state of the caller, of any structure. Only the first `num_groups` parameter groups are
+    saved, because groups that were added later do not belong to the run. `others` are further optimizers by name. With
     `has_gradients`, gradients are saved too, because the user's own code may accumulate them over several steps.
+    `registered` are objects of the user by name. Raises UsageError for state that has no encoding.
     """
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
+    encoder = StateEncoder(tensors)
     if ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
-    optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
+    try:
+        optimizer_facts = encode_optimizer(encoder, model, optimizer, num_groups=num_groups, prefix="optimizer/")
+        other_facts: dict[str, Any] = {}
+        for name, (other, other_scaler) in (others or {}).items():
+            facts_of_other = encode_optimizer(encoder, model, other, prefix=f"optimizer/@{name}/")
+            other_facts[name] = {"optimizer": facts_of_other, "scaler": other_scaler.state_dict()}
+        registered_facts = {
+            name: encoder.encode(owner.state_dict(), f"registered/{name}") for name, owner in (registered or {}).items()
+        }
+        progress_facts = encoder.encode(progress, "progress/")
+    except NotEncodableError as error:
+        raise _state_error(error) from None
     rng, rng_facts = capture_rng(device)
-    tensors |= optimizer_tensors | rng
-    other_facts: dict[str, Any] = {}
-    for name, (other, other_scaler) in (others or {}).items():
-        other_tensors, facts_of_other = _optimizer_state(model, other, prefix=f"optimizer/@{name}/")
-        tensors |= other_tensors
-        other_facts[name] = {"optimizer": facts_of_other, "scaler": other_scaler.state_dict()}
+    tensors |= encoder.finish() | rng
     if has_gradients:
         tensors |= {f"gradient/{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Read the row ranges first, because the local parts below no longer have them.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
-        "progress": progress,
+        "progress": progress_facts,
+        "registered": registered_facts,
         "optimizer": optimizer_facts,
         "scaler": scaler.state_dict(),
         "other_optimizers": other_facts,
@@ -88,6 +107,16 @@ def take_snapshot(
     }
     local = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
     return Snapshot(tensors=local, facts=facts, info=info, rows=rows)
+
+
+def _state_error(error: NotEncodableError) -> UsageError:
+    role, _, _rest = error.path.partition("/")
+    owner = {"optimizer": "the optimizer", "registered": "a registered object"}.get(role, "the data or a callback")
+    return UsageError(
+        f"the state of {owner} cannot be saved without pickle",
+        got=str(error).removeprefix(f"{role}/"),
+        try_="a state_dict() of numbers, strings, tensors, NumPy arrays, generators, and lists, dicts and sets of them",
+    )
 
 
 def wanted_rows(model: nn.Module) -> WantedRows:
@@ -113,10 +142,12 @@ def restore_snapshot(
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
     others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
+    registered: Mapping[str, Stateful] | None = None,
 ) -> dict[str, Any]:
-    """Restore the model, optimizer, scaler, moving average and generators, and return the caller's `progress`.
+    """Restore the model, optimizers, moving average, registered objects and generators; return the `progress`.
 
-    Raises WhetError if the snapshot does not fit.
+    Objects that were saved but are not in `registered` are left out: `restore_registered` restores them later. Raises
+    WhetError if the snapshot does not fit.
     """
     try:
         # Only trained parameters must be finite; buffers and masks may hold Inf.
@@ -125,14 +156,21 @@ def restore_snapshot(
         restore_model(snapshot, model)
         if ema is not None:
             _copy_into(ema.average, snapshot, "ema")
-        _restore_optimizer(snapshot, model, optimizer, snapshot.facts["optimizer"])
+        decoder = _decoder(snapshot, model, device)
+        restorer = OptimizerRestorer(
+            model, decoder, snapshot.tensors, snapshot.rows, lambda target, name: _part_for(target, snapshot, name)
+        )
+        restorer.restore(optimizer, snapshot.facts["optimizer"])
         if snapshot.facts["scaler"]:
             scaler.load_state_dict(snapshot.facts["scaler"])
-        _restore_others(snapshot, model, others or {})
+        _restore_others(snapshot, restorer, others or {})
+        for name, owner in (registered or {}).items():
+            if name in snapshot.facts["registered"]:
+                owner.load_state_dict(decoder.decode(snapshot.facts["registered"][name]))
         for name, parameter in model.named_parameters():
             saved = snapshot.tensors.get(f"gradient/{name}")
             parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
-        progress: dict[str, Any] = snapshot.facts["progress"]
+        progress: dict[str, Any] = decoder.decode(snapshot.facts["progress"])
         # Restore the generators last, because restoring the other parts may draw random numbers.
         restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
         return progress
@@ -142,6 +180,26 @@ def restore_snapshot(
         raise WhetError(
             "the checkpoint's state has an unknown structure", got=what, try_="an older checkpoint"
         ) from error
+
+
+def _decoder(snapshot: Snapshot, model: nn.Module, device: AbstractDevice) -> StateDecoder:
+    live = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
+    was_on_host = snapshot.facts["device"] == "cpu"
+    return StateDecoder(snapshot.tensors, live=live, device=device.torch_device, was_on_host=was_on_host)
+
+
+def restore_registered(
+    snapshot: Snapshot, name: str, owner: Stateful, model: nn.Module, device: AbstractDevice
+) -> bool:
+    """Restore an object of the user that was registered after the run was restored. Return whether it was saved.
+
+    No generator moves: the run has restored them already.
+    """
+    if name not in snapshot.facts["registered"]:
+        return False
+    with preserve_rng(device):
+        owner.load_state_dict(_decoder(snapshot, model, device).decode(snapshot.facts["registered"][name]))
+    return True
 
 
 def check_finite(parameters: dict[str, Tensor]) -> None:
@@ -245,7 +303,7 @@ def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
 
 
 def _restore_others(
-    snapshot: Snapshot, model: nn.Module, others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]]
+    snapshot: Snapshot, restorer: OptimizerRestorer, others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]]
 ) -> None:
     saved = snapshot.facts["other_optimizers"]
     if saved.keys() != others.keys():
@@ -255,112 +313,9 @@ def _restore_others(
             try_="the optimizers the run was started with, in their order",
         )
     for name, (other, scaler) in others.items():
-        _restore_optimizer(snapshot, model, other, saved[name]["optimizer"], prefix=f"optimizer/@{name}/")
+        restorer.restore(other, saved[name]["optimizer"])
         if saved[name]["scaler"]:
             scaler.load_state_dict(saved[name]["scaler"])
-
-
-def _optimizer_state(
-    model: nn.Module, optimizer: Optimizer, *, num_groups: int | None = None, prefix: str = "optimizer/"
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the optimizer state by parameter name, so that it does not depend on the order of parameters."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        name = names[parameter]
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{prefix}{name}/{key}"] = value
-            else:
-                # Numbers stay as they are. Lists and dicts of tensors (LBFGS) refer to tensors by name.
-                encoded = encode_state(value, path=f"{prefix}{name}/{key}", tensors=tensors)
-                numbers.setdefault(name, {})[key] = encoded
-    groups = [
-        {
-            "parameters": [names[p] for p in group["params"]],
-            "values": group_values(group),
-        }
-        for group in optimizer.param_groups[:num_groups]
-    ]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-
-
-def _restore_optimizer(
-    snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any], *, prefix: str = "optimizer/"
-) -> None:
-    if facts["class"] != type(optimizer).__name__:
-        raise WhetError(
-            "the checkpoint was made with another optimizer",
-            got=f"{facts['class']}; this is {type(optimizer).__name__}",
-            try_="the optimizer the run was started with",
-        )
-    by_name = dict(model.named_parameters())
-    groups = optimizer.param_groups
-    if len(facts["groups"]) != len(groups):
-        got = f"{len(groups)} parameter groups; the checkpoint has {len(facts['groups'])}"
-        raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
-    for saved, group in zip(facts["groups"], groups, strict=True):
-        order = [by_name[name] for name in saved["parameters"]]
-        if {id(p) for p in order} != {id(p) for p in group["params"]}:
-            raise WhetError(
-                "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
-            )
-        for key, value in saved["values"].items():
-            # The current plan selects kernels. It may differ from the plan of the saved run.
-            if key not in EXECUTION_KEYS:
-                set_group_value(group, key, value)
-    optimizer.state.clear()
-    used: dict[str, Tensor] = {}
-    for name, numbers in facts["numbers"].items():
-        parameter = by_name[name]
-        moved = _MovedTensors(snapshot.tensors, parameter.device, used)
-        optimizer.state[parameter].update({key: decode_state(value, tensors=moved) for key, value in numbers.items()})
-    for full_name, tensor in snapshot.tensors.items():
-        name, _, key = full_name.removeprefix(prefix).rpartition("/")
-        # "@" begins the name of another optimizer.
-        if full_name.startswith(prefix) and not name.startswith("@") and full_name not in used:
-            parameter = by_name[name]
-            whole = _whole_shape(snapshot, full_name)
-            if key in _PARAMETER_SHAPED_STATE and whole != tuple(parameter.shape):
-                raise WhetError(
-                    f"the checkpoint's {key} does not fit {name!r}",
-                    got=f"{whole}; the parameter has {tuple(parameter.shape)}",
-                    try_="the model the run was started with",
-                )
-            if local_rows(parameter) is not None and whole == tuple(parameter.shape):
-                # Shard the state like its parameter.
-                sharded = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
-                local_tensor(sharded).copy_(_part_for(parameter, snapshot, full_name))
-                optimizer.state[parameter][key] = sharded
-                continue
-            # torch keeps step counts on the CPU unless the optimizer is fused or capturable.
-            device = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
-            optimizer.state[parameter][key] = tensor.to(device, copy=True)
-    for owner, state in optimizer.state.items():
-        # Tensors on disk are contiguous, but fused kernels need the state in the memory layout of its parameter.
-        align_state(owner, state)
-
-
-class _MovedTensors(Mapping[str, Tensor]):
-    """Copies of tensors on a device, made when they are looked up. `used` collects them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, used: dict[str, Tensor]) -> None:
-        self._tensors, self._device, self._used = tensors, device, used
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._used[name] = self._tensors[name].to(self._device, copy=True)
-        return self._used[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _steps_on_device(optimizer: Optimizer) -> bool:
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -1,6 +1,6 @@
 """Build optimizers by name, with the kernels that the plan selects; AdamATan2."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -108,24 +108,6 @@ def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[floa
         else:
             group["lr"] = rate
     return rates
-
-
-def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a parameter group as JSON values."""
-    return {key: _as_json(value) for key, value in group.items() if key != "params"}
-
-
-def set_group_value(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a hyperparameter from its JSON value. A tensor changes in place, and a tuple stays one."""
-    if isinstance(group.get(key), Tensor):
-        # Keep the tensor itself, because a captured graph may read it.
-        group[key].fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def _as_json(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
 
 
 # --- AdamATan2 --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ class StopBelow(whet.Callback):
         return whet.Action.STOP("good enough") if metrics["loss"] < 0.1 else whet.Action.NONE
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -192,7 +191,10 @@ class Callback:
         """Called when the session ends, after the final checkpoint. `error` is the exception that ended it, or None."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints, as plain JSON. It is restored on resume and on rollback."""
+        """Return the state to save in checkpoints. It is restored on resume and on rollback.
+
+        Numbers, strings, tensors, NumPy arrays, generators, and lists, dicts and sets of them.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,16 +250,7 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the user callbacks by name. Callbacks without state are left out."""
-        states = {name: state for name, callback in self._named() if (state := callback.state_dict())}
-        for name, state in states.items():
-            try:
-                json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                hint = "numbers, strings, lists and dicts; tensor.tolist() for a tensor"
-                raise UsageError(
-                    "the state of a callback must be plain JSON", got=f"{name}: {error}", try_=hint
-                ) from None
-        return states
+        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Restore the saved states. Return the names that are only saved or only present now."""

@@ -152,9 +152,9 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
     Raise for a change unless it is allowed: the user would not see that the old value stays in use.
     """
     try:
-        initial = snapshot.facts["progress"]["initial"]
+        initial = snapshot.progress["initial"]
         changes = run.rates.changes(initial)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _structure_error(error) from None
     if changes and "lr" not in run.config.allow:
         more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""

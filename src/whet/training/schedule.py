@@ -1,5 +1,6 @@
 """Learning rate schedules: a factor of the base rate for each step. Steps count from 1."""
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.checkpoint.state_json import state_changes
-from whet.step.optimizers import EXECUTION_KEYS, group_values, set_group_value, set_learning_rate
+from whet.checkpoint.state_json import NotEncodableError, decode_state, encode_state, state_changes
+from whet.step.optimizers import EXECUTION_KEYS, set_learning_rate
 
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 
@@ -158,7 +159,11 @@ class LearningRates:
     def _use_given_values(self) -> None:
         for group, values in zip(self._optimizer.param_groups, self._given["groups"], strict=True):
             for key, value in values.items():
-                set_group_value(group, key, value)
+                if isinstance(group.get(key), torch.Tensor):
+                    # Keep the tensor itself, because a captured graph may read it.
+                    group[key].copy_(torch.as_tensor(decode_state(value)))
+                else:
+                    group[key] = decode_state(value)
 
     def _remember(self) -> None:
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -174,8 +179,21 @@ _left_by_session: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictiona
 
 
 def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str, Any]]:
-    groups = [{**group_values(group), "lr": rate} for group, rate in zip(optimizer.param_groups, rates, strict=True)]
-    return [{key: value for key, value in values.items() if key not in EXECUTION_KEYS} for values in groups]
+    """Return the hyperparameters of each group, encoded. What has no short encoding is not compared."""
+    groups = []
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        values: dict[str, Any] = {}
+        for key, value in group.items():
+            if key not in ("params", "lr", *EXECUTION_KEYS):
+                with contextlib.suppress(NotEncodableError):
+                    values[key] = encode_state(_as_number(value))
+        groups.append({**values, "lr": rate})
+    return groups
+
+
+def _as_number(value: Any) -> Any:
+    # The plan decides whether a number is on the device.
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def hyperparameter_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

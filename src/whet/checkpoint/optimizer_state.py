@@ -1,0 +1,238 @@
+"""The state of optimizers: any structure, through their own state_dict() where they override it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.base.errors import WhetError
+from whet.checkpoint.state_json import StateDecoder, StateEncoder
+from whet.distributed.strategies import RowRange, local_rows, local_tensor
+from whet.step.model_contexts import align_state
+from whet.step.optimizers import EXECUTION_KEYS
+
+_PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
+"""Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
+
+
+def state_name(prefix: str, parameter: str, key: object) -> str:
+    """Return the name of a tensor in the state of a parameter."""
+    # The part behind the last slash is the key.
+    return f"{prefix}{parameter}/{str(key).replace('%', '%25').replace('/', '%2F')}"
+
+
+def encode_optimizer(
+    encoder: StateEncoder, model: nn.Module, optimizer: Optimizer, *, num_groups: int | None = None, prefix: str
+) -> dict[str, Any]:
+    """Return the state of an optimizer by parameter name, so that it does not depend on the order of parameters.
+
+    Only the first `num_groups` parameter groups are saved.
+    """
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    facts: dict[str, Any] = {"class": type(optimizer).__name__}
+    facts |= _encode_parts(encoder, optimizer, names, num_groups=num_groups, prefix=prefix)
+    for attribute, inner in _inner_optimizers(optimizer):
+        parts = _encode_parts(encoder, inner, names, prefix=f"{prefix}@{attribute}/")
+        facts.setdefault("inner", {})[attribute] = {"class": type(inner).__name__, **parts}
+    if _has_own_state(optimizer):
+        # Mostly the same tensors as above, to which the encoding refers.
+        facts["own"] = encoder.encode(optimizer.state_dict(), f"{prefix}@state_dict/")
+    return facts
+
+
+def _encode_parts(
+    encoder: StateEncoder,
+    optimizer: Optimizer,
+    names: Mapping[Any, str],
+    *,
+    num_groups: int | None = None,
+    prefix: str,
+) -> dict[str, Any]:
+    groups = [
+        {
+            "parameters": [names[p] for p in group["params"]],
+            "values": {
+                key: encoder.encode(value, f"{prefix}@group/{number}.{key}")
+                for key, value in group.items()
+                # A function has no state, and the user's program makes it again.
+                if key != "params" and not callable(value)
+            },
+        }
+        for number, group in enumerate(optimizer.param_groups[:num_groups])
+    ]
+    state: list[Any] = []
+    for owner, values in optimizer.state.items():
+        if isinstance(owner, Tensor):
+            entry: dict[str, Any] = {"parameter": names[owner]}
+            path = names[owner]
+        else:
+            # Some optimizers keep counts of their own under names.
+            entry, path = {"key": encoder.encode(owner, f"{prefix}@key")}, f"@{owner}"
+        if isinstance(values, dict):
+            entry["items"] = [
+                [encoder.encode(key, prefix), encoder.encode(value, state_name(prefix, path, key))]
+                for key, value in values.items()
+            ]
+        else:
+            entry["value"] = encoder.encode(values, state_name(prefix, path, "value"))
+        state.append(entry)
+    return {"groups": groups, "state": state}
+
+
+def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Yield the optimizers that a wrapper such as Lookahead steps."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            yield name, value
+
+
+def _has_own_state(optimizer: Optimizer) -> bool:
+    names = ("state_dict", "load_state_dict")
+    overrides = any(getattr(getattr(optimizer, n), "__func__", None) is not getattr(Optimizer, n) for n in names)
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return overrides or any(getattr(optimizer, name, None) for name in hooks)
+
+
+# --- restoring -------------------------------------------------------------------------------------------------------
+
+
+class OptimizerRestorer:
+    """Restores optimizers from a checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: StateDecoder,
+        tensors: Mapping[str, Tensor],
+        rows: Mapping[str, RowRange],
+        part_for: Callable[[Tensor, str], Tensor],
+    ) -> None:
+        """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor for a parameter."""
+        self._by_name = dict(model.named_parameters())
+        self._decoder, self._tensors, self._rows, self._part_for = decoder, tensors, rows, part_for
+
+    def restore(self, optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
+        """Restore an optimizer. Raises WhetError if the checkpoint was made with another one."""
+        if facts["class"] != type(optimizer).__name__:
+            raise WhetError(
+                "the checkpoint was made with another optimizer",
+                got=f"{facts['class']}; this is {type(optimizer).__name__}",
+                try_="the optimizer the run was started with",
+            )
+        inner = dict(_inner_optimizers(optimizer))
+        if inner.keys() != facts.get("inner", {}).keys():
+            raise WhetError(
+                "the checkpoint was made with another optimizer",
+                got=f"one with {', '.join(facts.get('inner', {})) or 'no optimizer inside'}",
+                try_="the optimizer the run was started with",
+            )
+        pairs = [
+            ("", optimizer, facts),
+            *((name, inner[name], saved) for name, saved in facts.get("inner", {}).items()),
+        ]
+        for _, one, saved in pairs:
+            self._check_groups(one, saved)
+        # Decode everything in the order of the encoding, because later parts refer to earlier ones.
+        decoded = [(name, *self._decode_parts(one, saved)) for name, one, saved in pairs]
+        if "own" in facts:
+            _load_own(optimizer, self._decoder.decode(facts["own"]))
+        # Again, and exactly: torch's own load_state_dict converts dtypes, and copies what was shared.
+        for name, groups, state in decoded:
+            one = dict(_inner_optimizers(optimizer))[name] if name else optimizer
+            for group, values in zip(one.param_groups, groups, strict=True):
+                group.update(values)
+            one.state.clear()
+            one.state.update(state)
+
+    def _check_groups(self, optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
+        groups = optimizer.param_groups
+        if len(facts["groups"]) != len(groups):
+            got = f"{len(groups)} parameter groups; the checkpoint has {len(facts['groups'])}"
+            raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
+        for saved, group in zip(facts["groups"], groups, strict=True):
+            order = [self._by_name[name] for name in saved["parameters"]]
+            if {id(p) for p in order} != {id(p) for p in group["params"]}:
+                raise WhetError(
+                    "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
+                )
+
+    def _decode_parts(
+        self, optimizer: Optimizer, facts: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+        """Return the values of the parameter groups, and the state."""
+        groups = [
+            # The current plan selects kernels. It may differ from the plan of the saved run.
+            {key: self._group_value(group, key, v) for key, v in saved["values"].items() if key not in EXECUTION_KEYS}
+            for saved, group in zip(facts["groups"], optimizer.param_groups, strict=True)
+        ]
+        state: dict[Any, Any] = {}
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        for entry in facts["state"]:
+            if "parameter" not in entry:
+                state[self._decoder.decode(entry["key"])] = self._values(entry)
+                continue
+            parameter = self._by_name[entry["parameter"]]
+            for key, value in entry.get("items", ()):
+                self._prepare(parameter, entry["parameter"], key, value, steps_on_device=on_device)
+            state[parameter] = self._values(entry)
+            if "items" in entry:
+                # Tensors on disk are contiguous, but fused kernels need the state in the layout of its parameter.
+                align_state(parameter, state[parameter])
+        return groups, state
+
+    def _values(self, entry: Mapping[str, Any]) -> Any:
+        decode = self._decoder.decode
+        if "items" not in entry:
+            return decode(entry["value"])
+        return {decode(key): decode(value) for key, value in entry["items"]}
+
+    def _prepare(self, parameter: Tensor, name: str, key: Any, value: Any, *, steps_on_device: bool) -> None:
+        """Check the state of a parameter, shard it like the parameter, and put it on the right device."""
+        if not isinstance(value, dict) or value.get("$") != "reference":
+            return
+        saved = self._tensors[value["name"]]
+        rows = self._rows.get(value["name"])
+        whole = tuple(saved.shape) if rows is None else (rows.total, *saved.shape[1:])
+        if key in _PARAMETER_SHAPED_STATE and whole != tuple(parameter.shape):
+            raise WhetError(
+                f"the checkpoint's {key} does not fit {name!r}",
+                got=f"{whole}; the parameter has {tuple(parameter.shape)}",
+                try_="the model the run was started with",
+            )
+        if local_rows(parameter) is not None and whole == tuple(parameter.shape):
+            # Shard the state like its parameter.
+            sharded = torch.empty_like(parameter.detach(), dtype=saved.dtype)
+            local_tensor(sharded).copy_(self._part_for(parameter, value["name"]))
+            self._decoder.use(value["name"], sharded)
+        elif key == "step" and saved.dim() == 0:
+            # torch keeps step counts on the CPU unless the optimizer is fused or capturable.
+            device = parameter.device if steps_on_device else torch.device("cpu")
+            self._decoder.use(value["name"], saved.to(device, copy=True))
+
+    @torch.no_grad()
+    def _group_value(self, group: dict[str, Any], key: str, encoded: Any) -> Any:
+        value, now = self._decoder.decode(encoded), group.get(key)
+        if isinstance(now, Tensor) and not isinstance(value, Tensor):
+            # The plan of this session keeps the value on the device.
+            return now.fill_(value)
+        if isinstance(now, Tensor) and value.shape == now.shape and encoded.get("$") == "reference":
+            # Keep the tensor itself, because a captured graph may read it.
+            now.copy_(value)
+            self._decoder.use(encoded["name"], now)
+            return now
+        if isinstance(value, Tensor) and isinstance(now, float) and value.dim() == 0:
+            return float(value)
+        return value
+
+
+def _load_own(optimizer: Optimizer, state: Any) -> None:
+    """Call the optimizer's own load_state_dict."""
+    groups = [id(group) for group in optimizer.param_groups]
+    shared = [name for name, one in _inner_optimizers(optimizer) if [id(group) for group in one.param_groups] == groups]
+    optimizer.load_state_dict(state)
+    for name, inner in _inner_optimizers(optimizer):
+        if name in shared:
+            # A wrapper shares its groups with the optimizer inside, so that both see the learning rate.
+            optimizer.param_groups = inner.param_groups
