@@ -5,16 +5,25 @@
 #   make setup     whet with all extras and tools into .venv; the others do it first
 #   make lint      ruff, import-linter, mypy, generated docs; a minute the first time, then seconds
 #   make test-all  the same as test, with the slow tests
+#   make doctor    test this device quickly; doctor.json holds the results
 #   make docs      write the generated docs, after a change to a rule
 #   make pictures  take the pictures of the docs, in the system's chromium
 #   make encoder   a real pretrained encoder (84 MB) for tests and benchmarks
+#   make dist      sdist and wheel into dist/, checked; TAG=v0.1.0 also compares a tag with the version and the changelog
+#   make try-wheel the wheel of dist/ in an empty environment without a compiler: plan, train, sizes and times
+#   make publish   upload dist/ to PyPI; the release workflow does this by trusted publishing
 #   make clean     remove .venv and what tools left
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# build and twine alone: a release needs no torch.
+RELEASE := build/env
+# Which tests `make test` runs, and the device of `make demo`.
+MARKS ?= not slow
+DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup encoder demo docs pictures lint test test-all clean
+.PHONY: help setup encoder demo doctor docs pictures lint test test-all dist try-wheel publish clean
 
 help:
 	@sed -n '/^PYTHON/q;s/^# \{0,1\}//p' Makefile
@@ -37,9 +46,12 @@ demo: $(READY)
 	@echo
 	@$(BIN)/whet plan text --machine m2-air-8gb
 	@echo
-	@$(BIN)/whet train text --run runs/demo
+	@$(BIN)/whet train text --run runs/demo --device $(DEVICE)
 	@echo
 	@$(BIN)/whet predict runs/demo "Return the eigenvalues of a matrix." "Open a file and return a stream."
+
+doctor: $(READY)
+	@$(BIN)/whet doctor --quick --json doctor.json
 
 docs: $(READY)
 	@$(BIN)/python tools/docs.py
@@ -56,10 +68,27 @@ lint: $(READY)
 	@$(BIN)/python tools/docs.py --check
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
 test-all: lint
 	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+$(RELEASE)/.ready: constraints.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt build hatchling twine
+	@touch $@
+
+dist: $(RELEASE)/.ready
+	@rm -rf dist
+	@$(RELEASE)/bin/python -m build --no-isolation
+	@$(RELEASE)/bin/twine check --strict dist/*
+	@$(RELEASE)/bin/python tools/release.py check dist $(TAG)
+
+try-wheel:
+	@$(PYTHON) tools/release.py try dist/*.whl $(CONSTRAINTS)
+
+publish: $(RELEASE)/.ready
+	@$(RELEASE)/bin/twine upload --non-interactive dist/*
 
 clean:
 	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
