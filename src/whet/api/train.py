@@ -74,6 +74,7 @@ def train(
     init_from: str | Path | None = None,
     allow: Collection[str] = (),
     callbacks: Sequence[Callback] = (),
+    register: Mapping[str, Any] | None = None,
     read_sensors: ReadSystemState | None = None,
     outputs: Callable[[Any], Any] | None = None,
     # end generated keywords
@@ -171,6 +172,7 @@ def train(model: Any, *args: Any, **keywords: Any) -> TrainResult:
         init_from: Run or import whose weights a new run starts with.
         allow: What may differ when a run resumes: "data", "batch", "lr".
         callbacks: Instances of `whet.Callback` (docs/callbacks.md).
+        register: Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md).
         read_sensors: Reads the sensors; by default those of this machine.
         outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
             verified.

@@ -46,6 +46,8 @@ class CheckpointInfo(FrozenModel):
     """Fingerprint and length of the data, global batch size, and position in the data."""
     exactness: Literal["bit-exact"] | tuple[str, ...] = BIT_EXACT
     """The value "bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
+    gaps: tuple[str, ...] = ()
+    """State of the training that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
 
     @property
     def reasons(self) -> tuple[str, ...]:

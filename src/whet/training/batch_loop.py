@@ -36,6 +36,8 @@ class BatchLoop:
         self.training = run.config.training
         self.steps = BatchSteps()
         """The steps of the current batch."""
+        self.has_begun = False
+        """Whether the first batch has been read."""
         self._sync = RankSync(run.group)
         self._first_epoch = run.state.epoch
         self._is_in_step = False
@@ -46,6 +48,9 @@ class BatchLoop:
         run, state = self.run, self.state
         # A loop that was left with `break` may be entered again.
         self.finish_batch()
+        if not self.has_begun:
+            self.has_begun = True
+            run.begin_steps()
         while not state.is_finished:
             num_rollbacks, before = self._num_rollbacks, state.step
             for batch in run.batches():

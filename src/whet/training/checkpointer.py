@@ -136,6 +136,19 @@ class Checkpointer:
         if note not in self._info.reasons:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
+    def note_gap(self, gap: str) -> bool:
+        """Record in all later checkpoints that they do not hold a part of the state. Return whether it is new."""
+        is_new = gap not in self._info.gaps
+        if is_new:
+            self._info = self._info.model_copy(update={"gaps": (*self._info.gaps, gap)})
+        return is_new
+
+    def save_initial_again(self) -> None:
+        """Write the initial state once more, with objects that were registered since. Later states have them."""
+        if self._run.state.step == 0 and self._info.attempt == 1:
+            self._saved_step = None
+            self.save("last")
+
     def _take_snapshot(self) -> Snapshot:
         run, state, stepper = self._run, self._run.state, self._run.stepper
         base_rates = run.rates.base
@@ -172,6 +185,7 @@ class Checkpointer:
             num_groups=len(base_rates),
             others=run.other_optimizers,
             has_gradients=run.has_users_gradients,
+            registered=run.registered.owners,
         )
 
     def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:
@@ -324,7 +338,12 @@ class Checkpointer:
         self._rejected = {number for number in steps if number > step}
         before = snapshot.info
         self._info = self._info.model_copy(
-            update={"attempt": before.attempt + 1, "parent": store.checkpoint_name(step), "exactness": before.exactness}
+            update={
+                "attempt": before.attempt + 1,
+                "parent": store.checkpoint_name(step),
+                "exactness": before.exactness,
+                "gaps": before.gaps,
+            }
         )
         for reason in restored.reasons:
             self.note_inexact(step, reason)

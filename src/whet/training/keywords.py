@@ -77,6 +77,8 @@ class SessionKeywords:
     """What may differ when a run resumes: "data", "batch", "lr"."""
     callbacks: Sequence[Callback] = ()
     """Instances of `whet.Callback` (docs/callbacks.md)."""
+    register: Mapping[str, Any] | None = None
+    """Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md)."""
     on_event: EventHandler | None = None
     """Called with the kind and the fields of every event."""
     read_sensors: ReadSystemState | None = None

@@ -97,6 +97,7 @@ def train(
     init_from: str | Path | None = None,
     allow: Collection[str] = (),
     callbacks: Sequence[Callback] = (),
+    register: Mapping[str, Any] | None = None,
     read_sensors: ReadSystemState | None = None,
     outputs: Callable[[Any], Any] | None = None,
     # end generated keywords

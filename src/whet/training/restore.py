@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from whet.base.errors import DataChangedError, UsageError, WhetError
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
-from whet.checkpoint.snapshot import Snapshot, restore_snapshot
+from whet.checkpoint.snapshot import Snapshot, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
 from whet.run.event import INCIDENT_KINDS
@@ -68,13 +69,18 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
     return [f"{n} {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]
 
 
-def describe_exactness(reasons: list[str], device: AbstractDevice) -> str:
+OWN_LOOP = "session state restored exactly; your own variables only if registered"
+"""Said of a loop of the user's: its variables may hold state that no session can see."""
+
+
+def describe_exactness(reasons: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
     """Describe how exactly a resumed run reproduces an uninterrupted one."""
     if reasons:
         return "not bit-exact: " + "; ".join(reasons)
     if device.kind == "cpu" or torch.are_deterministic_algorithms_enabled():
-        return "bit-exact"
-    return f"exact state; kernels of {device.kind} may round differently each time"
+        return OWN_LOOP if is_own_loop else "bit-exact"
+    kernels = f"kernels of {device.kind} may round differently each time"
+    return f"{OWN_LOOP}; {kernels}" if is_own_loop else f"exact state; {kernels}"
 
 
 def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
@@ -127,6 +133,8 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
         callbacks = {str(name): dict(values) for name, values in saved["callbacks"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _structure_error(error) from None
+    restore_one = partial(restore_registered, snapshot, model=run.model, device=run.device)
+    run.registered.restore(snapshot.facts["registered"], restore_one)
     changed_code = run.observe_code()
     reasons += changed_code
     unmatched = run.callbacks.load_state_dict(callbacks)
@@ -138,7 +146,9 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
-    fields: dict[str, Any] = {"exactness": describe_exactness(reasons, run.device)}
+    reasons += snapshot.info.gaps
+    exactness = describe_exactness(reasons, run.device, is_own_loop=run.config.is_own_loop)
+    fields: dict[str, Any] = {"exactness": exactness}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]
     if reasons:

@@ -85,6 +85,7 @@ class Session:
         init_from: Run or import whose weights a new run starts with.
         allow: What may differ when a run resumes: "data", "batch", "lr".
         callbacks: Instances of `whet.Callback` (docs/callbacks.md).
+        register: Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md).
         on_event: Called with the kind and the fields of every event.
         read_sensors: Reads the sensors; by default those of this machine.
         outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
@@ -126,6 +127,7 @@ class Session:
         init_from: str | Path | None = None,
         allow: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
+        register: Mapping[str, Any] | None = None,
         on_event: EventHandler | None = None,
         read_sensors: ReadSystemState | None = None,
         outputs: Callable[[Any], Any] | None = None,
@@ -135,7 +137,7 @@ class Session:
         keywords = SessionKeywords.from_call(locals())
         hint = 'goal="val_loss" and session.log(val_loss=...)'
         checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
-        self._use_config(make_run_config(model, optimizer, data, keywords))
+        self._use_config(replace(make_run_config(model, optimizer, data, keywords), is_own_loop=True))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
@@ -227,6 +229,19 @@ class Session:
         """Yield the remaining global batches, and act on the requests of callbacks between them."""
         self._entered_run()
         return self._loop.batches()
+
+    def register(self, name: str, obj: Any) -> Any:
+        """Save and restore an object of yours with the run, and return it. Call this before the first batch.
+
+        The object has `state_dict` and `load_state_dict`, or is a list, dict, set, deque, tensor, array or random
+        generator that you change in place. If the run resumes, the saved state is loaded into it here.
+        """
+        self._entered_run()
+        if self._loop.has_begun:
+            hint = f"session.register({name!r}, ...) before `for batch in session`"
+            raise UsageError("an object is registered too late", got="the first batch has been read", try_=hint)
+        self.run.registered.add(name, obj)
+        return obj
 
     def step(self, loss: LossFunction, batch: GlobalBatch, *, optimizer: str | None = None, every: int = 1) -> None:
         """Run one optimizer step on a global batch: split, forward, backward, clip, update, EMA, log.

@@ -64,6 +64,7 @@ from whet.training.optimizer_set import (
     config_for_optimizer,
     parameters_of_others,
 )
+from whet.training.registered import RegisteredObjects
 from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import decide_resume, run_exists
 from whet.training.schedule import LearningRates, make_schedule
@@ -110,6 +111,10 @@ class RunConfig:
     outputs: OutputFunction | None = None
     """A function from a micro-batch to outputs, for causal models; causality is then verified."""
     callbacks: tuple[Callback, ...] = ()
+    register: Mapping[str, Any] = field(default_factory=dict)
+    """Objects of the user that are saved and restored with the run, by name."""
+    is_own_loop: bool = False
+    """Whether the training loop is the user's: a session cannot know what its variables hold."""
     on_event: EventHandler | None = None
     read_sensors: ReadSystemState | None = None
     """A function that reads sensors; None for those of this machine."""
@@ -162,6 +167,7 @@ def make_run_config(
         attach=keywords.attach,
         outputs=None if keywords.outputs is None else adapt_outputs(keywords.outputs),
         callbacks=tuple(keywords.callbacks),
+        register=dict(keywords.register or {}),
         on_event=keywords.on_event,
         read_sensors=keywords.read_sensors,
     )
@@ -214,6 +220,7 @@ class RunContext:
         """Restores the original memory format of the weights."""
         self.rates = rates
         self.sources = SourceCode()
+        self.registered = RegisteredObjects(config.register)
         self.state = state
         self.exit_stack = exit_stack
         """Undoes the setup when the session ends, in reverse order."""
@@ -281,6 +288,20 @@ class RunContext:
         """Record in all later checkpoints that the run is not bit-exact since `step`."""
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
+
+    def note_gap(self, gap: str) -> None:
+        """Record in all later checkpoints that they do not hold a part of the state, and warn of it once."""
+        if self.checkpointer is not None and self.checkpointer.note_gap(gap):
+            reason = f"checkpoints do not hold the whole state: {gap}"
+            self.log.event("warning", step=self.state.step, reason=reason, retry="never")
+
+    def begin_steps(self) -> None:
+        """Save objects that were registered after the initial state was saved, and warn of those that are missing."""
+        for mismatch in self.registered.begin(is_new=self.state.step == 0):
+            self.log.event("warning", step=self.state.step, reason=mismatch, exact=False, retry="never")
+            self.note_inexact(self.state.step, mismatch)
+        if self.checkpointer is not None and self.registered.objects.keys() - self.config.register.keys():
+            self.checkpointer.save_initial_again()
 
     def log_pending_events(self) -> None:
         """Log the events of the device and the data. Raise if the device has failed without raising an error."""

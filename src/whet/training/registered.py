@@ -1,0 +1,135 @@
+"""Objects of the user that are saved and restored with a run: `session.register(name, obj)`."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint.snapshot import Stateful
+
+Restore = Callable[[str, Stateful], bool]
+"""Restores an object by its name from a checkpoint, and returns whether the checkpoint has it."""
+
+
+class RegisteredObjects:
+    """The registered objects by name, and how to restore those that are registered after the run was restored."""
+
+    def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
+        self.objects: dict[str, Any] = {}
+        self._restore: Restore | None = None
+        self._saved: set[str] = set()
+        """Names in the checkpoint that the run was restored from."""
+        for name, obj in (objects or {}).items():
+            self.add(name, obj)
+
+    @property
+    def owners(self) -> dict[str, Stateful]:
+        """The objects as owners of a state_dict."""
+        return {name: obj if _has_methods(obj) else PlainState(obj) for name, obj in self.objects.items()}
+
+    def add(self, name: str, obj: Any) -> None:
+        """Register an object, and load its state if the run was restored from a checkpoint that has one."""
+        if not isinstance(name, str) or not name:
+            raise UsageError("a registered object needs a name", got=repr(name)[:80], try_='"teacher"')
+        if name in self.objects:
+            hint = "another name for the second object"
+            raise UsageError("two objects are registered by one name", got=repr(name), try_=hint)
+        check_has_state(name, obj)
+        self.objects[name] = obj
+        self._load(name)
+
+    def restore(self, names: Mapping[str, Any], restore: Restore) -> None:
+        """Load the states of a checkpoint. Those of objects that are not registered yet are loaded by `add`."""
+        self._restore, self._saved = restore, {*names}
+        for name in self.objects:
+            self._load(name)
+        if self._saved <= self.objects.keys():
+            # Nothing is left to restore, so the checkpoint's memory can be freed.
+            self._restore = None
+
+    def begin(self, *, is_new: bool) -> list[str]:
+        """Return why a resumed run is not exact: objects that were registered and are not, or the reverse.
+
+        `add` restores nothing from then on.
+        """
+        missing, added = sorted(self._saved - self.objects.keys()), sorted(self.objects.keys() - self._saved)
+        self._restore, self._saved = None, set()
+        reasons = [f"{name!r} was registered and no longer is" for name in missing]
+        return reasons + [f"{n!r} was not registered when the checkpoint was written" for n in added if not is_new]
+
+    def _load(self, name: str) -> None:
+        if self._restore is None:
+            return
+        try:
+            self._restore(name, self.owners[name])
+        except Exception as error:
+            raise WhetError(
+                f"the registered object {name!r} does not accept its saved state",
+                got=f"{type(error).__name__}: {error}"[:300],
+                try_="the object that the run was started with; its load_state_dict must accept its own state_dict",
+            ) from error
+
+
+def check_has_state(name: str, obj: Any) -> None:
+    """Raise unless the state of an object can be read and set."""
+    if isinstance(obj, type) or not (_has_methods(obj) or isinstance(obj, _PLAIN)):
+        raise UsageError(
+            f"{name!r} has no state that could be saved",
+            got=f"{type(obj).__name__} without state_dict and load_state_dict",
+            try_="an object with both methods, or a list, dict, set, deque, tensor, array or random generator",
+        )
+
+
+def _has_methods(obj: Any) -> bool:
+    return all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+_PLAIN = (
+    list, dict, set, deque, Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator,
+    np.random.RandomState,
+)  # fmt: skip
+"""Kinds of objects without state_dict that are changed in place."""
+
+
+class PlainState:
+    """The state of an object that is changed in place, as state_dict and load_state_dict."""
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+
+    def state_dict(self) -> Any:
+        """Return the object, or the state of a generator."""
+        obj = self._obj
+        if isinstance(obj, np.random.Generator):
+            return obj.bit_generator.state
+        if isinstance(obj, torch.Generator | np.random.RandomState):
+            return obj.get_state()
+        return obj.getstate() if isinstance(obj, random.Random) else obj
+
+    def load_state_dict(self, state: Any) -> None:
+        """Change the object in place."""
+        obj = self._obj
+        if isinstance(obj, np.random.Generator):
+            obj.bit_generator.state = state
+        elif isinstance(obj, torch.Generator | np.random.RandomState):
+            obj.set_state(state)
+        elif isinstance(obj, random.Random):
+            obj.setstate(state)
+        elif isinstance(obj, Tensor):
+            if (obj.shape, obj.dtype) != (state.shape, state.dtype):
+                raise ValueError(f"{tuple(state.shape)} {state.dtype} for {tuple(obj.shape)} {obj.dtype}")
+            with torch.no_grad():
+                obj.copy_(state)
+        elif isinstance(obj, np.ndarray):
+            obj[...] = state
+        elif isinstance(obj, list):
+            obj[:] = state
+        else:
+            items = list(state.items()) if isinstance(obj, dict) else list(state)
+            obj.clear()
+            obj.extend(items) if isinstance(obj, deque) else obj.update(items)
