@@ -5,9 +5,16 @@ import math
 import pytest
 
 from simulated_step_bench import SimulatedStepBench, gaussian, heavy_tailed, landscape
-from whet.autotune.batch_size import batch_sizes_to_try, choose_batch_size, describe_scaling, lr_scaling
+from whet.autotune.batch_size import (
+    batch_sizes_to_try,
+    choose_batch_size,
+    describe_scaling,
+    lr_scaling,
+    measure_batch_sizes,
+)
 from whet.autotune.search import search
 from whet.autotune.step_bench import TuningProgress
+from whet.autotune.sweeps import batch_sizes_to_sweep
 from whet.base.errors import UsageError, WhetError
 from whet.config.options import CommonConfig
 from whet.config.resolve import resolve_config
@@ -180,3 +187,31 @@ def test_progress_reports_do_not_change_a_simulated_search() -> None:
         for watch in (None, lambda _: None)
     ]
     assert result[0] == result[1]
+
+
+def test_all_given_sizes_are_measured_on_a_simulated_machine_and_the_bench_keeps_its_own() -> None:
+    bench = simulated_bench(saturating(50), batch_spread=0.0)
+    points = measure_batch_sizes(bench, [128, 16, 64], budget_seconds=20)
+    assert [point.batch for point in points] == [16, 64, 128]
+    assert bench.plan.workload.global_batch_size == 32
+    # Visited up, down and up again.
+    assert all(point.steps >= 24 for point in points)
+    for point in points:
+        assert point.samples_per_second == pytest.approx(point.batch / saturating(50)(point.batch), rel=0.01)
+        assert point.micro_batch == point.batch
+    assert bench.alive == 0
+
+
+def test_a_simulated_size_without_time_is_a_point_with_its_reason() -> None:
+    points = measure_batch_sizes(simulated_bench(saturating(50)), [16, 32, 4096], budget_seconds=1.5)
+    assert points[0].samples_per_second
+    assert points[-1].note
+
+
+def test_the_sizes_of_a_sweep_are_given_or_halves_and_doubles() -> None:
+    plan = make_plan(MACHINE, TEXT)
+    assert batch_sizes_to_sweep(plan, ()) == [8, 16, 32, 64, 128]
+    assert batch_sizes_to_sweep(plan, (64, 16, 64)) == [16, 64]
+    for values in ((16, "x"), (0,), (True,), (16, 50_000)):
+        with pytest.raises(UsageError, match="global batch"):
+            batch_sizes_to_sweep(plan, values)

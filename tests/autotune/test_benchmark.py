@@ -330,6 +330,23 @@ def test_picture_shows_intervals_the_chosen_value_and_the_limit():
     assert len(bars) == 2
 
 
+def test_global_batch_sizes_have_a_table_with_steps_per_second_and_a_picture_beside_the_micro_batch():
+    batches = BenchSweep(setting="global_batch_size", rows=(measured(16), measured(64, rate=320, is_plan=True)))
+    micro = BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, is_plan=True)))
+    both = result(batches, sweeps=(batches, micro))
+    lines = bench_report.render_bench(both).splitlines()
+    header = next(line for line in lines if line.startswith("global_batch_size  "))
+    assert header.split() == ["global_batch_size", "samples/s", "it/s", "memory", "note"]
+    # 320 samples/s in batches of 64; the micro-batches are of a global batch of 32.
+    assert next(line for line in lines if line.startswith("64 *")).split()[-3:] == ["5", "1", "GB"]
+    steps = f"{100 / WORKLOAD.global_batch_size:.3g}"
+    assert next(line for line in lines if line.startswith("32 *")).split()[6] == steps
+    drawn = ET.fromstring(bench_chart(both))
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("global batch size") == texts.count("micro-batch") == 2
+    assert any("global-batch-size 64, micro-batch 32" in text for text in texts)
+
+
 def test_far_limit_makes_the_scale_logarithmic():
     panel = ChartPanel(
         title="memory & more",

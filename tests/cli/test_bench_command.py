@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import Run
+from paths import ROOT, Run
 
 pytestmark = pytest.mark.torch
 
@@ -112,6 +112,19 @@ def test_model_sizes_are_measured_with_their_own_plans(whet: Run, tiny: Path) ->
 
 
 @pytest.mark.slow
+def test_global_batch_sizes_are_measured_for_a_model_from_python(whet: Run, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text((ROOT / "tests" / "support" / "script_training.py").read_text())
+    sizes = ["--sweep", "global_batch_size=8,16", "--sweep", "micro_batch=4"]
+    done = whet("bench", f"{script}:main", *sizes, "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    batches, micro = json.loads(done.stdout)["sweeps"]
+    assert [row["value"] for row in batches["rows"]] == [8, 16]
+    assert all(row["samples_per_second"] and row["peak_bytes"] for row in batches["rows"]), batches
+    assert 4 in [row["value"] for row in micro["rows"]]
+
+
+@pytest.mark.slow
 def test_results_of_two_machines_are_merged(whet: Run, tiny: Path) -> None:
     from whet.machine.known import load_machine
 
@@ -141,6 +154,7 @@ def test_results_of_two_machines_are_merged(whet: Run, tiny: Path) -> None:
         (("text", "--against", "peers"), "--against naive"),
         (("text", "--sweep", "micro_bach"), "--sweep micro_batch"),
         (("text", "--sweep", "arch"), "declares no presets"),
+        (("text", "--sweep", "arch=small"), "--sweep arch"),
         (("text", "--out", "result.txt"), "FILE.json"),
         (("text", "--out", "absent/result.md"), "a file in an existing folder"),
         (("text", "--budget", "1"), "bench --help"),

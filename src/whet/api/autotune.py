@@ -88,7 +88,7 @@ def open_function_bench(arguments: Mapping[str, Any]) -> Any:
     machine, system_state = current_machine()
     workload = config.workload.model_copy(update={"recipe": training.name})
     plan = make_plan(machine, workload, overrides={**config.overrides, **device}, system_state=system_state)
-    return LocalStepBench(
+    bench = LocalStepBench(
         config.model,
         config.optimizer,
         config.data,
@@ -97,6 +97,10 @@ def open_function_bench(arguments: Mapping[str, Any]) -> Any:
         plan=plan,
         may_compile=True,
     )
+    # A process that is started again continues with the batch size of the one before.
+    if "global_batch_size" in arguments:
+        bench.use_batch(arguments["global_batch_size"])
+    return bench
 
 
 def restore_auto_batch(path: Path, resolved: ResolvedConfig[Any]) -> ResolvedConfig[Any] | None:

@@ -4,24 +4,26 @@ import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from whet.api.autotune import find_batch_size, function_bench, recipe_bench
 from whet.api.target import ScriptTraining
+from whet.autotune.batch_size import measure_batch_sizes
 from whet.autotune.benchmark import BenchmarkContext, disturbances, measure_sweep
 from whet.autotune.candidates import memory_limit, plan_with
 from whet.autotune.process_bench import ProcessStepBench
 from whet.autotune.search import search
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, Settings
-from whet.autotune.sweeps import Variant, plain_loop, select_sweeps, sweep_variants
+from whet.autotune.sweeps import Variant, batch_sizes_to_sweep, plain_loop, select_sweeps, sweep_variants
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_count
 from whet.config.resolve import ResolvedConfig, resolve_config
 from whet.machine.load import cpu_percent
 from whet.machine.pressure import SystemStateReader
 from whet.plan.plan import Plan
-from whet.plan.workload import AutoBatch
+from whet.plan.setting import Scalar
+from whet.plan.workload import AutoBatch, BatchPoint
 from whet.recipes.recipe import Recipe
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 from whet.run.folder import installed_versions
@@ -31,6 +33,9 @@ _DEADLINE_SHARE = 1.05
 # Fractions of the remaining time for finding the fastest plan and for measuring the batch size.
 _SEARCH_SHARE = 0.4
 _BATCH_SHARE = 0.25
+# Fraction of the remaining time for a sweep of global batch sizes beside other sweeps.
+_BATCH_SWEEP_SHARE = 0.5
+BATCH = "global_batch_size"
 # Fraction of the budget for the presets: every model size needs its own process, so this is the largest part.
 _PRESET_SHARE = 0.5
 # Relative time per sweep (default 1): these sweeps have more values or matter more.
@@ -53,7 +58,8 @@ class BenchRequest:
     """The key=value arguments. The arguments of a preset are appended."""
     config_file: Any = None
     device: str = "auto"
-    sweeps: Sequence[str] = ()
+    sweeps: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    """The settings to sweep, with the values that the user names; without values, whet chooses them."""
     is_against_naive: bool = False
     is_searched: bool = False
     budget_seconds: float = 120.0
@@ -77,7 +83,10 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             share = _BATCH_SHARE * (ends_at - steps.clock())
             chosen = find_batch_size(steps, request.resolved, budget_seconds=share, on_progress=on_progress)
             _log_all(chosen.lines, log)
-            sweeps.append(batch_sweep(chosen, steps.plan))
+            sweeps.append(_batch_sweep(chosen.points, steps.plan, note="one batch size after another"))
+        if BATCH in request.sweeps:
+            end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
+            sweeps.append(_sweep_batch_sizes(request, steps, ends_at=end, log=log, on_progress=on_progress))
         if request.is_searched:
             log("searching for the fastest plan first ...")
             budget = _SEARCH_SHARE * (ends_at - steps.clock())
@@ -118,10 +127,10 @@ def presets(training: Recipe | ScriptTraining) -> Mapping[str, Mapping[str, obje
     return sizes
 
 
-def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
-    """Return the measurement of the global batch size as a sweep."""
+def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> BenchSweep:
+    """Return measured global batch sizes as a sweep."""
     rows = []
-    for point in chosen.points:
+    for point in points:
         rate = None
         if point.samples_per_second and point.low and point.high:
             rate = BenchInterval(
@@ -134,16 +143,33 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
         rows.append(
             BenchRow(
                 value=point.batch,
-                is_plan=point.batch == chosen.batch,
+                is_plan=point.batch == plan.workload.global_batch_size,
                 execution={"device": plan.device, "micro_batch": point.micro_batch},
-                outcome="measured" if rate else "failed",
-                note=point.note,
+                outcome="measured" if rate else "no time" if "no time" in point.note else "failed",
+                note=point.note or f"micro-batch {point.micro_batch}",
                 samples_per_second=rate,
                 peak_bytes=point.peak_bytes,
             )
         )
-    note = "with the plan of the rules, one batch size after another"
-    return BenchSweep(setting="global_batch_size", rows=tuple(rows), note=note)
+    return BenchSweep(setting=BATCH, rows=tuple(rows), note=f"{note}, each with the plan of the rules")
+
+
+def _sweep_batch_sizes(
+    request: BenchRequest,
+    steps: ProcessStepBench,
+    *,
+    ends_at: float,
+    log: LogLine,
+    on_progress: ProgressCallback | None,
+) -> BenchSweep:
+    sizes = batch_sizes_to_sweep(steps.plan, request.sweeps[BATCH])
+    log(f"measuring {BATCH}: {', '.join(map(str, sizes))} ...")
+    # The other sweeps need time too.
+    share = _BATCH_SWEEP_SHARE if len(request.sweeps) > 1 or request.is_against_naive else 1.0
+    budget = share * (ends_at - steps.clock())
+    points = measure_batch_sizes(steps, sizes, budget_seconds=budget, on_progress=on_progress)
+    note = "another batch is another training (learning rate, steps per epoch); one size after another, up and down"
+    return _batch_sweep(points, steps.plan, note=note)
 
 
 @contextmanager
@@ -183,12 +209,12 @@ def _planned_sweeps(request: BenchRequest, context: BenchmarkContext) -> Iterato
     itself = Variant(value="plan", settings=context.own, is_plan=True)
     if request.is_against_naive:
         yield "against", [plain_loop(context.rule_plan, context.own), itself]
-    requested = [name for name in request.sweeps if name != "arch"]
+    requested = [name for name in request.sweeps if name not in ("arch", BATCH)]
     is_default = not request.sweeps and not request.is_against_naive
     names = select_sweeps(plan, requested) if requested or is_default else []
     for name in names:
-        yield name, sweep_variants(context.rule_plan, context.own, name)
-    if not names and not request.is_against_naive:
+        yield name, sweep_variants(context.rule_plan, context.own, name, request.sweeps.get(name, ()))
+    if not names and not request.is_against_naive and BATCH not in request.sweeps:
         yield "plan", [itself]
 
 

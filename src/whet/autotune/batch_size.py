@@ -115,6 +115,32 @@ def choose_batch_size(
     )
 
 
+def measure_batch_sizes(
+    bench: StepBench, sizes: Sequence[int], *, budget_seconds: float, on_progress: ProgressCallback | None = None
+) -> tuple[BatchPoint, ...]:
+    """Measure the given batch sizes upward, downward and upward again while time is left. The bench keeps its size.
+
+    A size that fails or does not fit has a point with the reason.
+    """
+    budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
+    base, order = bench.plan.workload.global_batch_size, sorted(sizes)
+    timings = _BatchTimings(bench=bench, budget=budget, progress=ProgressReporter(on_progress, budget))
+    bench.tick = None if on_progress is None else timings.progress.tick
+    try:
+        for number in range(1 + _EXTRA_ROUNDS):
+            for size in order if number % 2 == 0 else order[::-1]:
+                if number and size in timings.failures:
+                    continue
+                if timings.has_time(size, growth=1.0 if number else _GROWTH):
+                    timings.visit(size)
+                elif not number:
+                    timings.failures[size] = "no time was left"
+        bench.use_batch(base)
+    finally:
+        bench.tick = None
+    return timings.points
+
+
 def recorded_batch_size(
     run: Path | None, *, plan: Plan | None = None, base_rates: Sequence[float] | None = None
 ) -> AutoBatch | None:

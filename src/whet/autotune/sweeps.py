@@ -26,14 +26,18 @@ class Variant:
     is_plan: bool = False
 
 
-def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant]:
+def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequence[Scalar] = ()) -> list[Variant]:
     """Return one variant for the plan's value and one for each alternative. Numbers are in increasing order.
 
-    `own` are the measured settings of the plan that differ from the rules.
+    `own` are the measured settings of the plan that differ from the rules, `values` the alternatives that the user
+    names.
     """
     plan = plan_with(rule_plan, own)
     now = plan.settings[setting].value
-    values = [now, *(value for value in _VALUES[setting](plan) if value != now)]
+    for value in values:
+        # Refuse a value that no plan has, before anything is measured.
+        plan_with(rule_plan, {**own, setting: value})
+    values = [now, *(value for value in values or _VALUES[setting](plan) if value != now)]
     if all(isinstance(value, int) for value in values):
         values.sort(key=lambda value: int(value or 0))
     return [
@@ -44,6 +48,27 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant
         )
         for value in values
     ]
+
+
+def batch_sizes_to_sweep(plan: Plan, values: Sequence[Scalar]) -> list[int]:
+    """Return the global batch sizes of a sweep: those that the user names, or halves and doubles of the current one."""
+    base, num_samples = plan.workload.global_batch_size, plan.workload.num_samples
+    sizes = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+    if len(sizes) < len(values):
+        raise UsageError(
+            "a global batch size is a whole number",
+            got=f"global_batch_size={','.join(map(str, values))}",
+            try_=f"--sweep global_batch_size={base},{2 * base}",
+        )
+    sizes = sizes or [size for shift in (-2, -1, 0, 1, 2) if (size := int(base * 2.0**shift)) >= 1]
+    fitting = [size for size in dict.fromkeys(sizes) if num_samples is None or size <= num_samples]
+    if not fitting or (values and len(fitting) < len(set(sizes))):
+        raise UsageError(
+            "a global batch is larger than the data",
+            got=f"global_batch_size={max(sizes)}, {num_samples:,} samples",
+            try_=f"at most {num_samples}",
+        )
+    return sorted(fitting)
 
 
 def why_not_swept(plan: Plan, setting: str) -> str | None:

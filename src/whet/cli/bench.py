@@ -11,6 +11,7 @@ import typer
 from whet.cli.options import ConfigFile, Device, Json
 
 if TYPE_CHECKING:
+    from whet.plan.setting import Scalar
     from whet.run.bench_result import BenchResult
 
 _PAGES = Path("docs/bench")
@@ -37,8 +38,9 @@ def bench(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SETTING",
-            help="Compare values of device, micro_batch, precision, workers, threads or arch; repeatable.",
+            metavar="SETTING[=A,B]",
+            help="Compare values of global_batch_size, micro_batch, device, precision, workers, threads or arch; "
+            "repeatable.",
         ),
     ] = None,
     config: ConfigFile = None,
@@ -62,6 +64,7 @@ def bench(
     whet bench text
     whet bench text --against naive
     whet bench text --sweep precision --sweep threads --budget 60
+    whet bench text --sweep global_batch_size=16,32,64,128 --sweep micro_batch
     whet bench my_recipe.py global_batch_size=64 --markdown
     whet bench train.py:main --against naive
     whet bench mac.json workstation.json
@@ -73,7 +76,8 @@ def bench(
     from whet.cli import output
     from whet.report.bench_report import render_bench
 
-    _validate(against, sweep or [], out)
+    sweeps = _parse_sweeps(sweep or [])
+    _validate(against, out)
     files = [target, *(settings or [])]
     if merge or target.endswith(".json"):
         if against or sweep or measure or markdown:
@@ -84,7 +88,7 @@ def bench(
             )
         _merge(files, out=out, is_json=json)
         return
-    result = _measure(target, settings or [], config, device, against, sweep or [], is_searched=measure, budget=budget)
+    result = _measure(target, settings or [], config, device, against, sweeps, is_searched=measure, budget=budget)
     if json:
         output.result_json(result.as_json())
     else:
@@ -96,20 +100,35 @@ def bench(
         raise typer.Exit(1)
 
 
-def _validate(against: str | None, sweeps: list[str], out: Path | None) -> None:
+def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
+    """Return the settings to sweep, each with the values that were named."""
     from whet.autotune.sweeps import SWEEPS
     from whet.base.errors import UsageError, closest_match
+    from whet.config.options import ALIASES
+    from whet.config.sources import parse_value
+
+    known, sweeps = ("global_batch_size", *SWEEPS, "arch"), {}
+    for word in words:
+        given, _, text = word.partition("=")
+        name = ALIASES.get(given, given)
+        if name not in known:
+            close = closest_match(name, known)
+            hint = f"--sweep {close}" if close else "--sweep " + " or ".join(known)
+            raise UsageError("no such setting to sweep", got=f"--sweep {word}", try_=hint)
+        if text and name == "arch":
+            raise UsageError("the sizes of a recipe are its presets", got=f"--sweep {word}", try_="--sweep arch")
+        items = [item.strip() for item in text.strip("[]").split(",")]
+        sweeps[name] = [parse_value(item, word) for item in items if item]
+    return sweeps
+
+
+def _validate(against: str | None, out: Path | None) -> None:
+    from whet.base.errors import UsageError
 
     if against not in (None, "naive"):
         raise UsageError(
             "the plan can only be compared with a plain loop", got=f"--against {against}", try_="--against naive"
         )
-    known = (*SWEEPS, "arch")
-    for name in sweeps:
-        if name not in known:
-            close = closest_match(name, known)
-            hint = f"--sweep {close}" if close else "--sweep " + " or ".join(known)
-            raise UsageError("no such setting to sweep", got=f"--sweep {name}", try_=hint)
     if out is not None and out.suffix not in (".json", ".svg", ".md"):
         raise UsageError("unknown file type", got=str(out), try_="--out FILE.json or FILE.svg or FILE.md")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
@@ -122,7 +141,7 @@ def _measure(
     config: Path | None,
     device: str,
     against: str | None,
-    sweeps: list[str],
+    sweeps: "dict[str, list[Scalar]]",
     *,
     is_searched: bool,
     budget: float,

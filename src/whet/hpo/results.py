@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 
 from whet.base.statistics import mean_interval
 from whet.hpo.search_config import SearchConfig
-from whet.hpo.study import FAILURE, INFEASIBLE, MACHINE, RUN, SECONDS, STEPS, SearchStudy, counts, was_continued
+from whet.hpo.study import (
+    FAILURE,
+    INFEASIBLE,
+    MACHINE,
+    PEAK_BYTES,
+    RUN,
+    SECONDS,
+    STEPS,
+    SearchStudy,
+    counts,
+    was_continued,
+)
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
 from whet.run.search_result import TrialState as SearchTrialState
 
@@ -132,6 +143,7 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
         settings=trial.params or trial.system_attrs.get("fixed_params", {}),
         steps=attributes.get(STEPS, 0),
         seconds=attributes.get(SECONDS, 0.0),
+        peak_bytes=attributes.get(PEAK_BYTES),
         run=attributes.get(RUN),
         machine=attributes.get(MACHINE),
         note=attributes.get(INFEASIBLE) or attributes.get(FAILURE) or "",

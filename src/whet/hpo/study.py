@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # The names of user attributes of a trial.
 OWNER, HEARTBEAT, RUN, TASK = "owner", "heartbeat", "run", "task"
 FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
+PEAK_BYTES = "peak_bytes"
 # Reasons why a trial does not count: another trial continues it, or it is a copy.
 DROPPED = "dropped"
 

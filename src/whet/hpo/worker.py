@@ -20,6 +20,7 @@ from whet.hpo.study import (
     HEARTBEAT_SECONDS,
     INFEASIBLE,
     MACHINE,
+    PEAK_BYTES,
     RUN,
     SECONDS,
     STEPS,
@@ -112,12 +113,14 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
     parameters = dict(claimed.trial.params)
     value: float | None = None
     steps = 0
+    peak_bytes: int | None = None
     state: EndState
     try:
         task = config.prepare(claimed)
         study.set_attribute(claimed.number, RUN, str(task.run))
         state, message = _train_until_done(study, config, claimed, task)
         value, steps = _last_value(task.run, goal=config.goal)
+        peak_bytes = _peak_memory(task.run)
     except UsageError as error:
         # Values that are valid individually may be invalid in combination.
         state, message = "infeasible", f"{error.what}: {error.got}"
@@ -131,7 +134,7 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
     if state == "stopped":
         state = "stopped" if study.give_up(claimed.number, STOPPED) else "given up"
     else:
-        attributes = {STEPS: steps, SECONDS: seconds, MACHINE: config.machine}
+        attributes = {STEPS: steps, SECONDS: seconds, MACHINE: config.machine, PEAK_BYTES: peak_bytes}
         if message:
             attributes[INFEASIBLE if state == "infeasible" else FAILURE] = message
         state = state if study.finish(claimed, state=state, value=value, **attributes) else "given up"
@@ -233,6 +236,19 @@ def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
     values = (event.number(goal) for event in history.backwards(kinds=("eval",)))
     last = history.last("step", "end")
     return next((value for value in values if value is not None), None), 0 if last is None else last.step
+
+
+def _peak_memory(run: Path) -> int | None:
+    """Return the largest memory reading of a run: peak of the device, else of live tensors, else of the process."""
+    if not (run / RUN_FILE).exists():
+        return None
+    readings = (event.get("memory") for event in History(run).events(kinds=("epoch", "health")))
+    sizes = [
+        next((size for name in ("peak", "reserved", "allocated", "process") if (size := reading.get(name))), 0)
+        for reading in readings
+        if isinstance(reading, Mapping)
+    ]
+    return int(max(sizes)) if any(sizes) else None
 
 
 def _await_lock(run: Path, *, seconds: float = 60.0) -> None:

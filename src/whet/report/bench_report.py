@@ -15,7 +15,7 @@ from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSwe
 # The header of a table and its rows.
 TableCells = list[tuple[str, ...]]
 
-_SWEEP_HEADER = ("samples/s", "vs. plan", "memory", "slow steps", "note")
+_SWEEP_HEADER = ("samples/s", "it/s", "vs. plan", "memory", "slow steps", "note")
 _PLAN_PARTS = (
     "device",
     "precision",
@@ -32,7 +32,11 @@ def render_bench(result: BenchResult) -> str:
     """Return the benchmark as plain text."""
     lines = [*_bench_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
-        lines += ["", _sweep_title(result, sweep), *align_columns(sweep_table(sweep))]
+        lines += [
+            "",
+            _sweep_title(result, sweep),
+            *align_columns(sweep_table(sweep, result.workload.global_batch_size)),
+        ]
         lines += [f"note: {sweep.note}"] if sweep.note else []
     return "\n".join([*lines, "", *_method_notes(result)])
 
@@ -46,7 +50,7 @@ def bench_markdown(result: BenchResult, *, command: str, picture: str | None = N
     if picture is not None:
         lines += ["", f"![Speed and memory of each value, the plan's choice and the limit]({picture})"]
     for sweep in result.sweeps:
-        table = markdown_cells(sweep_table(sweep))
+        table = markdown_cells(sweep_table(sweep, result.workload.global_batch_size))
         lines += ["", f"## {escape_markdown(_sweep_title(result, sweep))}", "", table]
         lines += ["", escape_markdown(sweep.note)] if sweep.note else []
     lines += ["", "## How it was measured", ""]
@@ -89,11 +93,16 @@ def no_result_reason(row: BenchRow) -> str:
     return f"{row.outcome}: {row.note}" if row.note else row.outcome
 
 
-def sweep_table(sweep: BenchSweep) -> TableCells:
+def sweep_table(sweep: BenchSweep, global_batch_size: int) -> TableCells:
     """Return a table with one line per value, or one column per loop if the plan is compared with a plain loop."""
     if sweep.setting == "against":
-        return _plan_vs_plain_table(sweep)
-    return [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row) for row in sweep.rows)]
+        return _plan_vs_plain_table(sweep, global_batch_size)
+    if sweep.setting != "global_batch_size":
+        return [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row, global_batch_size) for row in sweep.rows)]
+    # Sizes are not timed in pairs, so nothing is known about ratios and slow steps.
+    lines = [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row, int(row.value or 1)) for row in sweep.rows)]
+    shown = [index for index, name in enumerate(lines[0]) if name not in ("vs. plan", "slow steps")]
+    return [tuple(line[index] for index in shown) for line in lines]
 
 
 def markdown_cells(cells: TableCells) -> str:
@@ -109,16 +118,17 @@ def format_rate(rate: BenchInterval | None) -> str:
     return f"{_format_number(rate.median)} ({_format_number(rate.low)} to {_format_number(rate.high)})"
 
 
-def _sweep_line(row: BenchRow) -> tuple[str, ...]:
+def _sweep_line(row: BenchRow, global_batch_size: int) -> tuple[str, ...]:
     value = format_value(row.value) + (" *" if row.is_plan else "")
     if row.samples_per_second is None:
         needed = f"{format_bytes(row.needed_bytes)} needed" if row.needed_bytes else format_memory(row)
-        return (value, "", "", needed, "", no_result_reason(row))
+        return (value, "", "", "", needed, "", no_result_reason(row))
     against = "1 (the plan)" if row.is_plan else _format_speedup(row.speedup)
     outcome = "" if row.outcome == "measured" else f"{row.outcome}: "
     return (
         value,
         format_rate(row.samples_per_second),
+        _format_number(row.samples_per_second.median / global_batch_size),
         against,
         format_memory(row),
         _format_slow_steps(row),
@@ -126,7 +136,7 @@ def _sweep_line(row: BenchRow) -> tuple[str, ...]:
     )
 
 
-def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
+def _plan_vs_plain_table(sweep: BenchSweep, global_batch_size: int) -> TableCells:
     """Return a table with speed, memory and stability of a plain loop and of the plan, side by side."""
     plain = next(row for row in sweep.rows if not row.is_plan)
     plan = next(row for row in sweep.rows if row.is_plan)
@@ -138,9 +148,11 @@ def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
     if plain.peak_bytes and plan.peak_bytes:
         less = f"{100 * (plan.peak_bytes / plain.peak_bytes - 1):+.0f} %"
     both = (plain, plan)
+    rates = [row.samples_per_second for row in both]
     return [
         ("figure", "plain loop", "plan", "plan vs. plain"),
         ("speed, samples/s", *(format_rate(row.samples_per_second) or no_result_reason(row) for row in both), change),
+        ("it/s", *(_format_number(rate.median / global_batch_size) if rate else "" for rate in rates), ""),
         ("one step", *(format_seconds(row.step_seconds.median) if row.step_seconds else "" for row in both), ""),
         ("memory of a step", *(format_memory(row) for row in both), less),
         ("slow steps (95th percentile / median)", *(_format_slow_steps(row) for row in both), ""),
@@ -156,9 +168,8 @@ def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
 def _sweep_title(result: BenchResult, sweep: BenchSweep) -> str:
     if sweep.setting == "against":
         return "the plan against a plain loop, measured in alternation"
-    limit = (
-        f"; limit {format_bytes(result.limit_bytes)}" if result.limit_bytes and sweep.setting == "micro_batch" else ""
-    )
+    has_limit = result.limit_bytes and sweep.setting in ("micro_batch", "global_batch_size")
+    limit = f"; limit {format_bytes(result.limit_bytes or 0)}" if has_limit else ""
     return f"{sweep.setting} (* is the plan{limit})" if sweep.setting != "arch" else "arch, one after another"
 
 
@@ -178,9 +189,13 @@ def _plan_line(result: BenchResult) -> str:
 def _method_notes(result: BenchResult) -> Iterator[str]:
     yield f"{format_seconds(result.spent_seconds)} in all, of {format_seconds(result.budget_seconds)} allowed"
     yield from result.disturbances
-    yield "vs. plan: pairs of steps on the same batches, so that a disturbance slows down both"
-    yield "samples/s: the median of the plan; for other values that times the ratio of their pairs, with its interval"
-    yield "slow steps: the 95th percentile of the step time over its median, longer batches included"
+    is_paired = any(sweep.setting != "global_batch_size" for sweep in result.sweeps)
+    if is_paired:
+        yield "vs. plan: pairs of steps on the same batches, so that a disturbance slows down both"
+        yield "samples/s: the median of the plan; for other values that times the ratio of their pairs"
+    yield "it/s: optimizer steps per second, each of the whole global batch"
+    if is_paired:
+        yield "slow steps: the 95th percentile of the step time over its median, longer batches included"
     if result.plan.get("device") == "cpu":
         yield "memory on the CPU is the growth of the process, including libraries that are loaded meanwhile"
 
@@ -288,19 +303,31 @@ _CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "arc
 
 
 def bench_chart(result: BenchResult) -> str | None:
-    """Return an SVG of the micro-batch sweep or the first other sweep, or None if no sweep has several rows."""
-    sweep = next(
-        (
-            candidate
-            for name in _CHART_ORDER
-            if (candidate := result.sweep(name)) is not None and len(candidate.rows) > 1
-        ),
-        None,
-    )
-    if sweep is None:
+    """Return an SVG of the global batch and the micro-batch sweep, or of the first other sweep.
+
+    None if no sweep has several rows.
+    """
+    drawable = {sweep.setting: sweep for sweep in result.sweeps if len(sweep.rows) > 1}
+    first = next((drawable[name] for name in _CHART_ORDER if name in drawable), None)
+    sweeps = [sweep for sweep in (drawable.get("global_batch_size"), first) if sweep is not None]
+    if not sweeps:
         return None
-    x_title = {"micro_batch": "micro-batch", "against": ""}.get(sweep.setting, sweep.setting)
-    plan = next((row for row in sweep.rows if row.is_plan), None)
+    panels = [panel for sweep in sweeps for panel in _sweep_panels(result, sweep)]
+    plans = [(sweep, row) for sweep in sweeps for row in sweep.rows if row.is_plan]
+    chosen = [f"ring: the plan ({', '.join(_row_name(sweep, row) for sweep, row in plans)})"] if plans else []
+    notes = dict.fromkeys(note for sweep in sweeps for note in (_error_bar_note(sweep), *_marker_note(sweep)))
+    return draw_chart(
+        bench_title(result),
+        panels,
+        subtitle=f"{bench_machine_name(result)}, {result.created}",
+        footer=[*chosen, *notes],
+    )
+
+
+def _sweep_panels(result: BenchResult, sweep: BenchSweep) -> list[ChartPanel]:
+    """Return the panels of a sweep: speed, and memory where it is known."""
+    titles = {"micro_batch": "micro-batch", "global_batch_size": "global batch size", "against": ""}
+    x_title = titles.get(sweep.setting, sweep.setting)
     is_joined = all(isinstance(row.value, int) for row in sweep.rows)
     speed = ChartPanel(
         title="samples per second",
@@ -320,14 +347,7 @@ def bench_chart(result: BenchResult) -> str | None:
         is_joined=is_joined,
         is_binary=True,
     )
-    has_memory = any(row.peak_bytes for row in sweep.rows)
-    chosen = [] if plan is None else [f"ring: the plan ({_row_name(sweep, plan)})"]
-    return draw_chart(
-        bench_title(result),
-        [speed, memory] if has_memory else [speed],
-        subtitle=f"{bench_machine_name(result)}, {result.created}",
-        footer=[*chosen, _error_bar_note(sweep), *_marker_note(sweep)],
-    )
+    return [speed, memory] if any(row.peak_bytes for row in sweep.rows) else [speed]
 
 
 def _error_bar_note(sweep: BenchSweep) -> str:

@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 
-from whet.base.units import format_seconds
+from whet.base.units import format_bytes, format_seconds
 from whet.config.sources import parse_value
 from whet.report.page.html import DOCUMENT_START, content_policy, static_text
 from whet.report.seeds import format_interval
@@ -23,7 +23,7 @@ def render_search(result: SearchResult) -> str:
         f"trials    {_trial_counts(result)}",
         "",
     ]
-    lines += align_columns([("trial", result.goal, "settings", "steps", "time", ""), *rows])
+    lines += align_columns([("trial", result.goal, "settings", "steps", "time", "memory", ""), *rows])
     if len(result.trials) > len(rows):
         lines += [f"and {len(result.trials) - len(rows):,} more; --markdown and --json have them all"]
     if result.importance:
@@ -52,7 +52,7 @@ def search_markdown(result: SearchResult) -> str:
         f"**Winner:** {escape_markdown(winner_text(result))}",
         markdown_table(("candidate", "settings", goal, "95 %"), _escaped(candidates)),
         markdown_table(("setting", "importance"), importance),
-        "## Trials\n\n" + markdown_table(("trial", goal, "settings", "steps", "time", ""), _escaped(trials)),
+        "## Trials\n\n" + markdown_table(("trial", goal, "settings", "steps", "time", "memory", ""), _escaped(trials)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -119,6 +119,7 @@ def _cells(result: SearchResult, trial: SearchTrial) -> tuple[str, ...]:
         format_settings(trial.settings),
         f"{trial.steps:,}",
         format_seconds(trial.seconds),
+        format_bytes(trial.peak_bytes) if trial.peak_bytes else "-",
         "" if note == "complete" else note,
     )
 

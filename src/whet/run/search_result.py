@@ -25,6 +25,8 @@ class SearchTrial(StrictModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
+    peak_bytes: int | None = None
+    """Largest memory reading of the trial."""
     run: str | None = None
     machine: str | None = None
     note: str = ""
