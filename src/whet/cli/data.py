@@ -137,6 +137,13 @@ def data_hex(
         Path | None, typer.Option(metavar="DIR", help="The folder to create. Default: only report on the games.")
     ] = None,
     size: Annotated[int | None, typer.Option(metavar="N", help="Board size. Default: inferred from the games.")] = None,
+    first: Annotated[
+        str | None,
+        typer.Option(
+            metavar="top-bottom|left-right",
+            help="The edges that the first player connects. Default: inferred from the games.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split.")] = 0,
     val_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for validation.")] = 0.05,
     test_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for the final test.")] = 0.05,
@@ -151,15 +158,21 @@ def data_hex(
     \b
     whet data hex games.trmph
     whet data hex games.trmph --output-dir data/hex
+    whet data hex games.txt --first left-right --output-dir data/hex
     whet train hex data=data/hex
 
-    Infers which edges the first player connects, replays every game, and writes all positions with the move played and
-    the winner, split by game. The folder appears only when it is complete.
+    Infers which edges the first player connects, or asks for --first if the games do not show it; replays every game,
+    and writes all positions with the move played and the winner, split by game. The folder appears only when it is
+    complete.
     """
+    from whet.base.errors import UsageError
     from whet.cli import output
     from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 
-    given = {"size": size, "seed": seed, "val_share": val_share, "test_share": test_share, "max_bad": max_bad}
+    if first not in (None, "top-bottom", "left-right"):
+        raise UsageError("no such edges", got=f"--first {first}", try_="--first top-bottom or --first left-right")
+    given = {"size": size, "first": first, "seed": seed, "val_share": val_share, "test_share": test_share}
+    given["max_bad"] = max_bad
     options = ImportOptions.from_json(given, where="the command line")
     next_note = time.monotonic() + _PROGRESS_SECONDS
 

@@ -112,6 +112,49 @@ def test_both_orientations_are_detected(tmp_path: Path, mirrored: bool) -> None:
     assert rejected.total == 0
 
 
+def test_edges_are_asked_for_where_the_games_do_not_show_them(tmp_path: Path, whet: Run) -> None:
+    path = tmp_path / "games.txt"
+    # Nobody has connected anything: only the record says who won.
+    path.write_text("a1 b1 blue\na2 c1 red\nb2 c3 blue\n")
+    done = whet("data", "hex", str(path), "--size", "4")
+    assert done.returncode == 2
+    assert "do not show which edges" in done.stderr
+    assert "try: --first top-bottom, or --first left-right" in done.stderr
+    for edges, words in (("top-bottom", "top and bottom (as given"), ("left-right", "left and right")):
+        given = whet("data", "hex", str(path), "--size", "4", "--first", edges)
+        assert given.returncode == 0, given.stderr
+        assert f"the first player connects {words}" in given.stdout
+        assert "3 by the record alone" in given.stdout
+    # A game on the long diagonal ends both ways.
+    path.write_text("a1 a2 b1 c1 b2 c3\n")
+    both = open_records(path, first="top-bottom").orientation
+    assert both.num_complete >= both.num_complete_otherwise
+    assert whet("data", "hex", str(path), "--first", "north").returncode == 2
+
+
+def test_given_edges_win_over_what_the_games_show(tmp_path: Path) -> None:
+    path = tmp_path / "games.txt"
+    path.write_text("\n".join(written(moves, size=5) for moves in made(50, size=5)))
+    assert not open_records(path).orientation.is_mirrored
+    given = open_records(path, first="left-right").orientation
+    assert given.is_mirrored
+    assert given.num_complete < given.num_complete_otherwise == 50
+
+
+def test_a_file_without_games_is_located_by_line_and_word(tmp_path: Path, whet: Run) -> None:
+    path = tmp_path / "games.txt"
+    path.write_text("// a comment\n\na4 g7 zebra\n")
+    done = whet("data", "hex", str(path))
+    assert done.returncode == 2
+    assert "got: games.txt:3: not a move: 'zebra'" in done.stderr
+    path.write_text("#4,a1b2a1\n")
+    done = whet("data", "hex", str(path))
+    assert "games.txt:1 (a1 twice)" in done.stderr
+    trained = whet("train", "hex", f"data={path}")
+    assert trained.returncode == 2
+    assert f"try: whet data hex {path} --output-dir DIR, then data=DIR" in trained.stderr
+
+
 def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
     games = [written(moves) for moves in made(60)]
     bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z", "#4,a1z9"]
@@ -130,8 +173,10 @@ def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: p
     manifest = json.loads(done.stdout)
     kinds = {"unreadable": 2, "other size": 1, "illegal": 3, "unfinished": 1, "contradiction": 1}
     assert manifest["rejected"] == kinds
-    assert manifest["rejected_examples"]["illegal"] == ["games.txt:69 (4)", "games.txt:63", "games.txt:67"]
+    first, second, third = manifest["rejected_examples"]["illegal"]
+    assert (first, second, third.partition(" ")[0]) == ("games.txt:69 (4)", "games.txt:63 (a1 twice)", "games.txt:67")
     assert manifest["num_read"] == 60 + 7 + 2
+    assert manifest["num_unconfirmed"] == 1, "the winner of an unfinished game is known from the record only"
     assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
     assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
     assert "games.txt:63" in capsys.readouterr().out

@@ -102,7 +102,14 @@ def check_data_path(config: HexConfig) -> None:
     if config.data_paths:
         raise UsageError("positions come from one folder", got="data_paths", try_="data=DIR, written by whet data hex")
     if config.data is not None and not Path(config.data).is_dir():
-        raise UsageError("the data does not exist", got=f"data={config.data}", try_="a folder written by whet data hex")
+        is_file = Path(config.data).is_file()
+        raise UsageError(
+            "games have to be prepared first" if is_file else "the data does not exist",
+            got=f"data={config.data}",
+            try_=f"whet data hex {config.data} --output-dir DIR, then data=DIR"
+            if is_file
+            else "a folder written by whet data hex",
+        )
 
 
 def check_splits(num_train: int, num_val: int, num_test: int) -> None:

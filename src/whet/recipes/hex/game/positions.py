@@ -73,6 +73,8 @@ class PositionManifest(FrozenModel):
     num_read: int
     """The number of games in the records, valid or not."""
     num_won_by_blue: int
+    num_unconfirmed: int = 0
+    """Games whose winner is recorded, but not shown by the stones. Duplicates count."""
     repeated: int
     """The number of skipped duplicates, including games rotated by 180 degrees."""
     rejected: dict[str, int]

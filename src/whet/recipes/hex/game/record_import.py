@@ -25,7 +25,7 @@ from whet.recipes.hex.game.positions import (
     game_keys,
     split_of,
 )
-from whet.recipes.hex.game.records import RecordFiles, RejectedGames, open_records
+from whet.recipes.hex.game.records import Edges, RecordFiles, RejectedGames, open_records
 from whet.run import durable, strict_json
 
 Progress = Callable[[int], None]
@@ -37,6 +37,8 @@ class ImportOptions(FrozenModel):
     """The options of an import."""
 
     size: int | None = Field(default=None, ge=MIN_SIZE, le=MAX_SIZE)
+    first: Edges | None = None
+    """The edges that the first player connects. Default: inferred from the games."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     val_share: float = Field(default=0.05, ge=0, le=0.5)
     test_share: float = Field(default=0.05, ge=0, le=0.5)
@@ -49,7 +51,7 @@ def import_records(
 ) -> PositionManifest:
     """Import a file or folder of games into the new folder `into`. Without `into`, only report on the games."""
     options = options or ImportOptions()
-    source = open_records(path, size=options.size)
+    source = open_records(path, size=options.size, first=options.first)
     importer = _Importer(source, options, name=path.name, progress=progress)
     if into is None:
         for _ in importer.rows():
@@ -127,7 +129,8 @@ class _Importer:
             got = f"{self._rejected.total:,} of {total:,}; {'; '.join(self._rejected.lines())}"
             raise WhetError(f"more than {limit:,} games are invalid", got=got, try_="other records, or --max-bad N")
         if not self._num_valid:
-            raise UsageError("no valid game", got=self._name, try_="lines such as #13,a4g7 or a4 g7")
+            got = "; ".join([self._name, *self._rejected.lines()])
+            raise UsageError("no valid game", got=got, try_="lines such as #13,a4g7 or a4 g7")
 
     def manifest(self, files: dict[str, PositionFile]) -> PositionManifest:
         """Return the manifest of the import."""
@@ -148,6 +151,7 @@ class _Importer:
             orientation=self._source.orientation,
             num_read=self._num_valid + self._rejected.total,
             num_won_by_blue=int((games["winner"] == BLUE).sum()),
+            num_unconfirmed=self._rejected.num_unconfirmed,
             repeated=self._repeated,
             rejected=self._rejected.counts,
             rejected_examples=self._rejected.examples,
@@ -159,12 +163,13 @@ class _Importer:
 def import_lines(manifest: PositionManifest) -> list[str]:
     """Return the report of `whet data hex`."""
     num_games = sum(split.games for split in manifest.splits.values())
-    blue = manifest.num_won_by_blue
+    blue, recorded = manifest.num_won_by_blue, manifest.num_unconfirmed
+    unconfirmed = f"; {recorded:,} by the record alone: the stones do not show it" if recorded else ""
     splits = (f"{name} {split.games:,} ({split.positions:,} positions)" for name, split in manifest.splits.items())
     return [
         f"games     {num_games:,} of {manifest.num_read:,} on {manifest.size}x{manifest.size} ({manifest.size_source})",
         f"edges     {manifest.orientation.summary()}",
-        f"winners   blue (first) {blue:,}, red {num_games - blue:,}",
+        f"winners   blue (first) {blue:,}, red {num_games - blue:,}{unconfirmed}",
         f"repeated  {manifest.repeated:,} duplicate games",
         f"splits    {', '.join(splits)}",
         *RejectedGames(counts=manifest.rejected, examples=manifest.rejected_examples).lines(),

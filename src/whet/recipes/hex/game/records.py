@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +27,42 @@ class Orientation(FrozenModel):
     """The number of games that are won by their last stone with this orientation."""
     num_complete_otherwise: int
     num_sampled: int
+    is_given: bool = False
+    """Whether the user has named the edges."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the games show the edges: at least twice as many end this way as the other."""
+        return self.num_complete > 0 and self.num_complete >= 2 * self.num_complete_otherwise
 
     def summary(self) -> str:
         """Describe the orientation in one line."""
         edges = "left and right: rows and columns exchanged" if self.is_mirrored else "top and bottom"
         counts = f"{self.num_complete:,} of {self.num_sampled:,} games end that way"
-        return f"the first player connects {edges} ({counts}, {self.num_complete_otherwise:,} the other way)"
+        source = "as given; " if self.is_given else ""
+        return f"the first player connects {edges} ({source}{counts}, {self.num_complete_otherwise:,} the other way)"
 
 
-def find_orientation(games: Sequence[Sequence[int]], *, size: int) -> Orientation:
-    """Return the orientation in which more games are legal and won by their last stone; the usual one if equal."""
+Edges = Literal["top-bottom", "left-right"]
+
+
+def find_orientation(games: Sequence[Sequence[int]], *, size: int, first: Edges | None = None) -> Orientation:
+    """Return the orientation in which more games are legal and won by their last stone; the usual one if equal.
+
+    `first` names the edges of the first player. The games are counted all the same.
+    """
     moves = as_moves(games)
     usual, other = (
         _num_complete(judge_games(orient_moves(moves, size=size, is_mirrored=is_mirrored), size=size))
         for is_mirrored in (False, True)
     )
-    is_mirrored = other > usual
+    is_mirrored = other > usual if first is None else first == "left-right"
     return Orientation(
         is_mirrored=is_mirrored,
-        num_complete=max(usual, other),
-        num_complete_otherwise=min(usual, other),
+        num_complete=other if is_mirrored else usual,
+        num_complete_otherwise=usual if is_mirrored else other,
         num_sampled=len(games),
+        is_given=first is not None,
     )
 
 
@@ -83,6 +99,8 @@ class RejectedGames:
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    num_unconfirmed: int = 0
+    """Games that are accepted, although only the record names their winner: the stones do not show it."""
 
     def add(self, kind: str, where: str) -> None:
         """Count a rejected game."""
@@ -143,27 +161,50 @@ class RecordFiles:
         winners = np.where(verdict.winners != EMPTY, verdict.winners, recorded)
         is_valid = verdict.is_legal & (winners != EMPTY) & ((recorded == EMPTY) | (recorded == winners))
         for index in np.flatnonzero(~is_valid):
-            where = fitting[index][0]
+            where, game = fitting[index]
             if not verdict.is_legal[index]:
-                rejected.add("illegal", where)
+                rejected.add("illegal", f"{where}{_repeated_cell(game)}")
             elif winners[index] == EMPTY:
                 rejected.add("unfinished", where)
             else:
                 rejected.add("contradiction", f"{where} ({COLORS[recorded[index]]} is recorded)")
+        rejected.num_unconfirmed += int((is_valid & (verdict.winners == EMPTY)).sum())
         return Games(self.size, moves[is_valid], winners[is_valid])
 
 
-def open_records(path: Path, *, size: int | None = None) -> RecordFiles:
-    """Open a file, or all files of a folder, and determine board size and orientation."""
+def _repeated_cell(game: GameRecord) -> str:
+    """Return the first cell that is played twice, in brackets; empty if there is none."""
+    cells = [name for name in game.names if name != "swap"]
+    repeated = next((name for index, name in enumerate(cells) if name in cells[:index]), None)
+    return f" ({repeated} twice)" if repeated else ""
+
+
+def open_records(path: Path, *, size: int | None = None, first: Edges | None = None) -> RecordFiles:
+    """Open a file, or all files of a folder, and determine board size and orientation.
+
+    Raises UsageError if the games do not show which edges the first player connects, unless `first` names them.
+    """
     files = _files(path)
     size, size_source = (check_size(size), "as given") if size else _find_size(files)
     sample: list[tuple[int, ...]] = []
+    num_recorded = 0
     for _, game in _readable(files):
         if game.size in (None, size) and game.min_size <= size:
             sample.append(game.moves(size))
+            num_recorded += game.winner != EMPTY
         if len(sample) == _NUM_SAMPLED:
             break
-    return RecordFiles(files, size, size_source, find_orientation(sample, size=size))
+    orientation = find_orientation(sample, size=size, first=first)
+    # If most games have neither an end nor a recorded winner, they are rejected for that reason.
+    has_winners = 2 * max(orientation.num_complete, num_recorded) >= max(1, len(sample))
+    if first is None and not orientation.is_clear and has_winners:
+        raise UsageError(
+            "the games do not show which edges the first player connects",
+            got=f"of {len(sample):,} games {orientation.num_complete:,} end when the first player connects one pair "
+            f"of edges, {orientation.num_complete_otherwise:,} with the other pair",
+            try_="--first top-bottom, or --first left-right",
+        )
+    return RecordFiles(files, size, size_source, orientation)
 
 
 def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
@@ -174,8 +215,18 @@ def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
             return game.size, "from the first record"
         largest, num_games = max(largest, game.min_size), num_games + 1
     if not num_games:
-        raise UsageError("no readable games", got=files[0].name, try_="lines such as #13,a4g7 or a4 g7")
+        raise UsageError("no readable games", got=_first_problem(files), try_="lines such as #13,a4g7 or a4 g7")
     return check_size(max(2, largest)), "the smallest that contains all moves; --size N sets another"
+
+
+def _first_problem(files: tuple[Path, ...]) -> str:
+    """Return the first line that is not a game, with the word that cannot be read."""
+    for where, line in _lines(files):
+        try:
+            read_game(line)
+        except UsageError as error:
+            return f"{where}: {error.what}: {printable(error.got or '')[:60]}"
+    return f"{files[0].name}: no line with a game"
 
 
 def _readable(files: tuple[Path, ...]) -> Iterator[tuple[str, GameRecord]]:
