@@ -168,7 +168,7 @@ def test_functions_that_train_are_compared_checked_and_measured(
     done = warm_whet("check", word, "--for", "mps", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["findings"] == []
-    done = whet("bench", word, "--against", "naive", "--budget", "15", "--json")
+    done = whet("bench", word, "--against", "naive", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["workload"]["recipe"], result["workload"]["global_batch_size"]) == ("script_training", 16)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import snapshot, store, writer
+from whet.device.random_streams import RandomStreams
 from whet.run import durable
 from whet.run.disk import Disk
 from whet.training import checkpointer
@@ -67,7 +68,7 @@ def _forget(role: str) -> None:
 
 
 def _forget_randomness() -> None:
-    snapshot.restore_rng = lambda *arguments: None
+    RandomStreams.restore = lambda *arguments: None
 
 
 def _forget_facts(*path: str, value: Any) -> None:

@@ -14,7 +14,8 @@ from whet.checkpoint.optimizer_state import OptimizerRestorer, encode_optimizer
 from whet.checkpoint.shards import WantedRows
 from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder
 from whet.device.abstract import AbstractDevice
-from whet.device.rng import capture_rng, preserve_rng, restore_rng
+from whet.device.random_streams import RandomStreams
+from whet.device.rng import preserve_rng
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
 
@@ -56,6 +57,7 @@ def take_snapshot(
     optimizer: Optimizer,
     device: AbstractDevice,
     *,
+    rng: RandomStreams,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
     step: int,
@@ -89,8 +91,8 @@ def take_snapshot(
         progress_facts = encoder.encode(progress, "progress/")
     except NotEncodableError as error:
         raise _state_error(error) from None
-    rng, rng_facts = capture_rng(device)
-    tensors |= encoder.finish() | rng
+    rng_tensors, rng_facts = rng.capture()
+    tensors |= encoder.finish() | rng_tensors
     if has_gradients:
         tensors |= {f"gradient/{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Read the row ranges first, because the local parts below no longer have them.
@@ -139,6 +141,7 @@ def restore_snapshot(
     optimizer: Optimizer,
     device: AbstractDevice,
     *,
+    rng: RandomStreams,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
     others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
@@ -172,7 +175,7 @@ def restore_snapshot(
             parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
         progress: dict[str, Any] = decoder.decode(snapshot.facts["progress"])
         # Restore the generators last, because restoring the other parts may draw random numbers.
-        restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
+        rng.restore(snapshot.tensors, snapshot.facts["rng"])
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes match but the structure does not: another program wrote the checkpoint, or it was edited.

@@ -31,40 +31,6 @@ def preserve_rng(device: AbstractDevice) -> Iterator[None]:
         set_host_rng(host_states)
 
 
-# --- for checkpoints -------------------------------------------------------------------------------------------------
-
-
-def capture_rng(device: AbstractDevice) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of all generators as tensors and plain JSON."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    tensors = {
-        "rng/torch": torch.get_rng_state(),
-        "rng/python": torch.tensor(words, dtype=torch.int64),
-        "rng/numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-    }
-    if device.generator is not None:
-        tensors[f"rng/{device.kind}"] = device.generator.get_state()
-    facts = {
-        "python": {"version": version, "gauss": gauss},
-        "numpy": {"name": name, "position": position, "has_gauss": has_gauss, "cached": cached},
-    }
-    return tensors, facts
-
-
-def restore_rng(tensors: dict[str, Tensor], facts: dict[str, Any], device: AbstractDevice) -> None:
-    """Restore all generators. The generator of a device is restored only on the same kind of device."""
-    python, numpy = facts["python"], facts["numpy"]
-    random.setstate((python["version"], tuple(tensors["rng/python"].tolist()), python["gauss"]))
-    keys = tensors["rng/numpy"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    own = tensors.get(f"rng/{device.kind}")
-    if own is not None and device.generator is not None:
-        device.generator.set_state(own)
-    # Restore torch's CPU generator last, because the calls above may draw from it.
-    torch.set_rng_state(tensors["rng/torch"])
-
-
 # --- in memory -------------------------------------------------------------------------------------------------------
 # Restoring allocates nothing, so it works after an out-of-memory error.
 

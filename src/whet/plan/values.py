@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from whet.base.errors import WhetError
 from whet.plan.setting import Scalar, Setting
@@ -83,10 +83,11 @@ class SettingValue(Generic[T]):
 
     def __get__(self, holder: Any, owner: type | None = None) -> T:
         # Read from `settings`, because a setting also has a reason and evidence.
-        settings: Mapping[str, Setting] = holder.settings
-        if self._name not in settings:
+        setting = holder.settings.get(self._name)
+        if setting is None:
             raise WhetError("the plan lacks a setting", got=f"no {self._name}", try_="another run folder, or --fresh")
-        return cast("T", settings[self._name].value)
+        value: T = setting.value
+        return value
 
     @property
     def constraint(self) -> Constraint:

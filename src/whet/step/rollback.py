@@ -83,7 +83,8 @@ class StepRollback:
     def __init__(self, model: nn.Module, device: AbstractDevice) -> None:
         self._model = model
         self._device = device
-        self._is_learned = False
+        self.is_learned = False
+        """Whether the first completed step has shown what steps change."""
         self._all: BufferSnapshot | None = None
         """All buffers before the first step."""
         self._volatile: list[tuple[nn.Module, str]] = []
@@ -101,7 +102,7 @@ class StepRollback:
         self._torch_rng = None
         if self._uses_host_rng:
             self._host_rng = get_host_rng()
-        if not self._is_learned:
+        if not self.is_learned:
             self._all = BufferSnapshot(self._model)
         else:
             self._saved = [
@@ -118,7 +119,7 @@ class StepRollback:
 
     def learn(self) -> None:
         """Learn from the first completed step which buffers and generators steps change."""
-        if self._is_learned or self._all is None:
+        if self.is_learned or self._all is None:
             return
         for saved in self._all.saved:
             # Running statistics may be frozen in the first step and updated later.
@@ -127,7 +128,7 @@ class StepRollback:
             else:
                 self._constant.append(saved)
         self._uses_host_rng = not host_rng_equal(self._host_rng, get_host_rng())
-        self._is_learned = True
+        self.is_learned = True
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -141,7 +142,7 @@ class StepRollback:
         elif not host_rng_equal(self._host_rng, get_host_rng()):
             return False
         assert self._all is not None
-        if not self._is_learned:
+        if not self.is_learned:
             self._all.restore()
             return True
         for saved in self._saved:

@@ -57,7 +57,8 @@ class BatchLoop:
                 self.steps.begin(batch)
                 run.callbacks.before_step(state)
                 yield batch
-                self.finish_batch()
+                if self.steps.is_pending:
+                    self.finish_batch()
                 action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
                 if action.rollback is not None:
                     self._roll_back(action.rollback)
@@ -126,23 +127,28 @@ class BatchLoop:
         number = state.step + 1
         checks.check_no_closure(run.steppers[name].optimizer)
         checks.check_training_mode(run.model, number)
-        with run.group.stall_detector.working(f"step {number:,}"):
-            run.executor.prepare(loss, batch, number=number, optimizer=name)
-        if number % every:
-            self.steps.skip(name)
-            self._finish_if_complete()
-            return
-        state.lr = run.rates.set_for(number)
-        # Set after the checks above: their errors leave the weights unchanged, so the final save may still happen.
-        self._is_in_step = True
+        run.rng.enter_step()
         try:
             with run.group.stall_detector.working(f"step {number:,}"):
-                outcome = run.executor.step(loss, batch, number=number, optimizer=name)
+                run.executor.prepare(loss, batch, number=number, optimizer=name)
+                if number % every:
+                    self.steps.skip(name)
+                    outcome = None
+                else:
+                    state.lr = run.rates.set_for(number)
+                    # Set after the checks: their errors leave the weights unchanged, so the final save may happen.
+                    self._is_in_step = True
+                    outcome = run.executor.step(loss, batch, number=number, optimizer=name)
         except RollbackRequiredError as error:
             self._roll_back(str(error))
             self._is_in_step = False
             return
+        finally:
+            run.rng.leave_step()
         self._is_in_step = False
+        if outcome is None:
+            self._finish_if_complete()
+            return
         if not loss.is_observed:
             loss.is_observed = True
             run.warn_changed_code(run.sources.observe_loss(loss.function))
@@ -152,7 +158,7 @@ class BatchLoop:
 
     def _finish_if_complete(self) -> None:
         """Count the batch as soon as every optimizer has had its turn."""
-        if self.steps.has_visited(self.run.config.optimizers.names):
+        if len(self.run.steppers) == 1 or self.steps.has_visited(self.run.steppers.keys()):
             self.finish_batch()
 
     @contextlib.contextmanager
@@ -171,8 +177,12 @@ class BatchLoop:
                 stepper.zero_grad()
         run.has_users_gradients = True
         self._is_in_step = True
-        with run.group.stall_detector.working(f"step {number:,}"), run.device.compute_context(is_step=True):
-            yield (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
+        run.rng.enter_step()
+        try:
+            with run.group.stall_detector.working(f"step {number:,}"), run.device.compute_context(is_step=True):
+                yield (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
+        finally:
+            run.rng.leave_step()
         self._is_in_step = False
         run.executor.expect_changes()
         self.steps.add_manual()

@@ -40,7 +40,7 @@ class BatchSteps:
 
     def has_visited(self, names: Collection[str]) -> bool:
         """Return whether all of these optimizers have had their turn."""
-        return self._visited >= set(names)
+        return self._visited.issuperset(names)
 
     def begin(self, batch: GlobalBatch) -> None:
         """Start with a new batch."""

@@ -285,7 +285,10 @@ class CallbackList:
         merged = Action.NONE
         for hook, is_users in hooks:
             try:
-                action = _check_action(hook(*arguments))
+                action = hook(*arguments)
+                if action is None or action is Action.NONE:
+                    continue
+                action = _check_action(action)
             except Exception as error:
                 # A failing user callback must not lose the step: the loop saves and stops first, then raises.
                 if not is_users:
@@ -293,13 +296,12 @@ class CallbackList:
                 name = type(getattr(hook, "__self__", hook)).__qualname__
                 self.failure = self.failure or (name, error)
                 action = Action.STOP(f"the callback {name} failed: {type(error).__name__}: {error}")
-            if action is not None and action is not Action.NONE:
-                merged = merged | action
+            merged = merged | action
         return merged
 
 
-def _check_action(returned: Any) -> Action | None:
-    if returned is None or isinstance(returned, Action):
+def _check_action(returned: Any) -> Action:
+    if isinstance(returned, Action):
         return returned
     raise UsageError(
         "a callback returned something other than an Action",

@@ -96,7 +96,8 @@ class Checkpointer:
     def poll(self) -> None:
         """Measure the slowdown by a background write, and log the write if it has ended. Call this after each step."""
         self._step_times.tick(is_busy=self._writer.is_busy, aside=self._run.log.aside_seconds)
-        self._collect(wait=False)
+        if self._writer.step is not None:
+            self._collect(wait=False)
 
     def save(self, urgency: Urgency) -> None:
         """Write the state after the newest step, unless it is on disk already.
@@ -170,6 +171,7 @@ class Checkpointer:
             stepper.model,
             stepper.optimizer,
             run.device,
+            rng=run.rng,
             scaler=stepper.scaler,
             ema=stepper.ema,
             step=state.step,

@@ -7,7 +7,7 @@ which is logged.
 import gc
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,11 @@ from whet.base.errors import InsufficientMemoryError, UsageError, WhetError
 from whet.base.process import freeze_live_objects
 from whet.data.batch import GlobalBatch, MicroBatch, Shapes, micro_batch_shapes
 from whet.data.order import mix_seed
-from whet.data.split import RankShare
+from whet.data.split import LengthMode, RankShare
 from whet.device.errors import is_out_of_memory
 from whet.device.rng import seed_everything
 from whet.distributed.strategies import RetryStepError
-from whet.plan.plan import make_plan, with_runtime_changes, with_smaller_eval_batch
+from whet.plan.plan import Plan, make_plan, with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
 from whet.step.apply_plan import apply_kernels
 from whet.step.loss import MicroLoss, loss_code
@@ -46,6 +46,16 @@ _MAX_SHAPES = 1000
 
 class RollbackRequiredError(Exception):
     """Raised if a step failed after it began to change the weights. Only a checkpoint can restore them."""
+
+
+class _BatchSizes(NamedTuple):
+    """How a plan splits batches."""
+
+    plan: Plan
+    micro_batch: int
+    global_batch: int
+    length_mode: LengthMode
+    is_whole: bool
 
 
 class Executor:
@@ -80,6 +90,7 @@ class Executor:
         self._is_ready = False
         self._split_steps: dict[tuple[str, Hashable], int] = {}
         """The number of split steps, by optimizer and loss for which it is known whether the batch may be split."""
+        self._sizes: _BatchSizes | None = None
         self._has_stepped = False
         self._oom_step: int | None = None
 
@@ -179,12 +190,14 @@ class Executor:
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
         self._log_graph_refusal(stepper, number)
-        self._learn_changes()
-        if not self._has_stepped and run.plan.compile != "off":
-            # torch.compile leaves many objects behind. A collection over them takes 0.15 s after every epoch, so they
-            # are excluded from garbage collection.
-            freeze_live_objects()
-        self._has_stepped = True
+        if not rollback.is_learned:
+            self._learn_changes()
+        if not self._has_stepped:
+            self._has_stepped = True
+            if run.plan.compile != "off":
+                # torch.compile leaves many objects behind. A collection over them takes 0.15 s after every epoch, so
+                # they are excluded from garbage collection.
+                freeze_live_objects()
         return outcome
 
     def _undo(self, stepper: Stepper) -> bool:
@@ -210,14 +223,22 @@ class Executor:
         self._run.guard.skip(number, reason)
 
     def _split(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
-        plan = self._run.plan
+        sizes = self._batch_sizes()
         # A sampler may yield batches that are larger than the global batch size.
-        is_whole = plan.workload.whole_batch_reason is not None and self._run.group.is_single_process
-        size = max(plan.micro_batch, len(batch)) if is_whole else plan.micro_batch
-        for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths):
+        size = max(sizes.micro_batch, len(batch)) if sizes.is_whole else sizes.micro_batch
+        for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=sizes.length_mode):
             if len(self.shapes) < _MAX_SHAPES:
                 self.shapes.add(micro_batch_shapes(micro))
             yield micro
+
+    def _batch_sizes(self) -> "_BatchSizes":
+        """Return how the current plan splits batches. It is read from the plan once, because every step needs it."""
+        run, plan = self._run, self._run.plan
+        if self._sizes is None or self._sizes.plan is not plan:
+            is_whole = plan.workload.whole_batch_reason is not None and run.group.is_single_process
+            size = plan.workload.global_batch_size
+            self._sizes = _BatchSizes(plan, plan.micro_batch, size, plan.lengths, is_whole)
+        return self._sizes
 
     def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
@@ -355,10 +376,10 @@ class Executor:
             self._keep_batch_whole(reason)
 
     def _is_split(self, batch: GlobalBatch) -> bool:
-        plan = self._run.plan
+        sizes = self._batch_sizes()
         # Not the size of this batch alone: a sampler may yield larger ones later.
-        largest = max(len(batch), plan.workload.global_batch_size)
-        return bool(plan.micro_batch < largest) or not self._run.group.is_single_process
+        largest = max(len(batch), sizes.global_batch)
+        return sizes.micro_batch < largest or not self._run.group.is_single_process
 
     def _check_split_again(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Raise if the loss is no longer a mean over samples: a term or ignored labels may begin later."""

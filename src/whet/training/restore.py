@@ -120,6 +120,7 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
         stepper.model,
         stepper.optimizer,
         run.device,
+        rng=run.rng,
         scaler=stepper.scaler,
         ema=stepper.ema,
         others=run.other_optimizers,

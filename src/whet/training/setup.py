@@ -21,11 +21,13 @@ from whet.config.options import SchedulerObject
 from whet.data.adapters import check_dataset_size, is_map_style
 from whet.data.batch import GlobalBatch, MicroBatch
 from whet.data.loader import is_rereadable_loader, with_loader_options
+from whet.data.order import mix_seed
 from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device import mps
 from whet.device.abstract import AbstractDevice
 from whet.device.open import current_machine
+from whet.device.random_streams import RandomStreams
 from whet.device.rng import seed_everything
 from whet.distributed.group import RankGroup, current_group
 from whet.distributed.ranks import check_not_mps, read_rank_info
@@ -74,6 +76,9 @@ from whet.training.training_config import TrainingConfig, parse_training_config
 from whet.training.weights import load_weights
 from whet.training.workload import describe_workload, pad_token_id
 from whet.verify.trainable import OutputFunction, adapt_outputs
+
+_BETWEEN_STEPS = 2**32
+"""Makes the seed of the code between steps differ from that of any epoch or step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +224,7 @@ class RunContext:
         self.layout = layout
         """Restores the original memory format of the weights."""
         self.rates = rates
+        self.rng = RandomStreams(device, between_seed=mix_seed(config.training.seed, _BETWEEN_STEPS) % 2**63)
         self.sources = SourceCode()
         self.registered = RegisteredObjects(config.register)
         self.state = state

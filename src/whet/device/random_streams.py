@@ -1,0 +1,238 @@
+"""Two streams of random numbers in one run: one for its steps, one for the code between them.
+
+Code between steps may sample text, shuffle or evaluate with random numbers. Its draws must not move those of the steps,
+so the generators are switched at the borders of a step. A generator is switched only after code between steps has drawn
+from it: switching all of them would take longer than the rest of whet's work in a step.
+"""
+
+import ctypes
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.device.abstract import AbstractDevice
+
+_PREFIX, _BETWEEN = "rng/", "rng/between/"
+"""The prefixes of the tensors of both streams in a checkpoint."""
+
+
+class RandomStreams:
+    """The states of all generators, for steps and for the code between them."""
+
+    def __init__(self, device: AbstractDevice, *, between_seed: int) -> None:
+        """Start with the current states. `between_seed` begins the stream of the code between steps."""
+        self._device = device
+        self._between_seed = between_seed
+        self._generators: dict[str, _AbstractGenerator] = {
+            "torch": _TorchGenerator(torch.default_generator),
+            "python": _PythonGenerator(),
+            "numpy": _NumpyGenerator(),
+        }
+        if device.generator is not None:
+            self._generators[device.kind] = _TorchGenerator(device.generator)
+        self._is_in_step = False
+        self._steps: dict[str, tuple[bytes, Any]] = {}
+        """The fingerprint and the state that the last step left, by generator."""
+        self._between: dict[str, Any] = {}
+        """The state of the code between steps, for generators that such code has drawn from."""
+        self._marks: dict[str, bytes] = {}
+        """The fingerprints at the end of the last step: another one shows that code between steps has drawn."""
+        self._note_states()
+
+    def enter_step(self) -> None:
+        """Switch to the stream of steps."""
+        self._is_in_step = True
+        for name, generator in self._generators.items():
+            has_drawn = generator.fingerprint() != self._marks[name]
+            if has_drawn:
+                # The first draws between steps came from the stream of steps, so that their stream begins elsewhere.
+                is_first = name not in self._between
+                self._between[name] = generator.seeded(self._between_seed) if is_first else generator.get()
+            if has_drawn or name in self._between:
+                generator.set(self._steps[name][1])
+
+    def leave_step(self) -> None:
+        """Keep the states of the steps, and switch to the stream of the code between them."""
+        self._is_in_step = False
+        for name, generator in self._generators.items():
+            mark = generator.fingerprint()
+            if mark != self._steps[name][0]:
+                self._steps[name] = mark, generator.get()
+            if name in self._between:
+                generator.set(self._between[name])
+                mark = generator.fingerprint()
+            self._marks[name] = mark
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the states of both streams as tensors and plain JSON. Nothing is switched."""
+        live = {name: generator.get() for name, generator in self._generators.items()}
+        if self._is_in_step:
+            steps, between, has_between = live, {**live, **self._between}, bool(self._between)
+        else:
+            steps, between = {name: state for name, (_, state) in self._steps.items()}, live
+            # Code between steps may have drawn since the last step for the first time.
+            drawn = (one.fingerprint() != self._marks[name] for name, one in self._generators.items())
+            has_between = bool(self._between) or any(drawn)
+        tensors, facts = _encode(steps, _PREFIX)
+        if not has_between:
+            return tensors, {**facts, "between": None}
+        between_tensors, between_facts = _encode(between, _BETWEEN)
+        return tensors | between_tensors, {**facts, "between": {**between_facts, "names": sorted(self._between)}}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Restore both streams. The generator of a device is restored only on the same kind of device."""
+        self._set(_decode(tensors, facts, _PREFIX))
+        self._note_states()
+        self._between = {}
+        if facts["between"] is None:
+            return
+        between = _decode(tensors, facts["between"], _BETWEEN)
+        self._between = {n: between[n] for n in facts["between"]["names"] if n in self._generators and n in between}
+        if not self._is_in_step:
+            self._set(between)
+            self._marks |= {name: self._generators[name].fingerprint() for name in self._between}
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            if name in self._generators:
+                self._generators[name].set(state)
+
+    def _note_states(self) -> None:
+        self._steps = {name: (one.fingerprint(), one.get()) for name, one in self._generators.items()}
+        self._marks = {name: mark for name, (mark, _) in self._steps.items()}
+
+
+def _encode(states: Mapping[str, Any], prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the states of generators as tensors and plain JSON."""
+    version, words, gauss = states["python"]
+    numpy = states["numpy"]
+    tensors = {f"{prefix}{name}": state for name, state in states.items() if isinstance(state, Tensor)}
+    tensors[f"{prefix}python"] = torch.tensor(words, dtype=torch.int64)
+    tensors[f"{prefix}numpy"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    cached = {"position": numpy["state"]["pos"], "has_gauss": numpy["has_gauss"], "cached": numpy["gauss"]}
+    return tensors, {
+        "python": {"version": version, "gauss": gauss},
+        "numpy": {"name": numpy["bit_generator"], **cached},
+    }
+
+
+def _decode(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    python, numpy = facts["python"], facts["numpy"]
+    words = {"key": tensors[f"{prefix}numpy"].numpy().astype(np.uint32), "pos": numpy["position"]}
+    kinds = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    return {
+        **{kind: tensors[prefix + kind] for kind in kinds if "/" not in kind and kind not in ("python", "numpy")},
+        "python": (python["version"], tuple(tensors[f"{prefix}python"].tolist()), python["gauss"]),
+        "numpy": {
+            "bit_generator": numpy["name"],
+            "state": words,
+            "has_gauss": numpy["has_gauss"],
+            "gauss": numpy["cached"],
+        },
+    }
+
+
+# --- generators ------------------------------------------------------------------------------------------------------
+
+
+class _AbstractGenerator(ABC):
+    """A global generator. `fingerprint` is cheap: it is called twice in every step."""
+
+    @abstractmethod
+    def fingerprint(self) -> bytes:
+        """Return bytes that are different after any draw."""
+
+    @abstractmethod
+    def get(self) -> Any:
+        """Return the state."""
+
+    @abstractmethod
+    def set(self, state: Any) -> None:
+        """Restore a state."""
+
+    @abstractmethod
+    def seeded(self, seed: int) -> Any:
+        """Return the state of a generator with this seed."""
+
+
+class _TorchGenerator(_AbstractGenerator):
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def fingerprint(self) -> bytes:
+        state = self._generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+    def get(self) -> Any:
+        return self._generator.get_state()
+
+    def set(self, state: Any) -> None:
+        self._generator.set_state(state)
+
+    def seeded(self, seed: int) -> Any:
+        return torch.Generator(device=self._generator.device).manual_seed(seed).get_state()
+
+
+class _PythonGenerator(_AbstractGenerator):
+    def __init__(self) -> None:
+        # random.getstate() takes 10 us. CPython keeps an int and 624 words behind the header of the object. Where that
+        # is not so, the words do not agree, and getstate() is used.
+        self._words: ctypes.Array[ctypes.c_uint32] | None = None
+        own = random._inst
+        if type(own).__sizeof__(own) >= object.__basicsize__ + 4 * 625:
+            words = (ctypes.c_uint32 * 625).from_address(id(own) + object.__basicsize__)
+            if (*words[1:], words[0]) == random.getstate()[1]:
+                self._words = words
+
+    def fingerprint(self) -> bytes:
+        if self._words is None:
+            return repr(random.getstate()).encode()
+        return bytes(self._words) + repr(random._inst.gauss_next).encode()  # type: ignore[attr-defined]
+
+    def get(self) -> Any:
+        return random.getstate()
+
+    def set(self, state: Any) -> None:
+        random.setstate(state)
+
+    def seeded(self, seed: int) -> Any:
+        return random.Random(seed).getstate()
+
+
+class _NumpyGenerator(_AbstractGenerator):
+    def __init__(self) -> None:
+        # np.random.get_state() takes 40 us. As long as nothing has drawn, the words of the generator are enough. Later
+        # a cached normal number counts too, which only get_state() returns.
+        self._own = np.random.mtrand._rand._bit_generator
+        self._words: ctypes.Array[ctypes.c_uint32] | None = None
+        self._unused: bytes | None = None
+        state = np.random.get_state(legacy=False)
+        if isinstance(self._own, np.random.MT19937):
+            words = (ctypes.c_uint32 * 625).from_address(self._own.ctypes.state_address)
+            if not state["has_gauss"] and [*words[:624]] == state["state"]["key"].tolist():
+                self._words, self._unused = words, bytes(words)
+
+    def fingerprint(self) -> bytes:
+        if self._words is not None and np.random.mtrand._rand._bit_generator is self._own:
+            words = bytes(self._words)
+            if words == self._unused:
+                return words
+        state = np.random.get_state(legacy=False)
+        rest = (state["state"]["pos"], state["has_gauss"], state["gauss"])
+        return bytes(state["state"]["key"].tobytes()) + repr(rest).encode()
+
+    def get(self) -> Any:
+        return np.random.get_state(legacy=False)
+
+    def set(self, state: Any) -> None:
+        np.random.set_state(state)
+
+    def seeded(self, seed: int) -> Any:
+        return np.random.RandomState(seed % 2**32).get_state(legacy=False)

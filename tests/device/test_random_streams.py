@@ -1,0 +1,110 @@
+"""Draws of the code between steps do not move those of steps, for every generator, and both streams are saved."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from whet.device.cpu import CpuDevice
+from whet.device.random_streams import RandomStreams
+from whet.device.rng import seed_everything
+
+pytestmark = pytest.mark.torch
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "torch normal": lambda: float(torch.randn(())),
+    "python": random.random,
+    "python gauss": lambda: random.gauss(0.0, 1.0),
+    "numpy": np.random.random,
+    "numpy normal": np.random.randn,
+}
+
+
+@pytest.fixture(autouse=True)
+def preserved_generators():
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def streams(seed: int = 3) -> RandomStreams:
+    seed_everything(seed)
+    return RandomStreams(CpuDevice(), between_seed=77)
+
+
+def step(run: RandomStreams, draw: Callable[[], float]) -> float:
+    run.enter_step()
+    value = draw()
+    run.leave_step()
+    return value
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_between_steps_do_not_move_those_of_steps(name: str) -> None:
+    draw = DRAWS[name]
+    undisturbed = streams()
+    expected = [step(undisturbed, draw) for _ in range(7)]
+    disturbed, steps, between = streams(), [], []
+    for number in range(7):
+        if number in (0, 2, 3, 6):
+            # An odd number: generators of normal numbers cache every second one.
+            between += [draw() for _ in range(number + 1)]
+        steps.append(step(disturbed, draw))
+    assert steps == expected
+    # After the first ones, which come from the stream of steps, the numbers between steps are others.
+    assert not {*between[1:]} & {*expected}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("draws_before", [0, 1])
+def test_both_streams_are_restored(name: str, draws_before: int) -> None:
+    draw = DRAWS[name]
+    first = streams()
+    for _ in range(3):
+        step(first, draw)
+        draw()
+    for _ in range(draws_before):
+        draw()
+    saved = first.capture()
+    expected = [value for _ in range(3) for value in (draw(), step(first, draw))]
+    second = streams(seed=9)
+    draw()
+    second.restore(*saved)
+    assert [value for _ in range(3) for value in (draw(), step(second, draw))] == expected
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_saving_moves_no_draws(name: str) -> None:
+    """Also right after the first draw between steps, which begins a stream of its own at the next step."""
+    draw = DRAWS[name]
+
+    def run(*, saves: bool) -> list[float]:
+        own, values = streams(), []
+        for _ in range(4):
+            values.append(step(own, draw))
+            values.append(draw())
+            if saves:
+                own.capture()
+            values.append(draw())
+        return values
+
+    assert run(saves=True) == run(saves=False)
+
+
+def test_the_stream_of_a_step_is_captured_inside_of_it() -> None:
+    draw, own = DRAWS["torch"], streams()
+    step(own, draw)
+    draw()
+    own.enter_step()
+    saved = own.capture()
+    expected = draw()
+    own.leave_step()
+    between = draw()
+    other = streams(seed=9)
+    other.restore(*saved)
+    assert (step(other, draw), draw()) == (expected, between)
