@@ -1,6 +1,7 @@
 """`whet compare`: agreement, planted wrong kernels, determinism, precision, reproducers, options."""
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as f
 
+import drawing_models
 import whet
 from paths import SUPPORT, Run
 from small_models import TokenModel, convnet, images, ragged_tokens
@@ -24,8 +26,10 @@ from whet.cli.compare import render_comparison as comparison_lines
 from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
+from whet.step.optimizers import OptimizerChoice
+from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
 from whet.verify.isolation import disable_dropout
-from whet.verify.parity.compare import compare_devices, compare_precision
+from whet.verify.parity.compare import _compare_training, compare_devices, compare_precision
 from whet.verify.parity.locate import first_wrong_module, locate
 from whet.verify.parity.references import FORMULAS
 from whet.verify.parity.replay import TensorLayout
@@ -157,6 +161,7 @@ def test_model_without_float64_support_gets_a_note() -> None:
     assert result.reference == "cpu float32"
     assert result.rows == ()
     assert "does not run in float64" in result.notes[0]
+    assert result.verdict == "cannot judge"
     assert "not compared with anything" in comparison_lines(result)[-1]
 
 
@@ -280,14 +285,131 @@ def test_nondeterministic_model_is_found(warm_whet: Run, tmp_path: Path) -> None
     assert done.stdout.count("DIFFERS") == 1, "by rounding only, so nothing else does"
 
 
-def test_random_operators_are_listed() -> None:
-    class Noisy(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + torch.rand_like(x)
+# --- random draws ----------------------------------------------------------------------------------------------------
 
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.rand_like(x)
+
+
+def test_random_operators_are_listed() -> None:
     result = locate(ReplicaFactory(model_spec(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
     assert result.draws == ("aten::rand_like",)
     assert result.culprit is None
+
+
+@pytest.mark.parametrize("name", list(drawing_models.MODELS))
+def test_models_that_draw_agree_within_the_usual_bounds(name: str) -> None:
+    model, x = drawing_models.make(name)
+    result = whet.compare(model, (x,), devices=["cpu"], steps=3, precisions=[])
+    assert (result.verdict, result.reference) == ("agrees", "cpu float64"), result
+    assert result.num_draws > 0
+    assert all(row.error < 1e-4 for row in result.rows if row.what in ("loss", "gradients", "draws")), result.rows
+
+
+class HiddenDraws(nn.Linear):
+    """Draws from a generator that nobody can seed, as data augmentation in NumPy may."""
+
+    def forward(self, x):
+        return super().forward(x) * np.random.default_rng().uniform(0.5, 1.5)
+
+
+class KernelDraws(nn.Linear):
+    def forward(self, x):
+        return f.rrelu(super().forward(x), training=True)
+
+
+class Chaotic(nn.Linear):
+    """Amplifies rounding until it hides an error of 1 %."""
+
+    def forward(self, x):
+        x = torch.sigmoid(super().forward(x))
+        for _ in range(14):
+            x = 3.99 * x * (1 - x)
+        return x
+
+
+class Infinite(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (HiddenDraws, "two passes on the CPU differ by"),
+        (KernelDraws, "its random numbers cannot be repeated: aten.rrelu_with_noise draws inside a kernel"),
+        (Infinite, "its loss on the CPU is"),
+    ],
+)
+def test_what_cannot_be_judged_is_no_agreement(kind: type[nn.Linear], why: str) -> None:
+    torch.manual_seed(0)
+    result = compare_devices(model_spec(kind(3, 3), (torch.randn(4, 3),)), devices=["cpu"], steps=2, precisions=[])
+    assert (result.verdict, result.agrees) == ("cannot judge", False), result
+    assert result.located is not None, "every operator is still checked alone"
+    assert comparison_lines(result)[-1].startswith(f"cannot be judged: {why}"), comparison_lines(result)
+    assert json.loads(json.dumps(result.as_json()))["verdict"] == "cannot judge"
+
+
+def test_bound_that_would_hide_one_percent_is_no_agreement() -> None:
+    torch.manual_seed(0)
+    bench = ReplicaFactory(model_spec(Chaotic(3, 3), (torch.randn(4, 3),)))
+    parity, obstacles = _compare_training(bench, Elsewhere(), steps=20, progress=lambda _: None)
+    rows = {row.what: row for row in parity.rows}
+    assert rows["gradients"].error <= rows["gradients"].bound, "the same CPU"
+    assert rows["gradients"].verdict == "cannot judge"
+    assert [obstacle.split()[3] for obstacle in obstacles] == ["loss", "gradients"]
+    assert all("rounding alone changes" in obstacle for obstacle in obstacles)
+    assert 1 <= rows["trajectory"].steps < 20, "steps are compared as long as rounding allows"
+    assert rows["trajectory"].agrees
+
+
+def test_command_has_an_exit_code_for_no_verdict(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import numpy, torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) * numpy.random.default_rng().uniform(0.5, 1.5)\n"
+        "def model():\n"
+        "    return Net(4, 2), (torch.ones(8, 4),)\n"
+    )
+    done = warm_whet("compare", "mine.py", "--devices", "cpu", "--steps", "2")
+    assert done.returncode == 3, done.stderr
+    assert "cannot be judged: two passes on the CPU differ by" in done.stdout
+    assert "agrees\n" not in done.stdout
+
+
+def test_repeated_draws_must_be_the_same_kind_and_shape() -> None:
+    draws = RecordedDraws()
+    with draws.record():
+        first = torch.randn(3), torch.empty(2, 2).bernoulli_(0.3), torch.bernoulli(torch.tensor([0.5, 0.1]))
+    assert [str(kind) for kind, _ in draws.drawn] == ["aten.randn", "aten.bernoulli_", "aten.bernoulli"]
+    assert next(iter(draws.parameters.values())).tolist() == pytest.approx([0.5, 0.1])
+    with draws.repeat():
+        again = (
+            torch.randn(3, dtype=torch.float64),
+            torch.ops.aten.native_dropout(torch.ones(2, 2), 0.7, True)[1],
+            torch.bernoulli(torch.tensor([0.9, 0.9])),
+        )
+    assert all(torch.equal(a.double(), b.double()) for a, b in zip(first, again, strict=True))
+    assert next(iter(draws.parameters.values())).tolist() == pytest.approx([0.9, 0.9]), "it would hide a wrong rate"
+    for wrong in (lambda: torch.rand(3), lambda: torch.randn(4), lambda: torch.randn(3)):
+        with pytest.raises(UnrepeatableDrawError), draws.repeat():
+            wrong()
+
+
+def test_small_learning_rates_do_not_hide_a_wrong_update() -> None:
+    """An update of 1e-6 is little more than the rounding of a weight of 1."""
+
+    def make() -> Trainable:
+        torch.manual_seed(0)
+        made = model_spec(nn.Linear(8, 8), (torch.randn(4, 8),)).make()
+        return dataclasses.replace(made, optimizer=OptimizerChoice(lr=1e-6))
+
+    rows = {row.what: row for row in compare_devices(TrainableSpec(name="slow", make=make), devices=["cpu"]).rows}
+    assert rows["update"].agrees
+    assert rows["update"].error < 1e-3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -206,6 +206,31 @@ def test_exception_of_the_model_is_raised() -> None:
         check(broken)
 
 
+BROKEN = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding({rows}, 64), torch.nn.Linear(63, 2)
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+def model():
+    return Net(), (torch.zeros(2, 3, dtype=torch.long),)
+"""
+
+
+@pytest.mark.parametrize("rows", [100, 1_000_000])
+def test_failure_of_the_model_is_an_error_whatever_its_size(rows: int, warm_whet: Run, tmp_path: Path) -> None:
+    """A large model runs with fake tensors only, so that its own failure ends the trace."""
+    (tmp_path / "mine.py").write_text(BROKEN.format(rows=rows))
+    done = warm_whet("check", "mine.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert "mine.py:8" in shown, "the user's line"
+    assert "linear.py:" in shown, "the line that raised"
+    assert "64" in shown, "torch's own words"
+
+
 def test_command_prints_every_format(warm_whet: Run, tmp_path: Path) -> None:
     word, machine = f"{FLAWED}:ctc", ("--machine", "m2-air-8gb")
     text = warm_whet("check", word, *machine)

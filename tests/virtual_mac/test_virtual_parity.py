@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import ReportCount
+from paths import SUPPORT, ReportCount
 
 pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
@@ -65,6 +65,30 @@ def test_simulated_faults_that_depend_on_layout_size_or_place_are_reproduced(
         assert (result["with_fault"], result["without_fault"]) == (1, 0), (fault, result)
     assert faults["reader later step"]["step"] > 1
     report_count(f"{len(faults)} conditional simulated faults named and reproduced")
+
+
+@pytest.mark.parametrize(
+    ("models", "clean", "wrong"), [(4, 1, 1), pytest.param(10, 5, 10, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_errors_of_one_percent_are_found_in_models_that_draw_simulated(
+    python: Start, tmp_path: Path, report_count: ReportCount, models: int, clean: int, wrong: int
+) -> None:
+    program = WRONG.with_name("wrong_with_draws.py")
+    code = f"import sys, runpy; sys.path.append({str(SUPPORT)!r}); sys.argv[0] = {str(program)!r}; "
+    done = python(code + f"runpy.run_path({str(program)!r}, run_name='__main__')", str(models), str(clean), str(wrong))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert len(results["clean"]) == models * clean
+    assert [name for name, result in results["clean"].items() if result["verdict"] != "agrees"] == []
+    # Some model has fewer operators.
+    assert 0.9 * models * wrong <= len(results["wrong"]) <= models * wrong
+    for name, result in results["wrong"].items():
+        kernel = name.partition(": ")[2]
+        assert (result["verdict"], result["named"]) == ("differs", f"aten::{SEEN_AS.get(kernel, kernel)}"), name
+    report_count(
+        f"{len(results['wrong'])} simulated errors of 1 % found in {models} models that draw, "
+        f"no false alarm in {len(results['clean'])} runs"
+    )
 
 
 def test_the_command_reports_a_simulated_fault_in_lines(python: Start, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import FrameSummary, extract_tb
 from types import FrameType
 from typing import Literal
 
@@ -29,6 +30,34 @@ def code_origin(file: str) -> CodeOrigin:
     if any(name in path.parts for name in _LIBRARY_FOLDERS):
         return "library"
     return "python" if path.is_relative_to(sysconfig.get_path("stdlib")) else "you"
+
+
+def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSummary | None]:
+    """Return the innermost line of the user's code that an exception passed, and the innermost line of all.
+
+    The second is a line of a library or of torch's modules, where the user's code called it with something wrong; None
+    if the user's own line raised. Torch's internal files tell nobody anything.
+    """
+    own = inner = None
+    for frame in extract_tb(error.__traceback__):
+        origin = code_origin(frame.filename)
+        if origin == "you":
+            own, inner = frame, None
+        elif origin in ("library", "recipe") or (origin == "torch" and not _is_internal(frame.filename)):
+            inner = frame
+    return own, inner
+
+
+def frame_name(frame: FrameSummary) -> str:
+    """Return a line as "file.py:12 in function()"."""
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
+
+
+def _is_internal(file: str) -> bool:
+    """Whether torch's path has a private part, such as torch/_ops.py or torch/utils/_python_dispatch.py."""
+    path = Path(file)
+    folders = [folder for folder in _torch_folders() if path.is_relative_to(folder)]
+    return any(name.startswith("_") for folder in folders for name in path.relative_to(folder).parts)
 
 
 def calling_script() -> str | None:

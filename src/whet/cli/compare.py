@@ -43,7 +43,8 @@ def compare(
 
     Compares the loss, every gradient, the update and a number of steps, repeats them, and tries lower precision. If
     something differs, every operator of a step is replayed on the CPU from its own inputs: the first wrong one is
-    named, and a program that reproduces it with torch alone is written. Dropout is off. Exit code 1: something differs.
+    named, and a program that reproduces it with torch alone is written. Random numbers are drawn on the CPU and
+    repeated on the device. Exit code 1: something differs; 3: it cannot be judged.
     """
     from whet.api.verify import load_spec
     from whet.cli import output
@@ -68,12 +69,14 @@ def compare(
     else:
         output.result("\n".join(render_comparison(result)))
     if not result.agrees:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if result.verdict == "differs" else CANNOT_JUDGE_EXIT_CODE)
 
 
+CANNOT_JUDGE_EXIT_CODE = 3
 _ROW_NAMES = {
     "loss": "loss",
     "gradients": "gradients ({tensors})",
+    "draws": "parameters of draws ({tensors})",
     "buffers": "buffers ({tensors})",
     "update": "update ({tensors})",
     "trajectory": "{steps} steps",
@@ -91,7 +94,9 @@ def render_comparison(result: "ParityResult") -> list[str]:
     reference = result.reference.replace("cpu ", "the CPU in ")
     is_cpu_only = result.device == "cpu"
     name = "float32 on the CPU" if is_cpu_only else result.device + (" (SIMULATED)" if result.is_virtual else "")
-    lines = [f"{result.name}: {name} against {reference}, {result.size} samples, dropout off"]
+    lines = [f"{result.name}: {name} against {reference}, {result.size} samples"]
+    if result.num_draws:
+        lines[0] += f", the same {result.num_draws} random draws on both sides"
     if is_cpu_only and result.rows:
         lines.append("only the CPU's rounding is compared; --devices cpu,mps or cpu,cuda compares a device")
     lines += ["", output.table(("what", "error", "bound", "verdict"), _rows(result)), ""]
@@ -106,8 +111,8 @@ def render_comparison(result: "ParityResult") -> list[str]:
             lines.append(f"reproduce: python {shlex.quote(str(located.reproducer))}")
     elif located is not None:
         lines.append(f"no single operator is wrong: {located.num_checked} were replayed on the CPU")
-    if result.agrees and not result.rows:
-        lines.append("nothing differs, but float32 was not compared with anything: no other device, no float64")
+    if result.verdict == "cannot judge":
+        lines += [f"cannot be judged: {obstacle}" for obstacle in result.obstacles]
     else:
         lines.append("everything agrees" if result.agrees else "something differs")
     return lines
@@ -116,10 +121,12 @@ def render_comparison(result: "ParityResult") -> list[str]:
 def _rows(result: "ParityResult") -> list[tuple[str, str, str, str]]:
     rows = []
     for row in result.rows:
-        name = _ROW_NAMES[row.what].format(tensors=row.num_tensors, steps=result.steps)
+        steps = f"{row.steps} of {result.steps}" if row.steps not in (None, result.steps) else result.steps
+        name = _ROW_NAMES[row.what].format(tensors=row.num_tensors, steps=steps)
         worst = f", most in {row.worst}" if row.worst and not row.agrees else ""
         own = "" if row.own_error is None else f" (the CPU's own error: {row.own_error:.1e})"
-        verdict = ("agrees" if row.agrees else f"DIFFERS{worst}") + own
+        verdict = {"agrees": "agrees", "differs": f"DIFFERS{worst}", "cannot judge": "cannot be judged"}[row.verdict]
+        verdict += own
         rows.append((name, _number(row.error), f"{row.bound:.1e}", verdict))
     repeated = result.determinism
     if repeated.is_same:

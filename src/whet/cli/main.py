@@ -225,6 +225,8 @@ def _discard(stream: TextIO) -> None:
 
 def _as_failure(error: BaseException) -> WhetError:
     """Describe an unexpected exception: in user code if the traceback passes through it, else in a library or whet."""
+    from whet.base.origin import failure_frames, frame_name
+
     frames, user_frames = traceback.extract_tb(error.__traceback__), _user_frames(error)
     got = f"{type(error).__name__}: {error}"
     traceback_hint = "add --debug to see the traceback"
@@ -234,8 +236,8 @@ def _as_failure(error: BaseException) -> WhetError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return WhetError("the disk is full", got=str(error), try_="free some space, or write elsewhere")
     if user_frames:
-        last = user_frames[-1]
-        where = f"{Path(last.filename).name}:{last.lineno} in {last.name}()"
+        inner = failure_frames(error)[1]
+        where = frame_name(user_frames[-1]) + (f"; raised at {frame_name(inner)}" if inner else "")
         return WhetError("your code raised an exception", got=f"{got} ({where})", try_=traceback_hint)
     if frames and not frames[-1].filename.startswith(_PACKAGE_ROOT):
         return WhetError("a library raised an exception", got=got, try_=traceback_hint)

@@ -11,6 +11,7 @@ from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
 from whet.step.loss import MicroLoss
 from whet.step.rollback import release_traceback
+from whet.verify.draws import RecordedDraws
 from whet.verify.isolation import preserve_model_and_rng
 from whet.verify.start import causality, device_parity
 
@@ -92,10 +93,12 @@ class ModelCheck:
         model, device, loss, micro = self._run.model, self._run.device, self.loss, self._small
 
         def compare() -> tuple[device_parity.DeviceParity, str | None]:
+            draws = RecordedDraws()
             first, second = (
-                device_parity.loss_and_gradients(model, device, loss, micro, precision=precision) for _ in range(2)
+                device_parity.loss_and_gradients(model, device, loss, micro, precision=precision, draws=draws)
+                for _ in range(2)
             )
-            parity = device_parity.compare_with_cpu(model, loss, micro, first, precision=precision)
+            parity = device_parity.compare_with_cpu(model, loss, micro, first, precision=precision, draws=draws)
             return parity, device_parity.repeat_difference(first, second)
 
         result, problem = self._isolated(compare, "not compared with the CPU")

@@ -1,4 +1,4 @@
-"""Random draws of a computation: recorded once, and repeated for some of its samples.
+"""Random draws of a computation: recorded once, and repeated for some of its samples, or on another device.
 
 Two computations of the same samples can be compared only if dropout and noise are the same in both.
 """
@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from whet.device.rng import get_host_rng, set_host_rng
+
 _aten = torch.ops.aten
 _IN_PLACE = {
     _aten.bernoulli_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.exponential_, _aten.log_normal_,
     _aten.cauchy_, _aten.geometric_,
 }  # fmt: skip
+_LIKE = {_aten.rand_like, _aten.randn_like, _aten.randint_like}
 _NEW = {
-    _aten.rand, _aten.randn, _aten.randint, _aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.bernoulli,
-    _aten.normal, _aten.poisson, _aten.multinomial,
+    *_LIKE, _aten.rand, _aten.randn, _aten.randint, _aten.randperm, _aten.bernoulli, _aten.normal, _aten.poisson,
+    _aten.multinomial, _aten.binomial, _aten._standard_gamma, _aten._sample_dirichlet,
 }  # fmt: skip
+_DROPOUT = _aten.native_dropout
+_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 class UnrepeatableDrawError(Exception):
@@ -27,74 +32,133 @@ class UnrepeatableDrawError(Exception):
 
 
 class RecordedDraws:
-    """The random draws of a computation over `num_samples` samples."""
+    """The random draws of a computation, in order: what was drawn, and from which tensors (rates, probabilities).
 
-    def __init__(self, num_samples: int) -> None:
+    With `num_samples`, every draw must have a row for each sample, and can be repeated for some of them.
+    """
+
+    def __init__(self, num_samples: int | None = None) -> None:
         self.num_samples = num_samples
         self.drawn: list[tuple[Any, Tensor]] = []
         """Operators and what they drew, in order."""
+        self.parameters: dict[str, Tensor] = {}
+        """The tensors that draws depended on, in the last computation. They are compared like results: a wrong
+        probability would otherwise be hidden by repeating what was drawn with a right one."""
+        self._host: Any = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record all draws while entered."""
+        self.drawn, self.parameters, self._host = [], {}, get_host_rng()
         with _Recorder(self):
             yield
 
     @contextmanager
-    def repeat(self, rows: slice) -> Iterator[None]:
+    def repeat(self, rows: slice = slice(None)) -> Iterator[None]:
         """Draw the recorded numbers of these samples while entered."""
+        self.parameters = {}
         replayer = _Replayer(self, rows)
         with replayer:
             yield
         if replayer.number != len(self.drawn):
-            raise UnrepeatableDrawError("the number of random draws depends on the number of samples")
+            raise UnrepeatableDrawError(f"{replayer.number} random draws, and {len(self.drawn)} before")
+
+    @contextmanager
+    def same(self) -> Iterator[None]:
+        """Record the first time, and repeat afterwards, with the same numbers of Python and NumPy."""
+        if self._host is None:
+            with self.record():
+                yield
+            return
+        set_host_rng(self._host)
+        with self.repeat():
+            yield
+
+    def add_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int) -> None:
+        """Remember the tensors that a draw depends on."""
+        packet = func.overloadpacket
+        given = args[1:] if packet in _IN_PLACE else args
+        if packet in _LIKE or packet is _DROPOUT:
+            return
+        for index, leaf in enumerate((*given, *kwargs.values())):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.parameters[f"{packet}, draw {number + 1}, {index}"] = leaf.detach().cpu().clone()
 
 
-def _is_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
+def _is_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    packet = operator.overloadpacket
+    # torch 2.13 has no tag for random_, binomial and _sample_dirichlet.
+    if torch.Tag.nondeterministic_seeded not in operator.tags and packet not in _IN_PLACE | _NEW:
         return False
-    # Attention kernels draw only with dropout.
+    # Kernels of attention and recurrent layers draw only with dropout.
     for number, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[number] if number < len(args) else (kwargs or {}).get("dropout_p", argument.default_value)
+        if argument.name in _DROPOUT_ARGUMENTS:
+            given = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
             return bool(given)
     return True
 
 
-class _Recorder(TorchDispatchMode):
+def _kind(operator: Any) -> Any:
+    """Return the operator, without its overload. Dropout is one operator on CUDA, and a drawn mask elsewhere."""
+    return _aten.bernoulli_ if operator.overloadpacket is _DROPOUT else operator.overloadpacket
+
+
+class _DrawMode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. Returning True would make torch import its compiler, which takes seconds.
+        return False
+
+
+class _Recorder(_DrawMode):
     def __init__(self, draws: RecordedDraws) -> None:
         super().__init__()
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _is_random(func, args, kwargs):
-            # native_dropout returns its output and the mask, which is what it drew.
-            drawn = result[1] if func.overloadpacket is _aten.native_dropout else result
-            if not isinstance(drawn, Tensor) or func.overloadpacket not in _IN_PLACE | _NEW | {_aten.native_dropout}:
-                raise UnrepeatableDrawError(f"{func.overloadpacket} draws inside a kernel")
-            if drawn.dim() == 0 or drawn.shape[0] != self._draws.num_samples:
-                raise UnrepeatableDrawError(f"random numbers of shape {tuple(drawn.shape)} for the whole batch")
-            self._draws.drawn.append((func.overloadpacket, drawn.clone()))
+        kwargs, draws = kwargs or {}, self._draws
+        if not _is_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        draws.add_parameters(func, args, kwargs, number=len(draws.drawn))
+        result = func(*args, **kwargs)
+        # native_dropout returns its output and the mask, which is what it drew.
+        drawn = result[1] if func.overloadpacket is _DROPOUT else result
+        if not isinstance(drawn, Tensor) or func.overloadpacket not in _IN_PLACE | _NEW | {_DROPOUT}:
+            raise UnrepeatableDrawError(f"{func.overloadpacket} draws inside a kernel")
+        if draws.num_samples is not None and (drawn.dim() == 0 or drawn.shape[0] != draws.num_samples):
+            raise UnrepeatableDrawError(f"random numbers of shape {tuple(drawn.shape)} for the whole batch")
+        # A mask takes a fourth of the memory as bools.
+        is_mask = _kind(func) is _aten.bernoulli_
+        draws.drawn.append((_kind(func), drawn.bool() if is_mask and drawn.dtype != torch.bool else drawn.clone()))
         return result
 
 
-class _Replayer(TorchDispatchMode):
+class _Replayer(_DrawMode):
     def __init__(self, draws: RecordedDraws, rows: slice) -> None:
         super().__init__()
         self._draws, self._rows = draws, rows
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, draws = kwargs or {}, self._draws
         if not _is_random(func, args, kwargs):
-            return func(*args, **(kwargs or {}))
-        if self.number >= len(self._draws.drawn) or self._draws.drawn[self.number][0] is not func.overloadpacket:
-            raise UnrepeatableDrawError("the random draws depend on the number of samples")
-        drawn = self._draws.drawn[self.number][1][self._rows]
+            return func(*args, **kwargs)
+        if self.number >= len(draws.drawn) or draws.drawn[self.number][0] is not _kind(func):
+            raise UnrepeatableDrawError(f"random draw {self.number + 1}, {func.overloadpacket}, was not made before")
+        draws.add_parameters(func, args, kwargs, number=self.number)
+        values = draws.drawn[self.number][1]
+        values = values if self._rows == slice(None) else values[self._rows]
         self.number += 1
-        if func.overloadpacket is _aten.native_dropout:
+        # The operator itself decides on the shape, the dtype and the device of the result.
+        result = func(*args, **kwargs)
+        is_dropout = func.overloadpacket is _DROPOUT
+        target = result[1] if is_dropout else result
+        if target.shape != values.shape:
+            shapes = f"{tuple(target.shape)}, and {tuple(values.shape)} before"
+            raise UnrepeatableDrawError(f"random draw {self.number}, {func.overloadpacket}, has shape {shapes}")
+        # Copy first and convert later, because MPS gives wrong results for copies that also convert.
+        target.copy_(values.to(target.device).to(target.dtype))
+        if is_dropout:
             share = args[1]
-            return args[0] * drawn / (1 - share) if share < 1 else torch.zeros_like(args[0]), drawn
-        if func.overloadpacket in _IN_PLACE:
-            return args[0].copy_(drawn)
-        return drawn.clone()
+            return args[0] * target / (1 - share) if share < 1 else torch.zeros_like(args[0]), target
+        return result

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -111,11 +111,13 @@ def force_eager() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False) -> Iterator[None]:
+def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False, only_fused: bool = False) -> Iterator[None]:
     """Disable dropout in modules, functions and attention, because generators differ between devices.
 
     With `use_eval_mode`, other modules are also in eval mode, so that modules with other random draws (stochastic
-    depth) make none. Layers that draw nothing but compute differently in eval mode stay in training mode.
+    depth) make none. Layers that draw nothing but compute differently in eval mode stay in training mode. With
+    `only_fused`, only dropout inside the kernels of attention and recurrent layers is disabled: other draws can be
+    recorded and repeated.
     """
     saved: list[tuple[nn.Module, str, Any]] = []
 
@@ -126,11 +128,11 @@ def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False) -> Iterato
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             override(module, "dropout", 0.0)
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and not only_fused
         if is_dropout or (use_eval_mode and not isinstance(module, _KEEP_TRAINING_MODE)):
             override(module, "training", False)
     try:
-        with _DropoutFreeFunctions():
+        with _DropoutFreeFunctions(set() if only_fused else _DROPOUT_FUNCTIONS):
             yield
     finally:
         for module, name, value in saved:
@@ -138,9 +140,13 @@ def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False) -> Iterato
 
 
 class _DropoutFreeFunctions(TorchFunctionMode):
+    def __init__(self, skipped: Collection[Any]) -> None:
+        super().__init__()
+        self._skipped = skipped
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUT_FUNCTIONS:
+        if func in self._skipped:
             return args[0] if args else kwargs["input"]
         if func is f.scaled_dot_product_attention:
             if len(args) > 4:

@@ -15,10 +15,11 @@ from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
+from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
 from whet.verify.isolation import disable_dropout, preserve_model_and_rng
 from whet.verify.parity.locate import LocateResult, locate
 from whet.verify.parity.reproducer import check_overwrite
-from whet.verify.parity.training import ParityRow, ReplicaFactory, compare_training
+from whet.verify.parity.training import ParityRow, ReplicaFactory, TrainingParity, Verdict, compare_training
 from whet.verify.tolerance import RelativeError, relative_error, relative_errors
 from whet.verify.trainable import TrainableSpec
 
@@ -28,6 +29,9 @@ DETERMINISM_STEPS = 3
 # Maximum difference between two runs on a GPU that is explained by the varying order of sums.
 ROUNDING_TOLERANCE = 1e-4
 _WEIGHT = "the weight "
+# Minimum error of a wrong operator if loss, gradients and updates agree. Rounding is far below it; the bounds of single
+# operators are too close to rounding to decide alone.
+OPERATOR_BOUND = 1e-3
 
 
 class DeterminismResult(FrozenModel):
@@ -133,14 +137,14 @@ def compare_precision(
 ) -> PrecisionResult:
     """Compare a pass in `precision` (bf16, fp16 or tf32) with a pass in fp32 on the device of the model.
 
-    Weights, buffers, gradients, modes and generators are restored.
+    Both passes use the same random draws. Weights, buffers, gradients, modes and generators are restored.
     """
     if precision not in GRADIENT_BOUNDS:
         raise UsageError("unknown precision", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
-    moved = micro.map_tensors(device.put)
-    with preserve_model_and_rng(model, device):
+    moved, draws = micro.map_tensors(device.put), RecordedDraws()
+    with preserve_model_and_rng(model, device), draws.same():
         expected_loss, expected = _loss_and_gradients(model, loss, moved, device, "fp32")
-    with preserve_model_and_rng(model, device):
+    with preserve_model_and_rng(model, device), draws.same():
         actual_loss, actual = _loss_and_gradients(model, loss, moved, device, precision)
     errors = relative_errors(actual, expected)
     worst = max(errors, key=lambda name: errors[name], default=None)
@@ -191,11 +195,16 @@ class ParityResult(FrozenModel):
     size: int
     """Number of samples in the batch."""
     steps: int
+    num_draws: int = 0
+    """Number of random draws of a step, which were repeated on all sides."""
     rows: tuple[ParityRow, ...]
+    """Compared quantities; empty if nothing could be compared."""
     determinism: DeterminismResult
     precisions: tuple[PrecisionResult, ...] = ()
     located: LocateResult | None = None
-    """First wrong operator; None if nothing differs."""
+    """First wrong operator; None if nothing differs and everything could be judged."""
+    obstacles: tuple[str, ...] = ()
+    """Why the comparison cannot be judged, if nothing differs."""
     notes: tuple[str, ...] = ()
     is_virtual: bool = False
     """Whether the device is simulated."""
@@ -203,12 +212,21 @@ class ParityResult(FrozenModel):
     """Whether the user requested the precisions, so that they count for `agrees`."""
 
     @property
-    def agrees(self) -> bool:
+    def verdict(self) -> Verdict:
+        """A wrong operator is wrong even if the whole cannot be judged; nothing else is concluded then."""
+        if any(row.verdict == "differs" for row in self.rows) or (self.located and self.located.culprit):
+            return "differs"
+        if self.obstacles:
+            return "cannot judge"
         is_too_coarse = self.is_precision_required and not all(one.agrees for one in self.precisions)
-        return all(row.agrees for row in self.rows) and self.determinism.agrees and not is_too_coarse
+        return "differs" if is_too_coarse or not self.determinism.agrees else "agrees"
+
+    @property
+    def agrees(self) -> bool:
+        return self.verdict == "agrees"
 
     def as_json(self) -> dict[str, Any]:
-        return {"agrees": self.agrees, **super().as_json()}
+        return {"verdict": self.verdict, "agrees": self.agrees, **super().as_json()}
 
 
 def validate_compare_options(
@@ -260,7 +278,7 @@ def compare_devices(
     out: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """Train the same weights with the same batch on the CPU and on a device, and compare the results.
+    """Train the same weights with the same batch and draws on the CPU and on a device, and compare the results.
 
     docs/compare.md describes the comparison.
     """
@@ -274,23 +292,27 @@ def compare_devices(
             got=f"weights in {names}",
             try_="--devices cpu,mps or cpu,cuda; or the model in float32",
         )
-    parity = compare_training(replicas, device, steps=steps, progress=progress)
+    parity, obstacles = _compare_training(replicas, device, steps=steps, progress=progress)
     progress(f"{device.kind}, the same steps twice ...")
     determinism = run_twice(replicas, device)
     results, notes = _compare_precisions(
         replicas, device, wanted, is_required=precisions is not None, progress=progress
     )
-    located = None
-    wrong = [row.what for row in parity.rows if not row.agrees]
-    if wrong:
-        progress(f"{', '.join(wrong)} differ: checking every operator on {device.kind} ...")
+    wrong = [row.what for row in parity.rows if row.verdict == "differs"]
+    progress(f"{', '.join(wrong)} differ: " if wrong else "" + f"checking every operator on {device.kind} ...")
+    located = locate(
+        replicas,
+        device,
         # A wrong forward or backward pass shows in the first step. The compared update consists of two steps.
-        located = locate(replicas, device, steps={"update": 2, "trajectory": steps}.get(wrong[0], 1), out=out)
+        steps={"update": 2, "trajectory": steps}.get(wrong[0], 1) if wrong else 1,
+        # Where nothing else differs, an operator is wrong only far above rounding.
+        least=0.0 if wrong else OPERATOR_BOUND,
+        out=out,
+    )
     if parity.why_not_float64 is not None:
         notes.append(f"the model does not run in float64: {parity.why_not_float64}")
-    if located is not None and located.draws:
-        notes.append(f"random numbers differ between devices: {', '.join(located.draws)} cannot be compared")
-    if located is not None and located.unknown:
+    is_shown = bool(wrong or located.culprit or obstacles)
+    if is_shown and located.unknown:
         notes.append(f"not checked, the CPU has no such operator: {', '.join(located.unknown)}")
     return ParityResult(
         name=spec.name,
@@ -298,13 +320,38 @@ def compare_devices(
         reference=parity.reference,
         size=replicas.batch_size,
         steps=steps,
+        num_draws=0 if replicas.draws is None else len(replicas.draws.drawn),
         rows=parity.rows,
         determinism=determinism,
         precisions=results,
-        located=located,
+        located=located if is_shown else None,
+        obstacles=obstacles,
         notes=tuple(notes),
         is_virtual=device.kind == "mps" and virtual_mac.installed() is not None,
         is_precision_required=precisions is not None,
+    )
+
+
+def _compare_training(
+    replicas: ReplicaFactory, device: AbstractDevice, *, steps: int, progress: Callable[[str], None]
+) -> tuple[TrainingParity, tuple[str, ...]]:
+    """Compare the training with the CPU, and return why it cannot be judged."""
+    obstacle = replicas.obstacle
+    if obstacle is None:
+        try:
+            parity = compare_training(replicas, device, steps=steps, progress=progress)
+        except UnrepeatableDrawError as error:
+            replicas.draws = None
+            obstacle = f"its random numbers cannot be repeated: {error}"
+    if obstacle is not None:
+        return TrainingParity(rows=(), reference="cpu float32"), (obstacle,)
+    if not parity.rows:
+        return parity, ("float32 was not compared with anything: no other device, no float64",)
+    return parity, tuple(
+        f"rounding alone changes {row.what} by {row.own_error:.1e} on the CPU: "
+        f"a bound of {row.bound:.1e} would hide an error of 1 %"
+        for row in parity.rows
+        if row.verdict == "cannot judge"
     )
 
 
@@ -323,6 +370,8 @@ def _compare_precisions(
             with replicas.on(device) as replica:
                 loss, micro = replica.trainable.loss, replica.micro
                 results.append(compare_precision(replica.model, loss, micro, device, precision))
+        except UnrepeatableDrawError as error:
+            notes.append(f"{precision} was not compared, the random numbers cannot be repeated: {error}")
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if is_required:
                 got = str(error).splitlines()[0][:200]

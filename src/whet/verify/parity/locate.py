@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from whet.base.model import FrozenModel
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
+from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
 from whet.verify.parity.replay import OperatorLocator, OperatorReplay
 from whet.verify.parity.reproducer import write_reproducer
 from whet.verify.parity.training import ReplicaFactory
@@ -51,13 +52,16 @@ class LocateResult(FrozenModel):
 
 
 def locate(
-    replicas: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, out: Path | None = None
+    replicas: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, least: float = 0.0, out: Path | None = None
 ) -> LocateResult:
-    """Replay steps until an operator is wrong, and write a program that reproduces it to `out`, if given."""
+    """Replay steps until an operator is wrong by more than `least`, and write a program that reproduces it to `out`.
+
+    If no operator is wrong, and `least` is 0, the first wrong module is looked for.
+    """
     with replicas.on(device) as replica:
         optimizer = replica.optimizer()
         locator = OperatorLocator(replica.model, optimizer)
-        replay = OperatorReplay(device, locator)
+        replay = OperatorReplay(device, locator, least=least)
         stepper = replica.stepper(optimizer)
         for number in range(1, steps + 1):
             with locator.tracking(), replay:
@@ -76,9 +80,10 @@ def locate(
             bound=first.bound,
             step=number,
         )
-        if out is not None:
+        # The reproducer of a random operator would draw other numbers.
+        if out is not None and torch.Tag.nondeterministic_seeded not in first.func.tags:
             reproducer = str(write_reproducer(first, out, device=str(device.torch_device)))
-    elif device.kind != "cpu":
+    elif device.kind != "cpu" and not least:
         # The error is in an operator that cannot be checked, or in code that bypasses torch's dispatcher.
         wrong = first_wrong_module(replicas, device)
         if wrong is not None:
@@ -103,7 +108,6 @@ class ModuleCall:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradients of the output tensors, by index."""
 
@@ -120,22 +124,20 @@ def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> Wron
     """Return the first module with wrong outputs or gradients; None if there is none.
 
     Inner modules are checked before their parents. Each module gets inputs and gradients from the CPU, so that errors
-    do not propagate.
+    do not propagate, and repeats the draws that it makes on the CPU.
     """
     calls = _module_calls(replicas)
-    with replicas.on(device) as replica:
-        modules = dict(replica.model.named_modules())
+    with replicas.on(CpuDevice()) as on_cpu, replicas.on(device) as replica:
+        references, modules = dict(on_cpu.model.named_modules()), dict(replica.model.named_modules())
         for call in calls:
-            error = _forward_error(modules[call.name], call, device.put)
+            error = _module_error(_outputs, references[call.name], modules[call.name], call, device)
             if not error <= MODULE_BOUND:
                 return WrongModule(call.name, "forward", error)
     backward_order = [call for call in reversed(calls) if call.gradients]
     with replicas.on(CpuDevice()) as on_cpu, replicas.on(device) as replica:
         references, modules = dict(on_cpu.model.named_modules()), dict(replica.model.named_modules())
         for call in sorted(backward_order, key=lambda call: any(True for _ in references[call.name].children())):
-            expected = _gradients(references[call.name], call, lambda tensor: tensor)
-            actual = _gradients(modules[call.name], call, device.put) if expected else []
-            error = relative_error(actual, expected) if expected else 0.0
+            error = _module_error(_gradients, references[call.name], modules[call.name], call, device)
             if not error <= MODULE_BOUND:
                 return WrongModule(call.name, "backward", error)
     return None
@@ -155,7 +157,6 @@ def _module_calls(replicas: ReplicaFactory) -> list[ModuleCall]:
 
         def leave(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
             call = running.pop()
-            call.output = _clone(output)
             for index, leaf in enumerate(tree_leaves(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(_gradient_hook(call, index))
@@ -196,10 +197,25 @@ def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) 
     return module(*tree_map(moved, call.args), **tree_map(moved, call.kwargs)), sources
 
 
-def _forward_error(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> float:
+def _module_error(
+    compute: "_Compute", reference: nn.Module, module: nn.Module, call: ModuleCall, device: AbstractDevice
+) -> float:
+    """Return the largest error of what `compute` returns for a module; 0 if its draws cannot be repeated."""
+    draws = RecordedDraws()
+    try:
+        with draws.same():
+            expected = compute(reference, call, lambda tensor: tensor)
+        with draws.same():
+            actual = compute(module, call, device.put) if expected else []
+    except UnrepeatableDrawError:
+        return 0.0
+    return max((relative_error(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
+
+
+def _outputs(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the floating-point outputs of the module."""
     output, _ = _call(module, call, put)
-    pairs = list(zip(tree_leaves(output), tree_leaves(call.output), strict=True))
-    return max((relative_error(a, b) for a, b in pairs if isinstance(b, Tensor) and b.is_floating_point()), default=0.0)
+    return [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _gradients(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -217,3 +233,6 @@ def _gradients(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tens
         materialize_grads=True,
     )
     return [gradient.detach().cpu() for gradient in gradients]
+
+
+_Compute = Callable[[nn.Module, ModuleCall, Callable[[Tensor], Tensor]], list[Tensor]]

@@ -106,6 +106,7 @@ COARSE_OPERATORS = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldn
 # Rounding error of a dtype relative to float32.
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
 _EPSILON = 2.0**-24
+_DROPOUT = torch.ops.aten.native_dropout
 # Operators whose result is uninitialized or not a tensor.
 _WITHOUT_VALUES = ("aten::empty", "aten::new_empty", "aten::resize", "aten::set_", "aten::_local_scalar_dense")
 # Operators that may return equal values in any order.
@@ -161,11 +162,17 @@ class ReplayResult:
 class OperatorReplay(TorchDispatchMode):
     """Checks every operator that runs on the device in this mode."""
 
-    def __init__(self, device: AbstractDevice, locator: OperatorLocator) -> None:
+    def __init__(self, device: AbstractDevice, locator: OperatorLocator, *, least: float = 0.0) -> None:
         super().__init__()
+        self._least = least
         self.result = ReplayResult()
         self._device = device
         self._locator = locator
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. Returning True would make torch import its compiler, which takes seconds.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +190,7 @@ class OperatorReplay(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, args, kwargs, "dropout_p") != 0:
             if self._uses_device(args, kwargs):
                 self.result.draws.add(_base_name(name))
-            return False
+            return func.overloadpacket is _DROPOUT
         if name.startswith((*_WITHOUT_VALUES, *_UNSTABLE_ORDER)) or _is_view(func):
             return False
         is_plain = all(t.layout == torch.strided and not t.is_complex() for t in tensor_leaves((args, kwargs)))
@@ -202,10 +209,10 @@ class OperatorReplay(TorchDispatchMode):
         layouts: tuple[TensorLayout, ...],
         location: OperatorLocation,
     ) -> None:
-        actual = call_outputs(func, call, before)
+        actual, is_dropout = call_outputs(func, call, before), func.overloadpacket is _DROPOUT
         if not actual:
             return
-        reference = reference_result(func, *before)
+        reference = _dropout_reference(call, before) if is_dropout else reference_result(func, *before)
         expected = _expected_outputs(func, reference, before, actual)
         if expected is None:
             self.result.unknown.add(_base_name(func.name()))
@@ -219,7 +226,7 @@ class OperatorReplay(TorchDispatchMode):
         dtypes = {t.dtype for t in tensor_leaves(before) if t.dtype in _ROUNDING}
         is_coarse = cpu_errors is None or func.name().startswith(COARSE_OPERATORS)
         minimum = BOUND_WITHOUT_REFERENCE if is_coarse else MIN_BOUND
-        minimum = min(0.1, minimum * max((_ROUNDING[dtype] for dtype in dtypes), default=1.0))
+        minimum = max(self._least, min(0.1, minimum * max((_ROUNDING[dtype] for dtype in dtypes), default=1.0)))
         bounds = [error_bound(minimum, cpu_errors[index] if cpu_errors else None) for index in range(len(errors))]
         error, bound = max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
         if error <= bound:
@@ -240,6 +247,13 @@ class OperatorReplay(TorchDispatchMode):
                 bounds=tuple(bounds),
                 floors=floors,
             )
+
+
+def _dropout_reference(call: CompletedCall, before: Any) -> ReferenceResult:
+    """Return what dropout must compute with the mask that it drew."""
+    x, share = before[0][0].double(), before[0][1]
+    mask = call.returned[1].cpu().double()
+    return ReferenceResult(CompletedCall((x * mask / (1 - share),), (), {}), None, is_formula=True)
 
 
 def call_outputs(func: Any, call: CompletedCall, before: Any) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,20 @@ from whet.device.cpu import CpuDevice
 from whet.device.rng import preserve_rng, seed_everything
 from whet.step.optimizers import build_optimizer
 from whet.step.step import Outcome, Stepper
-from whet.verify.isolation import disable_dropout, force_eager
-from whet.verify.tolerance import RelativeError, error_bound, relative_errors
+from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
+from whet.verify.isolation import disable_dropout, force_eager, perturb_zero_weights
+from whet.verify.tolerance import CPU_ERROR_FACTOR, RelativeError, error_bound, relative_error, relative_errors
 from whet.verify.trainable import Trainable, TrainableSpec
 
 # Minimum bounds. Errors up to these count as agreement, even if the CPU is more accurate.
-MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
+MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
 # Bounds for a float32 reference, for which the error of the CPU is unknown.
-BOUNDS_WITHOUT_FLOAT64 = {"loss": 1e-4, "gradients": 1e-3, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2}
+BOUNDS_WITHOUT_FLOAT64 = {
+    "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
+}  # fmt: skip
+# Maximum useful bounds. A wider one would hide an error of 1 %, so nothing is concluded from it. The losses of several
+# steps only add to the other rows, which show an operator that is wrong from the start.
+MAX_BOUNDS = {"loss": 5e-3, "gradients": 5e-3, "draws": 5e-3, "buffers": 5e-3, "update": 1e-2, "trajectory": 5e-2}
 _SEED = 0
 # Default limit of the batch size. A few samples are enough to show a wrong operator.
 _MAX_DEFAULT_SAMPLES = 32
@@ -41,6 +47,8 @@ class Replica:
     trainable: Trainable
     micro: MicroBatch
     device: AbstractDevice
+    draws: RecordedDraws | None = None
+    """Draws that every step repeats; None if each step makes its own."""
 
     @property
     def model(self) -> nn.Module:
@@ -55,11 +63,12 @@ class Replica:
 
     def step(self, stepper: Stepper, number: int = 1) -> Outcome:
         """Run one optimizer step on the whole batch."""
-        return stepper(self.trainable.loss, [self.micro], num_samples=len(self.micro), step=number)
+        with nullcontext() if self.draws is None else self.draws.same():
+            return stepper(self.trainable.loss, [self.micro], num_samples=len(self.micro), step=number)
 
 
 class ReplicaFactory:
-    """Creates replicas with the same weights and the same batch that differ only in device and dtype."""
+    """Creates replicas with the same weights, batch and random draws that differ only in device and dtype."""
 
     def __init__(self, spec: TrainableSpec, *, batch_size: int | None = None) -> None:
         self._spec = spec
@@ -82,14 +91,45 @@ class ReplicaFactory:
                 got="no trainable parameter",
                 try_="a model with trainable weights",
             )
+        # A zero weight would hide every error before it.
+        perturb_zero_weights(first.model)
         self.dtypes = {p.dtype for p in first.model.parameters() if p.is_floating_point()}
         self._weights = {name: tensor.detach().clone() for name, tensor in _named_tensors(first.model)}
+        self.draws: RecordedDraws | None = RecordedDraws()
+        """Draws that all steps repeat; None if they cannot be repeated."""
+        self.obstacle = self._record_draws()
+        """Why no two computations of this model can be compared; None if they can."""
+
+    def _record_draws(self) -> str | None:
+        """Record the draws of a step on the CPU and repeat it, which must give the same loss and gradients."""
+        passes: list[dict[str, Tensor]] = []
+        try:
+            for _ in range(2):
+                with self.on(CpuDevice()) as replica:
+                    outcome = replica.step(replica.stepper(torch.optim.SGD(replica.model.parameters(), lr=0.0)))
+                    named = replica.model.named_parameters()
+                    tensors = {name: _copy(p.grad) for name, p in named if p.grad is not None}
+                    passes.append({"the loss": _copy(outcome.loss), **tensors})
+        except UnrepeatableDrawError as error:
+            self.draws = None
+            return f"its random numbers cannot be repeated: {error}"
+        if not bool(passes[0]["the loss"].isfinite()):
+            return f"its loss on the CPU is {float(passes[0]['the loss'])}"
+        difference = max(relative_errors(passes[1], passes[0]).values())
+        if difference <= MIN_BOUNDS["loss"]:
+            return None
+        return (
+            f"two passes on the CPU differ by {difference:.1e}, from the same weights, samples and draws: "
+            "it draws from a generator that torch does not know, or keeps state of its own"
+        )
 
     @contextmanager
     def on(self, device: AbstractDevice, *, float64: bool = False, dropout: bool = False) -> Iterator[Replica]:
         """Yield a replica on a device, in its original dtypes or in float64.
 
-        TF32 is disabled inside the context. Generators are restored on exit.
+        TF32 is disabled inside the context. Generators are restored on exit. With `dropout`, every step makes draws of
+        its own. Otherwise every step repeats the recorded draws, without dropout inside the kernels of attention and
+        recurrent layers, whose draws cannot be recorded.
         """
         with ExitStack() as stack:
             stack.enter_context(preserve_rng(device))
@@ -103,10 +143,13 @@ class ReplicaFactory:
                     tensor.copy_(self._weights[name])
             if float64:
                 trainable.model.double()
+                # Tensors that the model creates are float64 too.
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
             device.put_model(trainable.model)
             trainable.model.train()
             if not dropout:
-                stack.enter_context(disable_dropout(trainable.model))
+                stack.enter_context(disable_dropout(trainable.model, only_fused=True))
             seed_everything(_SEED)
 
             def put(tensor: Tensor) -> Tensor:
@@ -117,7 +160,8 @@ class ReplicaFactory:
                 return own_loss(micro.map_tensors(torch.clone))
 
             own_loss, trainable = trainable.loss, replace(trainable, loss=loss)
-            yield Replica(trainable=trainable, micro=self.micro.map_tensors(put), device=device)
+            draws = None if dropout else self.draws
+            yield Replica(trainable=trainable, micro=self.micro.map_tensors(put), device=device, draws=draws)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -125,6 +169,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
+
+
+Verdict = Literal["agrees", "differs", "cannot judge"]
 
 
 class ParityRow(FrozenModel):
@@ -138,11 +185,21 @@ class ParityRow(FrozenModel):
     worst: str | None = None
     """Tensor with the largest error; None if there is only one."""
     num_tensors: int = 1
+    steps: int | None = None
+    """Number of compared steps, after which rounding alone makes a difference; None except for the trajectory."""
+
+    @property
+    def verdict(self) -> Verdict:
+        # NaN exceeds every bound.
+        if not math.isfinite(self.error):
+            return "differs"
+        if not self.bound <= MAX_BOUNDS[self.what]:
+            return "cannot judge"
+        return "agrees" if self.error <= self.bound else "differs"
 
     @property
     def agrees(self) -> bool:
-        # NaN exceeds every bound.
-        return self.error <= self.bound
+        return self.verdict == "agrees"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,17 +208,19 @@ class TrainingTrace:
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
+    draws: Mapping[str, Tensor]
+    """What the random draws depended on."""
     buffers: Mapping[str, Tensor]
     update: Mapping[str, Tensor]
-    trajectory: Mapping[str, Tensor]
+    trajectory: Tensor
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
         return {
             "loss": {"loss": self.loss},
             "gradients": self.gradients,
+            "draws": self.draws,
             "buffers": self.buffers,
             "update": self.update,
-            "trajectory": self.trajectory,
         }
 
 
@@ -187,15 +246,34 @@ def compare_training(
         why_not = str(error).splitlines()[0][:200]
     progress("float32 on the CPU ...")
     float32 = record_training(replicas, cpu, steps=steps, gradients=None if why_not else reference.gradients)
+    scale = 1.0
     if why_not is not None:
         reference = float32
+    else:
+        scale = _weight_scale(float32, reference)
+        if scale < 1:
+            reference, float32 = (
+                replace(one, update=record_update(replicas, cpu, reference.gradients, float64=float64, scale=scale))
+                for one, float64 in ((reference, True), (float32, False))
+            )
     if device.kind == "cpu":
         rows = () if why_not else _rows(float32, reference, cpu_float32=None)
     else:
         progress(f"{device.kind} ...")
-        actual = record_training(replicas, device, steps=steps, gradients=reference.gradients)
+        actual = record_training(replicas, device, steps=steps, gradients=reference.gradients, scale=scale)
         rows = _rows(actual, reference, cpu_float32=None if why_not else float32)
     return TrainingParity(rows=rows, reference="cpu float32" if why_not else "cpu float64", why_not_float64=why_not)
+
+
+def _weight_scale(float32: TrainingTrace, reference: TrainingTrace) -> float:
+    """Return a factor for the weights before the compared update, a power of two.
+
+    With a small learning rate, an update is little more than the rounding of the weights, which would hide any error.
+    """
+    error = max(relative_errors(float32.update, reference.update).values(), default=0.0)
+    if not math.isfinite(error) or error_bound(0.0, error) <= MAX_BOUNDS["update"]:
+        return 1.0
+    return 2.0 ** -math.ceil(math.log2(CPU_ERROR_FACTOR * error / MIN_BOUNDS["update"]))
 
 
 def record_training(
@@ -205,6 +283,7 @@ def record_training(
     steps: int,
     float64: bool = False,
     gradients: Mapping[str, Tensor] | None = None,
+    scale: float = 1.0,
 ) -> TrainingTrace:
     """Record all compared quantities on one device. The update uses `gradients`, or by default those of the replica."""
     with replicas.on(device, float64=float64) as replica:
@@ -213,30 +292,50 @@ def record_training(
         loss = _copy(replica.step(stepper).loss)
         own = {name: _copy(p.grad) for name, p in replica.model.named_parameters() if p.grad is not None}
         buffers = {name: _copy(b) for name, b in replica.model.named_buffers() if b.is_floating_point()}
-    with replicas.on(device, float64=float64) as replica:
-        update = _record_update(replica, gradients or own)
+        draws = {} if replicas.draws is None else replicas.draws.parameters
+    update = record_update(replicas, device, gradients or own, float64=float64, scale=scale)
+    losses: list[Tensor] = []
     with replicas.on(device, float64=float64) as replica:
         stepper = replica.stepper(replica.optimizer())
-        losses = [replica.step(stepper, number).loss for number in range(1, steps + 1)]
-        trajectory = torch.stack([_copy(loss) for loss in losses])
-    return TrainingTrace(loss=loss, gradients=own, buffers=buffers, update=update, trajectory={"losses": trajectory})
+        for number in range(1, steps + 1):
+            try:
+                losses.append(_copy(replica.step(stepper, number).loss))
+            except UnrepeatableDrawError:
+                # The draws depend on the step. The steps before this one are compared.
+                if number == 1:
+                    raise
+                break
+    return TrainingTrace(
+        loss=loss, gradients=own, draws=draws, buffers=buffers, update=update, trajectory=torch.stack(losses)
+    )
 
 
-def _record_update(replica: Replica, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the change of the weights after two optimizer steps with the given gradients.
+def record_update(
+    replicas: ReplicaFactory,
+    device: AbstractDevice,
+    gradients: Mapping[str, Tensor],
+    *,
+    float64: bool = False,
+    scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """Return the change of the weights, multiplied by `scale` before, in two optimizer steps with the given gradients.
 
     All devices use the same gradients, because an adaptive optimizer amplifies the rounding of an almost zero gradient
     to a full step.
     """
-    optimizer = replica.optimizer()
-    named = {name: p for name, p in replica.model.named_parameters() if name in gradients}
-    before = {name: _copy(p) for name, p in named.items()}
-    for name, parameter in named.items():
-        parameter.grad = replica.device.put(gradients[name].float().to(parameter.dtype))
-    with replica.device.compute_context(is_step=True):
-        for _ in range(2):
-            optimizer.step()
-    return {name: _copy(p).double() - before[name].double() for name, p in named.items()}
+    with replicas.on(device, float64=float64) as replica:
+        optimizer = replica.optimizer()
+        named = {name: p for name, p in replica.model.named_parameters() if name in gradients}
+        with torch.no_grad():
+            for parameter in named.values():
+                parameter.mul_(scale)
+        before = {name: _copy(p) for name, p in named.items()}
+        for name, parameter in named.items():
+            parameter.grad = device.put(gradients[name].float().to(parameter.dtype))
+        with device.compute_context(is_step=True):
+            for _ in range(2):
+                optimizer.step()
+        return {name: _copy(p).double() - before[name].double() for name, p in named.items()}
 
 
 def _rows(
@@ -262,7 +361,26 @@ def _rows(
                 num_tensors=len(errors),
             )
         )
-    return tuple(rows)
+    return (*rows, _trajectory_row(actual, reference, cpu_float32, minimums["trajectory"]))
+
+
+def _trajectory_row(
+    actual: TrainingTrace, reference: TrainingTrace, cpu_float32: TrainingTrace | None, minimum: float
+) -> ParityRow:
+    """Compare the losses of as many steps as rounding on the CPU allows: training amplifies it in every step."""
+    traces = [trace.trajectory for trace in (actual, reference, cpu_float32) if trace is not None]
+    count, own_error = min(len(trace) for trace in traces), None
+    if cpu_float32 is not None:
+        errors = [relative_error(cpu_float32.trajectory[:n], reference.trajectory[:n]) for n in range(1, count + 1)]
+        count = sum(error_bound(minimum, max(errors[:n])) <= MAX_BOUNDS["trajectory"] for n in range(1, count + 1)) or 1
+        own_error = max(errors[:count])
+    return ParityRow(
+        what="trajectory",
+        error=relative_error(actual.trajectory[:count], reference.trajectory[:count]),
+        bound=error_bound(minimum, own_error),
+        own_error=own_error,
+        steps=count,
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

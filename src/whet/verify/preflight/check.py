@@ -7,6 +7,7 @@ import torch
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
+from whet.base.origin import failure_frames, frame_name
 from whet.machine.facts import Machine, TorchFacts
 from whet.plan.plan import make_plan
 from whet.plan.warnings import known_hazards
@@ -142,14 +143,19 @@ def _trace(spec: TrainableSpec, detectors: list[Detector], *, device: str, batch
 
 
 def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
-    if traced.error is not None:
-        yield PreflightFinding(
-            id="trace-stopped",
-            severity="warning",
-            what=f"the trace ended early, later operators are not checked: {str(traced.error).splitlines()[0][:200]}",
-            try_="a smaller version of the model, which can be run with real tensors",
-            during="the step",
-        )
+    if traced.error is None:
+        return
+    own, inner = failure_frames(traced.error)
+    got = (str(traced.error).splitlines() or [""])[0][:200]
+    where = f" ({frame_name(inner)})" if inner else ""
+    yield PreflightFinding(
+        id="trace-stopped",
+        severity="error",
+        what=f"the trace ended early, nothing after it was checked: {type(traced.error).__name__}: {got}{where}",
+        try_="fix that line if it fails in training too; else a smaller version of the model, for real tensors",
+        place=locate_line((own.filename, own.lineno or 0, own.name)) if own else None,
+        during="" if own else "the step",
+    )
 
 
 def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[PreflightFinding]:

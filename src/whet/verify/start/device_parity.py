@@ -11,6 +11,7 @@ from whet.data.batch import MicroBatch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.cpu import CpuDevice
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
+from whet.verify.draws import RecordedDraws
 from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
@@ -19,6 +20,8 @@ MAX_SAMPLES = 8
 _MAX_CPU_FLOPS = 4e10
 # Maximum relative errors of loss and gradients. The bounds grow if the CPU itself is inaccurate.
 PARITY_BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
+# The bounds grow up to this or by this factor. A wider one would hide a wrong result.
+_MAX_BOUND, _MAX_GROWTH = 1e-2, 5
 # Minimum scale for the error of a loss, because a smaller loss consists of the rounding of larger numbers.
 MIN_LOSS_SCALE = 1e-2
 # Without a loss scale, fp16 gradients underflow.
@@ -79,12 +82,21 @@ def compute_precision(model: nn.Module, precision: str) -> str:
 
 
 def loss_and_gradients(
-    model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str
+    model: nn.Module,
+    device: AbstractDevice,
+    loss: MicroLoss,
+    micro: MicroBatch,
+    *,
+    precision: str,
+    draws: RecordedDraws,
 ) -> LossAndGradients:
-    """Return the loss and gradients of a micro-batch without dropout, copied to the CPU. The model is not restored."""
+    """Return the loss and gradients of a micro-batch without dropout, copied to the CPU. The model is not restored.
+
+    The first pass records its random draws in `draws`, and later ones repeat them.
+    """
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
     try:
-        with disable_dropout(model, use_eval_mode=True):
+        with disable_dropout(model, use_eval_mode=True), draws.same():
             mean = forward_backward(device, loss, micro, precision=precision, scale=scale)
         gradients = {name: gradient.cpu() / scale for name, gradient in dense_gradients(model).items()}
         return LossAndGradients(mean.cpu(), gradients)
@@ -117,31 +129,42 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def compare_with_cpu(
-    model: nn.Module, loss: MicroLoss, micro: MicroBatch, actual: LossAndGradients, *, precision: str
+    model: nn.Module,
+    loss: MicroLoss,
+    micro: MicroBatch,
+    actual: LossAndGradients,
+    *,
+    precision: str,
+    draws: RecordedDraws,
 ) -> DeviceParity:
     """Compare the result of a device with the CPU in float32. The model is not restored.
 
     If an error exceeds its bound, the rounding error of the CPU is measured: float32 against float64, or half precision
-    against float32. The bound grows with that error.
+    against float32. The bound grows with that error, and ArithmeticError is raised where it would be of no use.
     """
-    expected = _on_cpu(model, loss, micro)
+    expected = _on_cpu(model, loss, micro, draws)
     bounds = PARITY_BOUNDS[precision]
     parity = _device_parity(actual, expected, *bounds)
     if parity.agrees:
         return parity
     try:
         if precision == "fp32":
-            coarse, exact = expected, _on_cpu(model, loss, micro, dtype=torch.float64)
+            coarse, exact = expected, _on_cpu(model, loss, micro, draws, dtype=torch.float64)
         else:
             half = "fp16" if precision == "fp16" else "bf16"
-            coarse, exact = _on_cpu(model, loss, micro, precision=half), expected
+            coarse, exact = _on_cpu(model, loss, micro, draws, precision=half), expected
     except Exception:
         # Not every loss can be computed in another dtype.
         return parity
     cpu = _device_parity(coarse, exact, math.inf, math.inf)
-    return _device_parity(
-        actual, expected, error_bound(bounds[0], cpu.loss_error), error_bound(bounds[1], cpu.gradient_error)
-    )
+    grown = [error_bound(*pair) for pair in zip(bounds, (cpu.loss_error, cpu.gradient_error), strict=True)]
+    useful = [max(_MAX_BOUND, _MAX_GROWTH * bound) for bound in bounds]
+    parity = _device_parity(actual, expected, *grown)
+    if parity.agrees and not all(bound <= most for bound, most in zip(grown, useful, strict=True)):
+        raise ArithmeticError(
+            f"rounding alone changes the loss by {cpu.loss_error:.1e} and a gradient by {cpu.gradient_error:.1e}"
+        )
+    return parity
 
 
 def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str | None:
@@ -167,6 +190,7 @@ def _on_cpu(
     model: nn.Module,
     loss: MicroLoss,
     micro: MicroBatch,
+    draws: RecordedDraws,
     *,
     precision: str = "fp32",
     dtype: torch.dtype | None = None,
@@ -174,7 +198,7 @@ def _on_cpu(
     cpu = CpuDevice()
     with temporary_copy(model, cpu.torch_device, dtype):
         moved = micro.map_tensors(lambda tensor: cast_floating(tensor.cpu(), dtype))
-        return loss_and_gradients(model, cpu, loss, moved, precision=precision)
+        return loss_and_gradients(model, cpu, loss, moved, precision=precision, draws=draws)
 
 
 def _device_parity(
