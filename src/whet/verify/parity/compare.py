@@ -299,7 +299,8 @@ def compare_devices(
         replicas, device, wanted, is_required=precisions is not None, progress=progress
     )
     wrong = [row.what for row in parity.rows if row.verdict == "differs"]
-    progress(f"{', '.join(wrong)} differ: " if wrong else "" + f"checking every operator on {device.kind} ...")
+    differ = f"{', '.join(wrong)} differ: " if wrong else ""
+    progress(f"{differ}checking every operator on {device.kind} ...")
     located = locate(
         replicas,
         device,
