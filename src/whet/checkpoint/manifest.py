@@ -48,6 +48,8 @@ class CheckpointInfo(FrozenModel):
     """The value "bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
     gaps: tuple[str, ...] = ()
     """State of the training that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
+    unregistered: tuple[str, ...] = ()
+    """Variables of the user that have changed since the run began and that the checkpoint does not hold."""
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -125,6 +125,8 @@ class BatchLoop:
             return
         self.steps.check(batch, name)
         number = state.step + 1
+        if not loss.is_observed and run.gaps is not None:
+            run.gaps.add_loss(loss.function)
         checks.check_no_closure(run.steppers[name].optimizer)
         checks.check_training_mode(run.model, number)
         run.rng.enter_step()
@@ -205,6 +207,8 @@ class BatchLoop:
         if outcome is None:
             return
         assert steps.batch is not None
+        if state.step == 0 and run.gaps is not None:
+            run.gaps.check()
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
         # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.

@@ -137,12 +137,14 @@ class Checkpointer:
         if note not in self._info.reasons:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
-    def note_gap(self, gap: str) -> bool:
+    def note_gap(self, gap: str, *, is_variable: bool = False) -> bool:
         """Record in all later checkpoints that they do not hold a part of the state. Return whether it is new."""
-        is_new = gap not in self._info.gaps
-        if is_new:
-            self._info = self._info.model_copy(update={"gaps": (*self._info.gaps, gap)})
-        return is_new
+        name = "unregistered" if is_variable else "gaps"
+        noted: tuple[str, ...] = getattr(self._info, name)
+        if gap in noted:
+            return False
+        self._info = self._info.model_copy(update={name: (*noted, gap)})
+        return True
 
     def save_initial_again(self) -> None:
         """Write the initial state once more, with objects that were registered since. Later states have them."""
@@ -152,6 +154,8 @@ class Checkpointer:
 
     def _take_snapshot(self) -> Snapshot:
         run, state, stepper = self._run, self._run.state, self._run.stepper
+        if run.gaps is not None:
+            run.gaps.check()
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):
             # A removed parameter group would make a resume impossible, so it raises. An added group is not saved.
@@ -345,6 +349,7 @@ class Checkpointer:
                 "parent": store.checkpoint_name(step),
                 "exactness": before.exactness,
                 "gaps": before.gaps,
+                "unregistered": before.unregistered,
             }
         )
         for reason in restored.reasons:

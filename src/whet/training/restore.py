@@ -148,7 +148,12 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
     reasons += snapshot.info.gaps
+    unregistered = snapshot.info.unregistered
+    if not run.config.is_own_loop:
+        reasons += [f"{variables} changed and was not saved" for variables in unregistered]
     exactness = describe_exactness(reasons, run.device, is_own_loop=run.config.is_own_loop)
+    if unregistered and run.config.is_own_loop and not reasons:
+        exactness += f"; not registered: {'; '.join(unregistered)}"
     fields: dict[str, Any] = {"exactness": exactness}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]

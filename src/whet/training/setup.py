@@ -55,6 +55,7 @@ from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.callbacks.thermal import ThermalPolicy
 from whet.training.checkpointer import Checkpointer, load_newest
 from whet.training.executor import Executor
+from whet.training.gaps import GapDetector
 from whet.training.keywords import SessionKeywords
 from whet.training.metrics import scalar_metrics
 from whet.training.optimizer_set import (
@@ -195,6 +196,8 @@ class RunContext:
     """A live run: the device, data, model, optimizer and services that a session and its callbacks share."""
 
     checkpointer: Checkpointer | None = None
+    gaps: GapDetector | None = None
+    """Detects state that checkpoints do not hold; None if this process writes none."""
     executor: Executor
     callbacks: CallbackList
 
@@ -295,10 +298,11 @@ class RunContext:
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
-    def note_gap(self, gap: str) -> None:
+    def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
         """Record in all later checkpoints that they do not hold a part of the state, and warn of it once."""
-        if self.checkpointer is not None and self.checkpointer.note_gap(gap):
-            reason = f"checkpoints do not hold the whole state: {gap}"
+        if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
+            how = "session.register(name, object)" if self.config.is_own_loop else "register={name: object}"
+            reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
             self.log.event("warning", step=self.state.step, reason=reason, retry="never")
 
     def begin_steps(self) -> None:
@@ -308,6 +312,8 @@ class RunContext:
             self.note_inexact(self.state.step, mismatch)
         if self.checkpointer is not None and self.registered.objects.keys() - self.config.register.keys():
             self.checkpointer.save_initial_again()
+        if self.gaps is not None:
+            self.gaps.begin()
 
     def log_pending_events(self) -> None:
         """Log the events of the device and the data. Raise if the device has failed without raising an error."""
@@ -581,6 +587,8 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
     # Raises for a state that cannot be saved.
     run.callbacks.state_dict()
+    if run.checkpointer is not None and is_rank_zero:
+        run.gaps = GapDetector(run)
 
 
 def _own_callbacks(run: RunContext) -> list[Callback]:

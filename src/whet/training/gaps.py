@@ -1,0 +1,207 @@
+"""Detect what checkpoints do not hold: optimizers that the session does not know, and hidden state of the user's code.
+
+A gap is named in a warning, in all later checkpoints and in the message of a resume.
+"""
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from whet.checkpoint.state_json import NotEncodableError, StateEncoder
+from whet.training.callback import Callback
+from whet.training.torch_schedule import schedule_functions
+from whet.verify.hidden_state import StateWalk, changed_names, class_references, module_attributes, reachable
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+_MAX_NAMES = 3
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class GapDetector:
+    """Compares the state that the user's code reaches with what it was before the first step.
+
+    It looks after the first step and at every save, so that no step waits for it.
+    """
+
+    def __init__(self, run: "RunContext") -> None:
+        self._run = run
+        self._losses: dict[Hashable, Any] = {}
+        """The newest loss function of each code: a loop may define its loss anew in each step."""
+        self._recreated: set[Hashable] = set()
+        """Codes whose function is defined anew during the run: the numbers that it refers to are the loop's."""
+        self._before: dict[str, dict[str, bytes]] = {}
+        """Hashes of values before the first step, by owner and name."""
+        self._reported: set[tuple[str, str]] = set()
+        self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
+        run.exit_stack.callback(self._optimizers.close)
+
+    def begin(self) -> None:
+        """Remember the state before the first batch is read."""
+        self._before = self._fingerprints(dict(self._roots()))
+
+    def add_loss(self, loss: Any) -> None:
+        """Remember the state that a loss reaches before it is called. One with a known code costs nothing."""
+        code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+        key: Hashable = id(loss) if code is None else code
+        if key in self._losses:
+            if self._losses[key] is not loss:
+                self._losses[key] = loss
+                self._recreated.add(key)
+            return
+        self._losses[key] = loss
+        self._before |= self._fingerprints({self._loss_label(key): [(_name_of(loss), loss)]})
+
+    def check(self) -> None:
+        """Note everything that has changed and is not saved, each thing once."""
+        if not self._before:
+            # Nothing has been trained yet.
+            return
+        for gap in self._optimizers.unknown(self._run):
+            self._run.note_gap(gap)
+        roots = dict(self._roots())
+        roots |= {self._loss_label(key): [(_name_of(loss), loss)] for key, loss in self._losses.items()}
+        rebound = {self._loss_label(key): {*getattr(key, "co_freevars", ())} for key in self._recreated}
+        for owner, now in self._fingerprints(roots).items():
+            before = self._before.setdefault(owner, now)
+            names = changed_names(before, now)
+            names = [n for n in names if (owner, n) not in self._reported and n not in rebound.get(owner, ())]
+            self._reported |= {(owner, name) for name in names}
+            if names:
+                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+                listed = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
+                self._run.note_gap(f"{listed}{more} of {owner}", is_variable=True)
+
+    def _loss_label(self, key: Hashable) -> str:
+        # Two losses may have one name; they are numbered in the order in which they were first called.
+        position = [*self._losses].index(key)
+        return "the loss" if position == 0 else f"the loss {_name_of(self._losses[key])}"
+
+    def _fingerprints(self, roots: Mapping[str, list[tuple[str, Any]]]) -> dict[str, dict[str, bytes]]:
+        run = self._run
+        known = {id(part): part for part in (run, run.config, *run.model.modules())}
+        known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
+        known |= reachable(run.registered.objects.values())
+        found = {}
+        for owner, parts in roots.items():
+            # A walk for each owner: names must not depend on what another owner reaches first.
+            walk = StateWalk(known=known)
+            for name, value in parts:
+                walk.walk(value, name)
+            found[owner] = walk.digests
+        return found
+
+    def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+        """Yield the user's code and objects besides the loss, by owner."""
+        run = self._run
+        yield "the model", list(_model_parts(run.model))
+        yield from _hooks(run)
+        yield "the schedule", [(_name_of(part), part) for part in schedule_functions(run.config.training.schedule)]
+        yield from _data_parts(run.config.data, run.config.training.collate_fn)
+        for callback in run.callbacks.users:
+            if type(callback).state_dict is Callback.state_dict:
+                yield f"the callback {type(callback).__qualname__}", [("self", callback)]
+
+
+def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        for key, value in module_attributes(module):
+            if not _is_saved(value):
+                yield f"{name}.{key}".removeprefix("."), value
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        yield from class_references(kind)
+
+
+def _is_saved(value: Any) -> bool:
+    """Return whether checkpoints hold an attribute of this value: they do if it has an encoding."""
+    try:
+        StateEncoder().encode(value, "")
+    except (NotEncodableError, RecursionError):
+        return False
+    return True
+
+
+def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    owners: list[tuple[str, Any, tuple[str, ...]]] = []
+    owners += [(name or "the model", module, _MODULE_HOOKS) for name, module in run.model.named_modules()]
+    owners += [(name, parameter, _TENSOR_HOOKS) for name, parameter in run.model.named_parameters()]
+    owners += [(type(s.optimizer).__name__, s.optimizer, _OPTIMIZER_HOOKS) for s in run.steppers.values()]
+    for name, owner, kinds in owners:
+        hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+        if hooks:
+            yield f"a hook of {name}", [(_name_of(hook), hook) for hook in hooks]
+
+
+def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    if isinstance(data, DataLoader):
+        sampler = data.batch_sampler if data.batch_size is None else data.sampler
+        yield from _data_parts(data.dataset, data.collate_fn)
+        if not type(sampler).__module__.startswith("torch."):
+            yield "the sampler", [("self", sampler)]
+        yield "worker_init_fn", [("worker_init_fn", data.worker_init_fn)]
+        return
+    # Data with a state_dict is saved with it.
+    if not hasattr(data, "state_dict"):
+        yield "the dataset", [("self", data)]
+    yield "the collate function", [(_name_of(collate_fn), collate_fn)]
+
+
+def _name_of(part: Any) -> str:
+    name = getattr(part, "__qualname__", None)
+    return "self" if name is None else str(name).rpartition(".")[2]
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+_session_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""The optimizers of all sessions in this process. Another session saves its own."""
+
+
+class _OptimizerWatch:
+    """Notices optimizers that step during a session without being part of one."""
+
+    def __init__(self, own: set[Optimizer]) -> None:
+        self._own = own
+        _session_optimizers.update(own)
+        self._seen = {id(optimizer) for optimizer in own}
+        self._others: dict[int, weakref.ref[Optimizer]] = {}
+        # Costs less than a microsecond per step. torch calls it after every step of every optimizer.
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._seen and optimizer not in _session_optimizers:
+            key = id(optimizer)
+            self._seen.add(key)
+            # An optimizer that is gone, such as one of a probe in an evaluation, has no state to lose.
+            self._others[key] = weakref.ref(optimizer, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        # The id may be used again.
+        self._seen.discard(key)
+        self._others.pop(key, None)
+
+    def unknown(self, run: "RunContext") -> Iterator[str]:
+        """Yield a gap for each optimizer that is alive and is no part of a known optimizer or registered object."""
+        alive = [optimizer for ref in [*self._others.values()] if (optimizer := ref()) is not None]
+        if not alive:
+            return
+        known = [*self._own, *run.registered.objects.values()]
+        # A wrapper such as Lookahead saves the optimizer that it wraps.
+        parts = {id(part) for owner in known for part in (owner, *getattr(owner, "__dict__", {}).values())}
+        names = {parameter: name for name, parameter in run.model.named_parameters()}
+        for optimizer in alive:
+            if id(optimizer) not in parts:
+                held = [names.get(p, "outside of the model") for g in optimizer.param_groups for p in g["params"]]
+                of = ", ".join(dict.fromkeys(held[:_MAX_NAMES]))
+                yield f"the session does not know an optimizer that steps: {type(optimizer).__name__} ({of})"

@@ -1,0 +1,326 @@
+"""Fingerprints of the state that user code reaches: closures, globals, attributes, generators and modules.
+
+What changes during training and is not part of a checkpoint is hidden state. The walk is bounded, reads no device
+memory but samples of tensors, and calls no code of the user.
+"""
+
+import collections
+import functools
+import hashlib
+import inspect
+import itertools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+_MAX_OBJECTS = 20_000
+_MAX_DEPTH = 12
+_MAX_ITEMS = 128
+"""Items of a container that are inspected, at its beginning and at its end together."""
+_MAX_ELEMENTS = 65_536
+"""Elements of a tensor that are hashed, evenly spread."""
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Their state is saved with the run, is of no consequence for training, or cannot be read.
+_SKIPPED_TYPES = (Optimizer, DataLoader, types.CodeType, types.BuiltinFunctionType, types.FrameType, torch.dtype)
+_SKIPPED_PACKAGES = frozenset(
+    {
+        *sys.stdlib_module_names, "whet", "tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich",
+        "matplotlib", "PIL", "IPython", "ipykernel", "h5py", "pandas", "pyarrow", "datasets", "tokenizers",
+        "transformers", "pytest", "_pytest", "pydantic", "jaxtyping",
+    }
+)  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class StateWalk:
+    """One walk over everything that some roots reach. `digests` maps the names of values to hashes of them."""
+
+    known: Mapping[int, Any] = field(default_factory=dict)
+    """Objects that are saved otherwise, by id; they are not entered."""
+    follows_code: bool = True
+    """Whether functions and classes are entered, for what their code refers to."""
+    digests: dict[str, bytes] = field(default_factory=dict)
+    visited: dict[int, Any] = field(default_factory=dict)
+    """Every object that was entered, by id. It is kept alive, so that its id is not reused during the walk."""
+
+    def walk(self, value: Any, name: str, depth: int = 0) -> None:
+        """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
+        if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
+            return
+        if isinstance(value, _SCALARS):
+            self._record(name, _scalar_bytes(value))
+            return
+        if id(value) in self.known or id(value) in self.visited or _is_skipped(value):
+            return
+        self.visited[id(value)] = value
+        for part, of_part in self._parts(value, name):
+            self.walk(of_part, part, depth + 1)
+
+    def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        """Record the value itself, and yield what it refers to with a name for each."""
+        if isinstance(value, Tensor):
+            self._record(name, _tensor_bytes(value))
+        elif isinstance(value, np.ndarray):
+            self._record(name, _array_bytes(value))
+        elif isinstance(value, _GENERATORS):
+            self._record(name, repr(_generator_state(value)).encode())
+        elif isinstance(value, _FUNCTIONS):
+            yield from function_references(value, name) if self.follows_code else ()
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            self._record(name, b"finished" if frame is None else str(frame.f_lasti).encode())
+            yield from () if frame is None else ((f"{name}.{local}", v) for local, v in frame.f_locals.items())
+        elif isinstance(value, set | frozenset):
+            self._record(name, b"".join(sorted(_scalar_bytes(item) for item in itertools.islice(value, _MAX_ITEMS))))
+            self._record(f"len({name})", str(len(value)).encode())
+        elif isinstance(value, Mapping):
+            self._record(f"len({name})", str(len(value)).encode())
+            yield from ((f"{name}[{key!r:.40}]", value[key]) for key in _ends(list(value)))
+        elif isinstance(value, list | tuple | collections.deque):
+            self._record(f"len({name})", str(len(value)).encode())
+            yield from ((f"{name}[{index}]", value[index]) for index in _ends(range(len(value))))
+        elif isinstance(value, type):
+            # The functions of a class are yielded by `class_references`, from an instance of it.
+            yield from ((f"{name}.{key}", item) for key, item in vars(value).items() if not _is_machinery(key, item))
+        elif isinstance(value, nn.Module):
+            yield from self._module_parts(value, name)
+        elif isinstance(value, _BUILTIN_ITERATORS):
+            self._record(name, repr(_iterator_state(value)).encode())
+        else:
+            yield from self._object_parts(value, name)
+
+    def _module_parts(self, module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+        for part in (module._parameters, module._buffers, module._modules):
+            yield from ((f"{name}.{key}", item) for key, item in part.items() if item is not None)
+        yield from ((f"{name}.{key}", item) for key, item in module_attributes(module))
+        yield from class_references(type(module)) if self.follows_code else ()
+
+    def _object_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+        for owner in type(value).__mro__:
+            slots = owner.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                if isinstance(vars(owner).get(slot), types.MemberDescriptorType):
+                    yield f"{name}.{slot}", getattr(value, slot, None)
+        yield from class_references(type(value)) if self.follows_code else ()
+
+    def _record(self, name: str, data: bytes) -> None:
+        self.digests[name] = hashlib.blake2b(data, digest_size=8).digest()
+
+
+def changed_names(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
+    """Return the names of values that differ, in the order of `now`. Parts of a changed container are left out.
+
+    >>> changed_names({"len(seen)": b"0", "n": b"1"}, {"len(seen)": b"1", "seen[0]": b"5", "n": b"1"})
+    ['seen']
+    """
+    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    names = dict.fromkeys(name[4:-1] if name.startswith("len(") else name for name in changed)
+    return [name for name in names if not any(prefix in names for prefix in _prefixes(name))]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the names of what a value is part of: "a" and "a.b" for "a.b[0]"."""
+    yield from (name[:index] for index, character in enumerate(name) if character in ".[" and index)
+
+
+def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: closure cells, globals that its code names, defaults, its object and attributes.
+
+    The names are those of the variables. `name` is the name of the function, for what has none.
+    """
+    if isinstance(function, functools.partial):
+        yield from ((f"{name}.{key}", value) for key, value in function.keywords.items())
+        yield from ((f"{name}.args[{index}]", value) for index, value in enumerate(function.args))
+        yield name, function.func
+        return
+    if isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        function = function.__func__
+        if not isinstance(function, types.FunctionType):
+            return
+    if _is_skipped_package(function.__module__):
+        return
+    code = function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield variable, cell.cell_contents
+        except ValueError:
+            # The name is not bound yet.
+            continue
+    defaults = function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+    yield from ((f"{name}({argument}=)", value) for argument, value in zip(arguments, defaults, strict=True))
+    yield from ((f"{name}({argument}=)", value) for argument, value in (function.__kwdefaults__ or {}).items())
+    yield from ((f"{name}.{key}", value) for key, value in vars(function).items() if key != "__wrapped__")
+    names, space = {*_code_names(code)}, function.__globals__
+    for variable in sorted(names & space.keys()):
+        value = space[variable]
+        if isinstance(value, types.ModuleType):
+            # A module of the user may hold variables too: those that the code names.
+            if not _is_skipped_package(value.__name__) and not _is_installed(value):
+                inside = vars(value)
+                yield from ((f"{variable}.{key}", inside[key]) for key in sorted(names & inside.keys()))
+        else:
+            yield variable, value
+
+
+def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of a module: no parameters, buffers, submodules, hooks or flags of torch."""
+    machinery = _module_machinery()
+    yield from ((key, value) for key, value in vars(module).items() if key not in machinery)
+
+
+@functools.cache
+def _module_machinery() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+def class_references(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the class attributes of the user's classes, and what their methods refer to."""
+    for owner in kind.__mro__:
+        if not _is_skipped_package(owner.__module__) and not _is_installed(sys.modules.get(owner.__module__)):
+            yield owner.__name__, owner
+            for key, item in vars(owner).items():
+                function = inspect.unwrap(item) if isinstance(item, types.FunctionType) else None
+                if function is not None:
+                    yield f"{owner.__name__}.{key}", function
+
+
+def _is_machinery(key: str, item: Any) -> bool:
+    return key.startswith("__") or callable(item) or isinstance(item, classmethod | staticmethod | property)
+
+
+def _is_skipped(value: Any) -> bool:
+    if isinstance(value, _FUNCTIONS):
+        return False
+    if isinstance(value, _SKIPPED_TYPES) or any(value is own for own in own_generators()):
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, type):
+        return _is_skipped_package(kind.__module__) or _is_installed(sys.modules.get(kind.__module__))
+    return not isinstance(value, _ENTERED) and _is_skipped_package(kind.__module__)
+
+
+def own_generators() -> tuple[Any, ...]:
+    """Return the global generators, which are saved with every run."""
+    return torch.default_generator, random._inst, np.random.mtrand._rand
+
+
+def _is_skipped_package(module: str | None) -> bool:
+    name = (module or "").partition(".")[0]
+    # The user's own script is `__main__`, which the standard library lists too.
+    return name in _SKIPPED_PACKAGES and name != "__main__"
+
+
+def _is_installed(module: types.ModuleType | None) -> bool:
+    path = getattr(module, "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def _ends(items: Any) -> list[Any]:
+    if len(items) <= _MAX_ITEMS:
+        return list(items)
+    half = _MAX_ITEMS // 2
+    return [*items[:half], *items[-half:]]
+
+
+_BUILTIN_ITERATORS: tuple[type, ...] = (
+    itertools.count, itertools.cycle, enumerate, zip, map, type(iter([])), type(iter(())), type(iter(range(0))),
+    type(iter({})), type(reversed([])),
+)  # fmt: skip
+
+
+_ENTERED = (
+    list, tuple, set, frozenset, Mapping, collections.deque, types.GeneratorType, *_GENERATORS, *_BUILTIN_ITERATORS,
+)  # fmt: skip
+"""Kinds of the standard library that hold state of the user."""
+
+
+def _iterator_state(iterator: Any) -> Any:
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    hint: Callable[[], int] | None = getattr(iterator, "__length_hint__", None)
+    return "unknown" if hint is None else hint()
+
+
+# --- values as bytes -------------------------------------------------------------------------------------------------
+
+
+def _scalar_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    # Objects without a stable representation are equal: their repr is an address.
+    text = repr(value) if isinstance(value, _SCALARS) else type(value).__qualname__
+    return f"{type(value).__name__} {text}".encode(errors="replace")
+
+
+def _tensor_bytes(tensor: Tensor) -> bytes:
+    about = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    try:
+        flat = tensor.detach()
+        if flat.layout is not torch.strided:
+            flat = flat.coalesce().values() if flat.layout is torch.sparse_coo else flat.values()
+        if flat.numel() > _MAX_ELEMENTS:
+            if not flat.is_contiguous():
+                flat = flat.flatten(0, -2)[:: max(1, flat.numel() // flat.shape[-1] // 64)]
+            flat = flat.reshape(-1)[:: max(1, flat.numel() // _MAX_ELEMENTS)]
+        # A copy: a storage that is exported to NumPy can no longer be resized.
+        flat = flat.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1)
+        return about + flat.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError):
+        # A meta or fake tensor has no values.
+        return about
+
+
+def _array_bytes(array: "np.ndarray[Any, Any]") -> bytes:
+    about = f"{array.dtype} {array.shape}".encode()
+    if array.dtype.hasobject:
+        return about
+    step = max(1, array.size // _MAX_ELEMENTS)
+    sample = array.reshape(-1)[::step] if array.flags.c_contiguous else array[(slice(None, None, step), ...)]
+    return about + np.ascontiguousarray(sample).tobytes()
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return _with_lists(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _with_lists(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def _with_lists(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _with_lists(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def reachable(objects: Iterable[Any]) -> dict[int, Any]:
+    """Return everything that is part of some objects, by id."""
+    walk = StateWalk(follows_code=False)
+    for index, obj in enumerate(objects):
+        walk.walk(obj, str(index))
+    return walk.visited

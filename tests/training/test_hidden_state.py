@@ -1,0 +1,558 @@
+"""State that no checkpoint holds is named, and a run that has some is not called bit-exact."""
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as f
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+import whet
+from whet.run.events import read_events
+
+pytestmark = pytest.mark.torch
+
+_draw = torch.Generator().manual_seed(5)
+X, Y = torch.randn(96, 6, generator=_draw), torch.randint(0, 3, (96,), generator=_draw)
+STATE = {"calls": 0}
+NUMBERS = [0.0]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(6, 3)
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return f.cross_entropy(model(batch[0]), batch[1])
+
+
+class Program:
+    """The arguments of one short call."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.loss: Any = functools.partial(cross_entropy, self.model)
+        self.data: Any = (X, Y)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.options: dict[str, Any] = {}
+
+    def train(self, run: Path, *, max_steps: int) -> None:
+        options: dict[str, Any] = {
+            "overrides": {"threads": 1},
+            "on_event": None,
+            "split_batch": False,
+            "measure": False,
+        }
+        if not isinstance(self.data, DataLoader):
+            options["global_batch_size"] = 16
+        options |= self.options
+        whet.train(
+            self.model, self.data, loss=self.loss, optimizer=self.optimizer, run=run, max_steps=max_steps, **options
+        )
+
+
+CASES: dict[str, tuple[Callable[[Program], None], str]] = {}
+
+
+def case(name: str, expected: str) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+    def add(change: Callable[[Program], None]) -> Callable[[Program], None]:
+        CASES[name] = change, expected
+        return change
+
+    return add
+
+
+@case("a list in a closure", "`carried` of the loss")
+def _(p: Program) -> None:
+    carried: list[Any] = []
+
+    def loss(batch: Any) -> Tensor:
+        carried.append(1.0)
+        return cross_entropy(p.model, batch) * len(carried)
+
+    p.loss = loss
+
+
+@case("a tensor in a closure", "`mean` of the loss")
+def _(p: Program) -> None:
+    mean = torch.zeros(6)
+
+    def loss(batch: Any) -> Tensor:
+        mean.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
+        return cross_entropy(p.model, (batch[0] - mean, batch[1]))
+
+    p.loss = loss
+
+
+@case("an array in a closure", "`mean` of the loss")
+def _(p: Program) -> None:
+    mean = np.zeros(6, dtype=np.float32)
+
+    def loss(batch: Any) -> Tensor:
+        mean[:] = 0.9 * mean + 0.1
+        return cross_entropy(p.model, (batch[0] - torch.from_numpy(mean.copy()), batch[1]))
+
+    p.loss = loss
+
+
+@case("a rebound number in a closure", "`calls` of the loss")
+def _(p: Program) -> None:
+    calls = 0
+
+    def loss(batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(p.model, batch) / calls
+
+    p.loss = loss
+
+
+@case("a dict in a global", "`STATE['calls']` of the loss")
+def _(p: Program) -> None:
+    def loss(batch: Any) -> Tensor:
+        STATE["calls"] += 1
+        return cross_entropy(p.model, batch) / STATE["calls"]
+
+    p.loss = loss
+
+
+def _scaled(value: Tensor) -> Tensor:
+    NUMBERS[0] += 1
+    return value / NUMBERS[0]
+
+
+@case("a global of a function that the loss calls", "`NUMBERS[0]` of the loss")
+def _(p: Program) -> None:
+    p.loss = lambda batch: _scaled(cross_entropy(p.model, batch))
+
+
+@case("an attribute of a callable object", "`self.calls` of the loss")
+def _(p: Program) -> None:
+    class Loss:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, batch: Any) -> Tensor:
+            self.calls += 1
+            return cross_entropy(p.model, batch) / self.calls
+
+    p.loss = Loss()
+
+
+@case("an attribute of a method's object", "`self.calls` of the loss")
+def _(p: Program) -> None:
+    class Trainer:
+        calls = 0
+
+        def loss(self, batch: Any) -> Tensor:
+            self.calls += 1
+            return cross_entropy(p.model, batch) / self.calls
+
+    p.loss = Trainer().loss
+
+
+@case("an attribute of a class", "`Shared.calls` of the loss")
+def _(p: Program) -> None:
+    class Shared:
+        calls = 0
+
+        def loss(self, batch: Any) -> Tensor:
+            Shared.calls += 1
+            return cross_entropy(p.model, batch) / Shared.calls
+
+    p.loss = Shared().loss
+
+
+@case("an attribute of the function", "`loss.calls` of the loss")
+def _(p: Program) -> None:
+    def loss(batch: Any) -> Tensor:
+        loss.calls += 1  # type: ignore[attr-defined]
+        return cross_entropy(p.model, batch) / loss.calls  # type: ignore[attr-defined]
+
+    loss.calls = 0  # type: ignore[attr-defined]
+    p.loss = loss
+
+
+@case("a default argument", "`loss(seen=)` of the loss")
+def _(p: Program) -> None:
+    def loss(batch: Any, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return cross_entropy(p.model, batch) / len(seen)
+
+    p.loss = loss
+
+
+@case("an argument of a partial", "`self.args[0]`")
+def _(p: Program) -> None:
+    def loss(history: Any, batch: Any) -> Tensor:
+        history.append(float(batch[0].mean()))
+        return cross_entropy(p.model, batch) + history[0]
+
+    p.loss = functools.partial(loss, deque(maxlen=3))
+
+
+@case("a generator of torch", "`noise` of the loss")
+def _(p: Program) -> None:
+    noise = torch.Generator().manual_seed(1)
+    p.loss = lambda batch: cross_entropy(p.model, (batch[0] + torch.randn(6, generator=noise), batch[1]))
+
+
+@case("a generator of NumPy", "`noise` of the loss")
+def _(p: Program) -> None:
+    noise = np.random.default_rng(1)
+    p.loss = lambda batch: cross_entropy(p.model, (batch[0] + noise.random(), batch[1]))
+
+
+@case("a generator of Python", "`noise` of the loss")
+def _(p: Program) -> None:
+    noise = random.Random(1)
+    p.loss = lambda batch: cross_entropy(p.model, (batch[0] + noise.random(), batch[1]))
+
+
+@case("a Python generator", "`numbers")
+def _(p: Program) -> None:
+    def count() -> Iterator[int]:
+        n = 0
+        while True:
+            n += 1
+            yield n
+
+    numbers = count()
+    p.loss = lambda batch: cross_entropy(p.model, batch) / next(numbers)
+
+
+@case("itertools.count", "`numbers` of the loss")
+def _(p: Program) -> None:
+    numbers = itertools.count(1)
+    p.loss = lambda batch: cross_entropy(p.model, batch) / next(numbers)
+
+
+@case("an iterator of a list", "`numbers` of the loss")
+def _(p: Program) -> None:
+    numbers = iter([1.0] * 1000)
+    p.loss = lambda batch: cross_entropy(p.model, batch) / next(numbers)
+
+
+class Centered(nn.Module):
+    """A criterion with a buffer that it changes."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        return f.cross_entropy(logits - self.center, target)
+
+
+@case("a buffer of a criterion", "`self.center` of the loss")
+def _(p: Program) -> None:
+    p.loss = Centered()
+
+
+@case("a module outside of the model", "`teacher.bias` of the loss")
+def _(p: Program) -> None:
+    teacher = net()
+
+    def loss(batch: Any) -> Tensor:
+        with torch.no_grad():
+            teacher.bias.add_(0.1)
+        return cross_entropy(p.model, batch) + teacher.bias.mean() * p.model.weight.sum()
+
+    p.loss = loss
+
+
+@case("a forward hook", "`calls[0]` of a hook of the model")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * calls[0]
+
+    p.model.register_forward_hook(hook)
+
+
+@case("a hook of a parameter", "`calls[0]` of a hook of bias")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls[0] += 1
+        return gradient * calls[0]
+
+    p.model.bias.register_hook(hook)
+
+
+@case("a hook of the optimizer", "`calls[0]` of a hook of SGD")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(*_: Any) -> None:
+        calls[0] += 1
+
+    p.optimizer.register_step_pre_hook(hook)
+
+
+@case("a schedule with a counter", "of the schedule")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def schedule(_step: int) -> float:
+        calls[0] += 1
+        return 1 / calls[0]
+
+    p.options["schedule"] = schedule
+
+
+class Counting(Dataset[Any]):
+    def __init__(self) -> None:
+        self.reads = 0
+        self.noise = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return X[index] * self.reads, Y[index]
+
+
+@case("a counter of a dataset", "the dataset returns another sample each time")
+def _(p: Program) -> None:
+    p.data = DataLoader(Counting(), batch_size=16)
+
+
+@case("a counter of a collate function", "the collate function returns another batch each time")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def collate(samples: Any) -> Any:
+        calls[0] += 1
+        x, y = zip(*samples, strict=True)
+        return torch.stack(x) * calls[0], torch.stack(y)
+
+    p.data = DataLoader(TensorDataset(X, Y), batch_size=16, collate_fn=collate)
+
+
+class Alternating(Sampler[int]):
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(range(len(X)) if self.epochs % 2 else reversed(range(len(X))))
+
+
+@case("a counter of a sampler", "`self.epochs` of the sampler")
+def _(p: Program) -> None:
+    p.data = DataLoader(TensorDataset(X, Y), batch_size=16, sampler=Alternating())
+
+
+@case("a callback without state_dict", "`self.seen` of the callback ")
+def _(p: Program) -> None:
+    class Recording(whet.Callback):
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def after_step(self, state: Any, outcome: Any) -> None:
+            self.seen += 1
+
+    p.options["callbacks"] = [Recording()]
+
+
+@case("a global in the model's forward pass", "`STATE['calls']` of the model")
+def _(p: Program) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            STATE["calls"] += 1
+            return self.layer(x) / STATE["calls"]
+
+    _use(p, Scaled())
+
+
+@case("an object of the model", "`noise.level` of the model")
+def _(p: Program) -> None:
+    class Noise:
+        level = 0.0
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.noise = nn.Linear(6, 3), Noise()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.noise.level += 0.1
+            return self.layer(x) + self.noise.level
+
+    _use(p, Noisy())
+
+
+def _use(p: Program, model: nn.Module) -> None:
+    p.model = model
+    p.loss = functools.partial(cross_entropy, model)
+    p.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@case("a second optimizer over the model", "an optimizer that steps: Adam (bias)")
+def _(p: Program) -> None:
+    second = torch.optim.Adam([p.model.bias], lr=0.1)
+
+    def loss(batch: Any) -> Tensor:
+        with torch.no_grad():
+            p.model.bias.grad = torch.ones(3)
+        second.step()
+        return cross_entropy(p.model, batch)
+
+    p.loss = loss
+
+
+def exactness(run: Path) -> str:
+    return str([*read_events(run, kinds=("resume",))][-1].get("exactness"))
+
+
+# One of each kind in the gate; the walk itself has tests in tests/verify/test_hidden_state.py.
+IN_GATE = (
+    "a list in a closure", "a buffer of a criterion", "a forward hook", "a schedule with a counter",
+    "a counter of a sampler", "a callback without state_dict", "an object of the model",
+    "a second optimizer over the model",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_GATE else pytest.mark.slow) for n in CASES])
+def test_hidden_state_is_named(name: str, tmp_path: Path) -> None:
+    STATE["calls"], NUMBERS[0] = 0, 0.0
+    change, expected = CASES[name]
+    for max_steps in (3, 5):
+        program = Program()
+        change(program)
+        program.train(tmp_path / "run", max_steps=max_steps)
+    assert exactness(tmp_path / "run").startswith("not bit-exact: ")
+    assert expected in exactness(tmp_path / "run")
+    warned = [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))]
+    assert "another" in expected or any(expected in reason for reason in warned), warned
+
+
+def _plain(_: Program) -> None:
+    """Nothing is hidden."""
+
+
+def _closure_over_data(p: Program) -> None:
+    weights, table = torch.ones(3), {"a": [1, 2, 3]}
+    p.loss = lambda batch: f.cross_entropy(p.model(batch[0]), batch[1], weight=weights * len(table["a"]))
+
+
+def _criterion(p: Program) -> None:
+    p.loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+
+
+def _loader(p: Program) -> None:
+    p.data = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+def _global_draws(p: Program) -> None:
+    p.loss = lambda batch: cross_entropy(p.model, (batch[0] + torch.randn(6) + random.random(), batch[1]))
+
+
+def _batchnorm(p: Program) -> None:
+    _use(p, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3)))
+
+
+def _callback_with_state(p: Program) -> None:
+    class Counter(whet.Callback):
+        seen = 0
+
+        def after_step(self, state: Any, outcome: Any) -> None:
+            self.seen += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    p.options["callbacks"] = [Counter()]
+
+
+def _registered(p: Program) -> None:
+    inner = [0]
+    history = {"inner": inner}
+
+    def loss(batch: Any) -> Tensor:
+        inner[0] += 1
+        return cross_entropy(p.model, batch) / inner[0]
+
+    p.loss = loss
+    p.options["register"] = {"history": history, "inner": inner}
+
+
+def _lambda_schedule(p: Program) -> None:
+    p.options["schedule"] = torch.optim.lr_scheduler.LambdaLR(p.optimizer, lambda step: 1 / (1 + step))
+    p.options["schedule_interval"] = "step"
+
+
+def _probe(p: Program) -> None:
+    """An evaluation that trains a probe: its optimizer is gone when a checkpoint is written."""
+
+    def evaluate(model: nn.Module, batches: Any) -> dict[str, float]:
+        probe = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+        with torch.enable_grad():
+            probe(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"probe": 1.0}
+
+    p.options |= {"evaluate": evaluate, "val": (X, Y), "eval_every": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _plain, _closure_over_data, _criterion, _loader, _global_draws, _batchnorm, _callback_with_state, _registered,
+        _lambda_schedule, _probe,
+    ],
+)  # fmt: skip
+def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program], None], tmp_path: Path) -> None:
+    for max_steps in (3, 5):
+        program = Program()
+        change(program)
+        program.train(tmp_path / "run", max_steps=max_steps)
+    assert exactness(tmp_path / "run") == "bit-exact"
+
+
+def test_an_own_loop_names_its_variables(tmp_path: Path) -> None:
+    """A loop is not called inexact for a variable that changes: it may be a log. But it is named."""
+    seen: list[float] = []
+    for stop in (3, None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(batch: Any, model: nn.Module = model) -> Tensor:
+            seen.append(0.0)
+            return cross_entropy(model, batch)
+
+        with whet.Session(model, optimizer, (X, Y), global_batch_size=16, run=tmp_path / "run") as session:
+            for batch in session:
+                session.step(loss, batch)
+                if session.state.step == stop:
+                    break
+    own = "session state restored exactly; your own variables only if registered"
+    assert exactness(tmp_path / "run") == f"{own}; not registered: `seen` of the loss"

@@ -1,0 +1,163 @@
+"""The walk over the state of user code: what it finds, what it leaves out, and how it names it."""
+
+import functools
+import itertools
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from whet.verify.hidden_state import StateWalk, changed_names, reachable
+
+pytestmark = pytest.mark.torch
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Plain:
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def digests(value: Any, **options: Any) -> dict[str, bytes]:
+    walk = StateWalk(**options)
+    walk.walk(value, "x")
+    return walk.digests
+
+
+def change(value: Any, act: Callable[[], Any], **options: Any) -> list[str]:
+    before = digests(value, **options)
+    assert changed_names(before, digests(value, **options)) == [], "a walk changes nothing"
+    act()
+    return changed_names(before, digests(value, **options))
+
+
+def _tensor_data() -> tuple[Any, Any]:
+    tensor = torch.zeros(300, 300)
+    return tensor, lambda: tensor.data.add_(1)
+
+
+def _pair(value: Any, act: Callable[[Any], Any]) -> tuple[Any, Any]:
+    return value, lambda: act(value)
+
+
+def _closure() -> tuple[Any, Any]:
+    inner = [1]
+    return (lambda: inner), lambda: inner.append(2)
+
+
+def _nested() -> tuple[Any, Any]:
+    inner = {"a": 1}
+
+    def outer() -> Any:
+        return lambda: inner
+
+    return outer, lambda: inner.update(a=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: _pair([1, [2]], lambda v: v[1].append(3)), ["x[1]"]),
+        (lambda: _pair({"a": 1, (1, 2): 2}, lambda v: v.update(a=5)), ["x['a']"]),
+        (lambda: _pair({"a": 1}, lambda v: v.pop("a")), ["x"]),
+        (lambda: _pair({1, 2}, lambda v: v.add(3)), ["x"]),
+        (lambda: _pair({"a"}, lambda v: (v.add("b"), v.remove("a"))), ["x"]),
+        (lambda: _pair(deque([1], maxlen=1), lambda v: v.append(2)), ["x[0]"]),
+        (lambda: _pair(defaultdict(int), lambda v: v["a"]), ["x"]),
+        (lambda: _pair(OrderedDict(a=1), lambda v: v.update(a=2)), ["x['a']"]),
+        (lambda: _pair(list(range(10_000)), lambda v: v.append(0)), ["x"]),
+        (lambda: _pair(torch.zeros(3), lambda v: v.add_(1)), ["x"]),
+        (lambda: _pair(torch.zeros(100, 70).t(), lambda v: v.add_(1)), ["x"]),
+        (lambda: _pair(torch.zeros(2000, 70).t(), lambda v: v.add_(1)), ["x"]),
+        (lambda: _pair(torch.zeros((), dtype=torch.bfloat16), lambda v: v.add_(1)), ["x"]),
+        (lambda: _pair(torch.zeros(3, dtype=torch.complex64), lambda v: v.add_(1)), ["x"]),
+        (_tensor_data, ["x"]),
+        (lambda: _pair(np.zeros(3), lambda v: v.__setitem__(0, 1)), ["x"]),
+        (lambda: _pair(np.zeros((400, 400)).T, lambda v: v.fill(1)), ["x"]),
+        (lambda: _pair(torch.Generator(), lambda v: torch.rand(1, generator=v)), ["x"]),
+        (lambda: _pair(np.random.default_rng(0), lambda v: v.random()), ["x"]),
+        (lambda: _pair(np.random.RandomState(0), lambda v: v.rand()), ["x"]),
+        (lambda: _pair(random.Random(0), lambda v: v.random()), ["x"]),
+        (lambda: _pair(itertools.count(), next), ["x"]),
+        (lambda: _pair(iter([1, 2]), next), ["x"]),
+        (lambda: _pair((n for n in range(9)), next), ["x"]),
+        (lambda: _pair(Plain(a=Plain(b=1)), lambda v: setattr(v.a, "b", 2)), ["x.a.b"]),
+        (lambda: _pair(Slotted(), lambda v: setattr(v, "count", 1)), ["x.count"]),
+        (lambda: _pair(nn.BatchNorm1d(2), lambda v: v(torch.ones(3, 2))), ["x.running_mean", "x.running_var"]),
+        (lambda: _pair(nn.Dropout(0.1), lambda v: setattr(v, "p", 0.2)), ["x.p"]),
+        (lambda: _pair(functools.partial(print, [1]), lambda v: v.args[0].append(2)), ["x.args[0]"]),
+        (_closure, ["inner"]),
+        (_nested, ["inner['a']"]),
+    ],
+)
+def test_a_change_is_named(make: Callable[[], tuple[Any, Any]], expected: list[str]) -> None:
+    value, act = make()
+    assert [name for name in change(value, act) if "num_batches" not in name] == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [random, random.random, np.random.rand, torch.rand, torch.default_generator, torch.nn.functional.dropout, len, int],
+)
+def test_global_generators_and_libraries_are_left_out(value: Any) -> None:
+    def draw() -> None:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+
+    assert change(value, draw) == []
+
+
+def test_what_is_known_is_not_entered() -> None:
+    inner = [1]
+    value = {"inner": inner, "other": 1}
+    assert change(value, lambda: inner.append(2), known=reachable([{"mine": inner}])) == []
+
+
+def test_cycles_depth_and_size_are_bounded() -> None:
+    ring: list[Any] = []
+    ring.append(ring)
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert digests(ring)
+    assert digests(deep)
+    assert len(digests([Plain(**{f"a{n}": [0] * 50 for n in range(100)}) for _ in range(100)])) < 50_000
+
+
+def test_no_storage_is_exported() -> None:
+    """A tensor whose memory NumPy has seen can no longer be resized."""
+    tensor = torch.zeros(3)
+    digests(tensor)
+    tensor.resize_(100)
+
+
+def test_no_code_of_the_user_is_called() -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+        def __len__(self) -> int:
+            raise AssertionError
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+        __hash__ = None  # type: ignore[assignment]
+
+        @property
+        def value(self) -> int:
+            raise AssertionError
+
+    digests({"a": Hostile(), "b": [Hostile()]})
