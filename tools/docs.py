@@ -1,4 +1,4 @@
-"""Generate docs/rules/, keys.md, hazards.md and config/keywords.py from the source; --check only compares.
+"""Generate docs/rules/, keys.md, hazards.md, macs.md and config/keywords.py from the source; --check only compares.
 
 Run it with `make docs`.
 """
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from docs_hazards import hazards_page
+from docs_macs import macs_page
 from keywords import keyword_files
 
 from whet.config.resolve import known_keys
@@ -27,6 +28,7 @@ def pages() -> dict[Path, str]:
     texts[rules / "README.md"] = rules_index()
     texts[DOCS / "keys.md"] = keys_page()
     texts[DOCS / "hazards.md"] = hazards_page()
+    texts[DOCS / "macs.md"] = macs_page(DOCS / "macs")
     return {**{path: NOTE + text for path, text in texts.items()}, **keyword_files()}
 
 

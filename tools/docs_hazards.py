@@ -23,14 +23,15 @@ def hazards_page() -> str:
     older = [(version, what, _links(issue)) for version, issue, what in BEFORE_2_11]
     return (
         _HEAD
-        + _table(("id", "what happens", "where", "fixed in torch", "pytorch", "what whet does"), rows)
+        + table(("id", "what happens", "where", "fixed in torch", "pytorch", "what whet does"), rows)
         + "\nAn upgrade of macOS may change results with the same torch, because part of the arithmetic is Apple's.\n\n"
         + "## Why torch 2.11 is the minimum\n\nFaults fixed in it or earlier:\n\n"
-        + _table(("fixed in", "what happened", "pytorch"), older)
+        + table(("fixed in", "what happened", "pytorch"), older)
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
 
 

@@ -14,12 +14,11 @@ from paths import ROOT
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run as run_cli
 from whet.device.cpu import CpuDevice
-from whet.doctor import report as doctor_report
 from whet.doctor.check import CheckGroup, CheckResult, DeviceUnderTest
 from whet.doctor.checks import hazards, operators, speeds, training
 from whet.doctor.checks.compare import draw, operator
 from whet.doctor.render import render_report
-from whet.doctor.report import GROUPS, DoctorReport, choose_device, redact, report_bytes, run_doctor
+from whet.doctor.report import GROUPS, DoctorReport, choose_device, report_bytes, run_doctor
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Accelerator, Machine, SystemState, TorchFacts
 from whet.verify.tolerance import relative_error
@@ -185,7 +184,8 @@ def test_names_are_unique_and_hazards_have_issue_numbers() -> None:
 def test_report_contains_no_user_host_or_path(examined: DoctorReport) -> None:
     text = report_bytes(examined).decode()
     assert "secret.so" in text, "the planted error is included, without its path"
-    for name in (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/"):
+    names = (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/", "My disk")
+    for name in (*names, "8932f937", "C02XL0GYJGH5", "anna", platform.release()):
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE), name
     assert examined.system_state.busy == ()
     assert examined.system_state_after.busy == ()
@@ -197,33 +197,6 @@ def test_report_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> N
     assert data["is_virtual"] is False
     assert data["device"] == "cpu"
     assert DoctorReport.from_json(data, where="the test") == examined
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("open /Users/anna/x.py: no", "open .../x.py: no"),
-        ("'/Volumes/My disk/a b/c d'", "'.../c d'"),
-        ('"/Volumes/My disk/thesis/x.pt"', '".../x.pt"'),
-        ("~/models/best.pt", ".../best.pt"),
-        ("3/4 of 1/2", "3/4 of 1/2"),
-        ("https://github.com/pytorch/pytorch/issues/141287", "https://github.com/pytorch/pytorch/issues/141287"),
-    ],
-)
-def test_redact_shortens_paths(text: str, shown: str) -> None:
-    assert redact(text) == shown
-
-
-def test_redact_removes_a_home_with_a_space_and_names(monkeypatch) -> None:
-    monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
-    monkeypatch.setattr("platform.node", lambda: "annas-air.local")
-    monkeypatch.setattr("getpass.getuser", lambda: "aberg")
-    doctor_report._name_patterns.cache_clear()
-    try:
-        shown = redact("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
-    finally:
-        doctor_report._name_patterns.cache_clear()
-    assert shown == "no .../x.py on (host) for (user) ((host))"
 
 
 def test_missing_device_is_an_error() -> None:
@@ -277,3 +250,4 @@ def test_all_checks_pass_on_the_cpu() -> None:
     assert not result.problems, result.problems
     assert not [check for check in result.checks if check.verdict == "skipped"]
     assert len(result.checks) > 150
+    assert len(report_bytes(result)) < 64_000, "small enough to read before sending"

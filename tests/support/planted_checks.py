@@ -10,7 +10,8 @@ from pathlib import Path
 from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, good
 
 SECRET = (
-    f"{getpass.getuser()} on {platform.node()} reads {Path.home()}/venv/lib/secret.so and /Users/anna/thesis/data.csv"
+    f"{getpass.getuser()} on {platform.node()} reads {Path.home()}/venv/lib/secret.so and /Users/anna/thesis/data.csv, "
+    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, C02XL0GYJGH5, anna@home.example, /Volumes/My disk/thesis/x.pt"
 )
 
 

@@ -3,16 +3,12 @@
 This module does not import torch; the child processes do.
 """
 
-import getpass
 import json
 import os
-import platform
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +18,7 @@ from whet.base.version import VERSION
 from whet.device.environment import FALLBACK
 from whet.device.virtual_mac.installation import installed as installed_virtual_mac
 from whet.doctor.check import CheckGroup, CheckResult
+from whet.doctor.redaction import redact
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Machine, SystemState
 from whet.machine.probe import probe, read_system
@@ -122,7 +119,8 @@ def run_doctor(
         system_state_after=read_system().system_state.model_copy(update={"busy": ()}),
         num_busy_processes=len(probed.system_state.busy),
         load_per_core=load_per_core,
-        versions=installed_versions(),
+        # The kernel of Linux may be named after a company; `machine` holds the system.
+        versions={name: version for name, version in installed_versions().items() if name != "platform"},
         checks=tuple(results),
     )
 
@@ -150,8 +148,11 @@ def _validate_device_name(name: str) -> None:
 
 
 def report_bytes(report: DoctorReport) -> bytes:
-    """Return the report as the bytes of a JSON file to share."""
-    return (json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n").encode()
+    """Return the report as the bytes of a small JSON file to share: a line for each check, and no empty fields."""
+    data = {"format_version": FORMAT_VERSION, **report.model_dump(mode="json", exclude_defaults=True)}
+    checks = ",\n".join(f"  {json.dumps(check, allow_nan=False)}" for check in data.pop("checks"))
+    head = json.dumps(data, indent=1, allow_nan=False).removesuffix("\n}")
+    return f'{head},\n "checks": [\n{checks}\n ]\n}}\n'.encode()
 
 
 def _write_machine(virtual: Machine, folder: Path) -> Path:
@@ -173,53 +174,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# --- Personal data ---------------------------------------------------------------------------------------------------
-
-_PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:/[^\s/:'\"<>,;()]+){2,}/?")
-# A quoted path may contain spaces.
-_QUOTED_PATH = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
-# Replacing a name of one letter would garble the text.
-_MIN_NAME_LENGTH = 2
-
-
-def redact(text: str) -> str:
-    """Shorten paths to their last component, and remove the names of the user and the computer.
-
-    >>> redact("dlopen(/Users/anna/venv/lib/libtorch.dylib) failed")
-    'dlopen(.../libtorch.dylib) failed'
-    """
-    for replacement, pattern in _name_patterns():
-        text = pattern.sub(replacement, text)
-    text = _QUOTED_PATH.sub(r"\1.../\2\1", text)
-    return _PATH.sub(lambda match: ".../" + match[0].rstrip("/").rsplit("/", 1)[-1], text)
-
-
-@lru_cache(maxsize=1)
-def _name_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    host = platform.node()
-    # Replace the home folder first: its components may be names that are replaced later.
-    names = [("~", str(Path.home())), ("(host)", host), ("(host)", host.split(".")[0]), ("(user)", _user_name())]
-    return tuple(
-        (replacement, re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE))
-        for replacement, name in names
-        if len(name) >= _MIN_NAME_LENGTH
-    )
-
-
-def _user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return ""
-
-
 def _redact_result(result: CheckResult) -> CheckResult:
     figures = {name: redact(value) if isinstance(value, str) else value for name, value in result.figures.items()}
     return result.model_copy(update={"what": redact(result.what), "figures": figures})
 
 
 def _redact_machine(machine: Machine) -> Machine:
-    """Redact the error of torch, the only text of a machine that may contain a path."""
+    """Redact the free texts of a machine. Names of chips and systems come from fixed lists."""
     error = machine.torch.error
     torch = machine.torch.model_copy(update={"error": error and redact(error)})
-    return machine.model_copy(update={"torch": torch})
+    absent = tuple(device.model_copy(update={"reason": redact(device.reason)}) for device in machine.absent)
+    return machine.model_copy(update={"torch": torch, "absent": absent})
