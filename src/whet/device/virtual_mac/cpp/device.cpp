@@ -2,7 +2,10 @@
 #include "virtual_mac.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/MPSHooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
@@ -188,6 +191,14 @@ struct Hooks final : at::MPSHooksInterface {
   mutable uint32_t last_event_ = 0;
 };
 
+bool is_accelerator() {
+  try {
+    return at::getAccelerator() == kMps;
+  } catch (const c10::Error&) {
+    return false;  // "Cannot have both MPS and cuda."
+  }
+}
+
 at::Generator default_generator() { return the_default_generator(); }
 
 at::Generator next_draw(const std::optional<at::Generator>& of) {
@@ -200,8 +211,20 @@ uint64_t seed_of_next_draw() {
 }
 
 namespace {
-const bool kHasAllocator = [] {
+// torch allows one kind of accelerator per build (DeviceAccelerator.cpp), and a build for CUDA, ROCm or XPU has made its
+// hooks when Python gets here. They hold no data (CUDAHooksInterface.cpp says so): with the functions of the interface
+// in place of their own, they answer as in a CPU build.
+template <class Interface>
+void hide(const Interface& hooks) {
+  static const Interface of_cpu_build;
+  if (hooks.isBuilt())
+    std::memcpy(const_cast<void*>(static_cast<const void*>(&hooks)), static_cast<const void*>(&of_cpu_build), sizeof(void*));
+}
+
+const bool kIsReady = [] {
   c10::SetAllocator(kMps, &allocator());
+  hide(at::detail::getCUDAHooks());
+  hide(at::detail::getXPUHooks());
   return true;
 }();
 }  // namespace

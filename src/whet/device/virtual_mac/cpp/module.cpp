@@ -49,6 +49,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::kw_only(), py::arg("recommended_bytes"), py::arg("max_buffer_bytes"), py::arg("has_fallback"),
         py::arg("macos_major"), py::arg("macos_minor"), py::arg("torch_commit"));
   m.def("set_available", [](bool is_available) { settings().is_available = is_available; });
+  m.def("cpu_alias", &cpu_alias);
+  m.def("is_accelerator", &is_accelerator);
   m.def("set_native_operators",
         [](std::vector<std::string> names) { settings().native_operators = {names.begin(), names.end()}; });
   m.def("register_kernels", &register_kernels, py::arg("operators"), py::kw_only(), py::arg("is_sparse"));

@@ -73,6 +73,7 @@ void forget_watermarks();                   // the next allocation reads the env
 void reset_peak();
 
 // device.cpp
+bool is_accelerator();  // whether torch takes the virtual device for its accelerator
 at::Generator default_generator();
 // A CPU generator for the next draw of an mps generator; the default one if none is given.
 at::Generator next_draw(const std::optional<at::Generator>& of);
