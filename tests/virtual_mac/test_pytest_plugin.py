@@ -10,6 +10,10 @@ from paths import ROOT
 pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
 PLAIN_PROJECT = """
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +67,14 @@ def test_float64_is_caught():
         torch.zeros(3, dtype=torch.float64).to(DEVICE)
 
 
+def test_questions_about_the_system():
+    assert int(subprocess.check_output(["sysctl", "-n", "hw.memsize"])) == 8 * 2**30
+    said = subprocess.check_output(["sysctl", "machdep.cpu.brand_string"], text=True)
+    assert said.startswith("machdep.cpu.brand_string: Apple M2")
+    assert float(".".join(platform.mac_ver()[0].split(".")[:2])) >= 14
+    assert sys.platform == "linux"
+
+
 def test_too_large_a_batch():
     with pytest.raises(RuntimeError, match="MPS backend out of memory"):
         [torch.empty(2**28, device=DEVICE) for _ in range(20)]
@@ -75,7 +87,7 @@ def test_another_projects_training_loop_for_mps_passes(run_pytest, tmp_path: Pat
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     done = run_pytest("--virtual-mac", "m2-air-8gb", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    assert "5 passed" in done.stdout
     assert "virtual Mac: m2-air-8gb, simulated on this machine's CPU" in done.stdout
 
 

@@ -23,10 +23,10 @@ _OWN_KERNELS = frozenset(
         "set_.source_Storage_storage_offset", "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense",
         "zero_", "as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
         "scaled_dot_product_attention", "linear", "max_pool2d", "mish_backward", "_fused_rms_norm",
-        "bincount",
+        "bincount", "record_stream", "_convert_weight_to_int4pack", "_weight_int4pack_mm",
     }
 )  # fmt: skip
-_COMPUTED = {"convolution", "convolution_backward", "bincount"}
+_COMPUTED = {"convolution", "convolution_backward", "bincount", "_weight_int4pack_mm"}
 _OWN_SPARSE_KERNELS = frozenset(
     {
         # sparse.cpp

@@ -139,6 +139,70 @@ c10::IValue result_on_mps(const c10::IValue& value, Stand& stand) {
   return list;
 }
 
+// Apple's kernels compute half precision where some of the CPU's do not: those are computed in float32 and rounded.
+class Widened {
+ public:
+  // Whether an error of the CPU means a missing kernel for half precision, such as "erfcx" not implemented for 'Half'.
+  static bool helps(const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    return text.find("not implemented for 'Half'") != std::string::npos ||
+           text.find("not implemented for 'BFloat16'") != std::string::npos;
+  }
+
+  c10::IValue in(const c10::IValue& value) {
+    if (value.isTensor()) return widen(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(widen(tensor));
+    return list;
+  }
+
+  // Also rounds into the tensors that the call has written.
+  c10::IValue out(const c10::IValue& value) {
+    if (value.isTensor()) return narrow(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(narrow(tensor));
+    return list;
+  }
+
+ private:
+  at::Tensor widen(const at::Tensor& tensor) {
+    if (!tensor.defined() || (tensor.scalar_type() != at::kHalf && tensor.scalar_type() != at::kBFloat16)) return tensor;
+    narrow_type_ = tensor.scalar_type();
+    narrow_.push_back(tensor);
+    wide_.push_back(tensor.to(at::kFloat));
+    return wide_.back();
+  }
+
+  at::Tensor narrow(const at::Tensor& result) {
+    for (size_t i = 0; i < wide_.size(); ++i) {
+      if (!wide_[i].is_same(result)) continue;
+      if (narrow_[i].sizes() != result.sizes()) narrow_[i].resize_(result.sizes());
+      return narrow_[i].copy_(result);
+    }
+    return result.defined() && result.scalar_type() == at::kFloat ? result.to(narrow_type_) : result;
+  }
+
+  at::ScalarType narrow_type_ = at::kHalf;
+  std::vector<at::Tensor> narrow_, wide_;
+};
+
+void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t num_arguments = op.schema().arguments().size(), first = stack->size() - num_arguments;
+  const std::vector<c10::IValue> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  try {
+    return op.callBoxed(stack);
+  } catch (const c10::Error& error) {
+    if (!Widened::helps(error)) throw;
+  }
+  Widened widened;
+  stack->resize(first);
+  for (const c10::IValue& argument : arguments) stack->push_back(widened.in(argument));
+  op.callBoxed(stack);
+  for (size_t i = first; i < stack->size(); ++i) (*stack)[i] = widened.out((*stack)[i]);
+}
+
 }  // namespace
 
 std::string name_of(const c10::OperatorHandle& op) {
@@ -159,7 +223,7 @@ void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const KernelCall call(name_of(op), stand.inputs());
   {
     LentDraw lent(!has_generator && op.hasTag(at::Tag::nondeterministic_seeded));
-    op.callBoxed(stack);
+    call_on_cpu(op, stack);
   }
   stand.copy_back_what_changed_shape();
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i)

@@ -1,4 +1,4 @@
-// Kernels that compute otherwise than the CPU's of the same name: convolution, attention, counting.
+// Kernels that compute otherwise than the CPU's of the same name: convolution, attention, counting, weights of 4 bits.
 #include "virtual_mac.h"
 
 #include <ATen/ATen.h>
@@ -11,6 +11,12 @@ namespace {
 
 using SymSizes = c10::SymIntArrayRef;
 
+// Convolution.mm: the layout of the input decides that of the result, and the sums do not depend on it.
+at::Tensor plain(const at::Tensor& tensor) { return on_cpu(tensor).contiguous(); }
+at::Tensor to_mps_like(const at::Tensor& cpu_tensor, const at::Tensor& input) {
+  return to_mps(cpu_tensor.defined() ? cpu_tensor.contiguous(input.suggest_memory_format()) : cpu_tensor);
+}
+
 at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        SymSizes stride, SymSizes padding, SymSizes dilation, bool transposed, SymSizes output_padding,
                        c10::SymInt groups) {
@@ -21,8 +27,8 @@ at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std:
     add = on_cpu(*bias);
   }
   const KernelCall call("convolution", inputs);
-  at::Tensor y = to_mps(at::convolution_symint(on_cpu(x), on_cpu(weight), add, stride, padding, dilation, transposed,
-                                               output_padding, std::move(groups)));
+  at::Tensor y = to_mps_like(at::convolution_symint(plain(x), plain(weight), add, stride, padding, dilation, transposed,
+                                                    output_padding, std::move(groups)), x);
   call.done({y});
   return y;
 }
@@ -34,9 +40,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   const std::vector<at::Tensor> inputs{grad, x, weight};
   const KernelCall call("convolution_backward", inputs);
   auto [dx, dweight, dbias] = at::convolution_backward_symint(
-      on_cpu(grad), on_cpu(x), on_cpu(weight), SymSizes(bias_size), stride, padding, dilation, transposed,
+      plain(grad), plain(x), plain(weight), SymSizes(bias_size), stride, padding, dilation, transposed,
       output_padding, std::move(groups), wanted);
-  const std::vector<at::Tensor> grads{to_mps(dx), to_mps(dweight), to_mps(dbias)};
+  const std::vector<at::Tensor> grads{to_mps_like(dx, x), to_mps_like(dweight, weight), to_mps(dbias)};
   call.done(grads);
   return {grads[0], grads[1], grads[2]};
 }
@@ -65,9 +71,36 @@ at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& weight
   return y;
 }
 
+// Weights of 4 bits have no common kernel with the CPU. The order of the packed bytes is not Apple's: nothing but the
+// product reads them.
+at::Tensor pack_int4(const at::Tensor& weight, int64_t tiles) {
+  const int64_t n = weight.size(0), k = weight.size(1) * 2;
+  return weight.contiguous().view(at::kInt).view({n / 8, k / (tiles * 16), 32, tiles / 2});
+}
+
+at::Tensor int4_product(const at::Tensor& x, const at::Tensor& packed, int64_t group, const at::Tensor& scales) {
+  const std::vector<at::Tensor> inputs{x, packed, scales};
+  const KernelCall call("_weight_int4pack_mm", inputs);
+  const int64_t n = packed.size(0) * 8, k = x.size(1);
+  const at::Tensor bytes = cpu_alias(packed).contiguous().view(at::kByte).view({n, k / 2});
+  const at::Tensor weight = at::stack({bytes.bitwise_right_shift(4), bytes.bitwise_and(15)}, -1).view({n, k / group, group});
+  // By groups along k: (k / group, n, 2) holds a scale and the value of 8.
+  const at::Tensor by_group = cpu_alias(scales).to(at::kFloat).transpose(0, 1);
+  const at::Tensor wide = (weight.to(at::kFloat) - 8) * by_group.select(2, 0).unsqueeze(2) + by_group.select(2, 1).unsqueeze(2);
+  at::Tensor y = to_mps(at::mm(cpu_alias(x).to(at::kFloat), wide.view({n, k}).t()).to(x.scalar_type()));
+  call.done({y});
+  return y;
+}
+
+// One stream: memory is never given away before its last use.
+void record_stream(at::Tensor&, c10::Stream) {}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, MPS, m) {
+  m.impl("record_stream", &record_stream);
+  m.impl("_convert_weight_to_int4pack", &pack_int4);
+  m.impl("_weight_int4pack_mm", &int4_product);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("scaled_dot_product_attention", &attention);
