@@ -213,17 +213,21 @@ class OptimizerRestorer:
 
     @torch.no_grad()
     def _group_value(self, group: dict[str, Any], key: str, encoded: Any) -> Any:
-        value, now = self._decoder.decode(encoded), group.get(key)
+        now = group.get(key)
+        if isinstance(encoded, dict) and encoded.get("$") == "reference":
+            # Not decoded: a value of the CPU may have a dtype that this device does not have.
+            saved = self._tensors[encoded["name"]]
+            if isinstance(now, Tensor) and saved.shape == now.shape:
+                # Keep the tensor itself, because a captured graph may read it.
+                now.copy_(saved)
+                self._decoder.use(encoded["name"], now)
+                return now
+            if isinstance(now, float) and saved.dim() == 0:
+                return float(saved)
+        value = self._decoder.decode(encoded)
         if isinstance(now, Tensor) and not isinstance(value, Tensor):
             # The plan of this session keeps the value on the device.
             return now.fill_(value)
-        if isinstance(now, Tensor) and value.shape == now.shape and encoded.get("$") == "reference":
-            # Keep the tensor itself, because a captured graph may read it.
-            now.copy_(value)
-            self._decoder.use(encoded["name"], now)
-            return now
-        if isinstance(value, Tensor) and isinstance(now, float) and value.dim() == 0:
-            return float(value)
         return value
 
 
