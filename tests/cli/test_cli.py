@@ -55,6 +55,8 @@ def run_from_the_future(folder: Path) -> Path:
         (("plan", "text", "--machine", "h200", "--why", "micro_bach"), 2),
         (("plan", "text", "--machine", "m2-air-8gb", "--device", "cuda"), 2),
         (("plan", "text", "--machine", "m2-air-8gb", "--device", "gpu"), 2),
+        (("plan", "text", "--machine", "m2-air-8gb", "--nproc", "2"), 2),
+        (("plan", "text", "--nproc", "2", "--device", "mps"), 2),
         (("plan", "empty"), 2),
         (("plan", "broken.py"), 1),
         (("plan", "nothing.py"), 2),

@@ -12,9 +12,11 @@ import torch
 
 from fork_server import TIMEOUT_SECONDS, ForkedProcess, ForkServer
 from paths import SUPPORT
+from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.resume import check_unchanged
 
 pytestmark = pytest.mark.torch
 
@@ -183,6 +185,15 @@ def test_a_changed_key_is_refused_by_name(fork_server: ForkServer, tmp_path: Pat
     assert "was started with another seed" in errors
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
     assert after == before
+
+
+def test_of_a_changed_group_only_the_difference_is_named() -> None:
+    saved = {"arch": {"hidden_size": 64, "layers": 2, "heads": {"a": 1, "b": 2}}, "seed": 1}
+    asked = {"arch": {"hidden_size": 32, "layers": 2, "heads": {"a": 1, "b": 3}}, "seed": 1}
+    with pytest.raises(UsageError, match="another arch") as caught:
+        check_unchanged(saved, asked, where=Path("runs/a"))
+    assert caught.value.got == "arch.hidden_size=32 arch.heads.b=3; the run has arch.hidden_size=64 arch.heads.b=2"
+    assert str(caught.value.try_).startswith("arch.hidden_size=64 arch.heads.b=2 to resume")
 
 
 def test_epochs_may_grow(fork_server: ForkServer, tmp_path: Path) -> None:

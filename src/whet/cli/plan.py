@@ -52,8 +52,10 @@ def plan(
     """
     from whet.base.errors import UsageError
     from whet.cli import output
+    from whet.distributed.ranks import check_not_mps
     from whet.plan.render import explain_setting, plan_lines
 
+    check_not_mps(nproc, device=device, is_mac=False, command=f"whet train {target}")
     made = _saved_plan(target, settings, config, machine)
     if made is not None and (measure or nproc > 1):
         option = "--measure" if measure else f"--nproc {nproc}"
@@ -69,6 +71,7 @@ def plan(
     if measure:
         made, note = _measured_plan(target, settings, config, device, budget=budget)
     made = made or _new_plan(target, settings, config, machine, device, nproc)
+    check_not_mps(nproc, device=device, is_mac=made.device == "mps", command=f"whet train {target}")
     if json:
         output.result_json(made.as_json())
     elif why is not None:

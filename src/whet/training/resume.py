@@ -122,15 +122,25 @@ def check_unchanged(
         if before == now or is_new_default or key in (*FREE_KEYS, *free):
             continue
         if key not in GROWABLE_KEYS:
+            requested_text, saved_text = _differences(key, now, before)
             raise UsageError(
                 f"{where} was started with another {key}",
-                got=f"{key}={now}; the run has {key}={before}",
-                try_=f"{key}={before} to resume, or another run folder for a new run" + _allow_hint(key),
+                got=f"{requested_text}; the run has {saved_text}",
+                try_=f"{saved_text} to resume, or another run folder for a new run" + _allow_hint(key),
             )
         if not _has_grown(before, now):
             raise UsageError(
                 f"{key} may only grow", got=f"{key}={now}; {where} has {key}={before}", try_="another run folder"
             )
+
+
+def _differences(key: str, now: Any, before: Any) -> tuple[str, str]:
+    """Return both values of an option as arguments. Of a group, only the keys that differ."""
+    if not (isinstance(now, Mapping) and isinstance(before, Mapping)):
+        return f"{key}={now}", f"{key}={before}"
+    names = [name for name in {**before, **now} if now.get(name) != before.get(name)]
+    texts = [_differences(f"{key}.{name}", now.get(name), before.get(name)) for name in names]
+    return " ".join(text for text, _ in texts), " ".join(text for _, text in texts)
 
 
 def _allow_hint(key: str) -> str:

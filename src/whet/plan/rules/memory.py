@@ -85,6 +85,8 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     micro-batch has its proper weight. With several processes, each splits its own share. On M1 and M2 with torch up to
     2.13 a product over more than 32,768 rows gives wrong gradients, so micro-batch times length stays below. The batch
     is not split where that would change the training: with BatchNorm, and with a loss that is no mean over samples.
+    Parts may have any size: batches that are powers of two gained nothing on a CPU, and widths need to be multiples of
+    8 only (docs/lab.md, 2026-11-18).
     When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
     more than 32,768 tokens sums over them in its backward pass, which no micro-batch avoids; `whet check` detects it.
     Override: micro_batch=N; the global batch stays the same.
