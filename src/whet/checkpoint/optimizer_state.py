@@ -237,6 +237,7 @@ def _load_own(optimizer: Optimizer, state: Any) -> None:
     shared = [name for name, one in _inner_optimizers(optimizer) if [id(group) for group in one.param_groups] == groups]
     optimizer.load_state_dict(state)
     for name, inner in _inner_optimizers(optimizer):
-        if name in shared:
+        # Some wrappers have a property that returns the groups of the optimizer inside. It cannot be set.
+        if name in shared and optimizer.param_groups is not inner.param_groups:
             # A wrapper shares its groups with the optimizer inside, so that both see the learning rate.
             optimizer.param_groups = inner.param_groups

@@ -271,22 +271,32 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
         if original is not kept:
             kept.encoded.update({_TAG: "same", "of": original.path})
         elif is_whole:
-            kept.encoded.update({_TAG: "view", "of": first.path, "is_memory": True, **_place(kept.tensor, 0)})
+            place = {"path": kept.path, "is_memory": True, **_place(kept.tensor, 0)}
+            kept.encoded.update({_TAG: "view", "of": first.path, **place})
         elif (base := next((b for b in live or [first] if _is_same_place(kept.tensor, b.tensor)), None)) is not None:
             if base is kept:
                 tensors[kept.path] = kept.tensor
                 stride = {} if kept.tensor.is_contiguous() else {"stride": list(kept.tensor.stride())}
                 kept.encoded.update({_TAG: "reference", "name": kept.path, **stride, **_tensor_flags(kept.tensor)})
             else:
-                kept.encoded.update({_TAG: "alias", "of": base.path, **_tensor_flags(kept.tensor)})
+                flags = _tensor_flags(kept.tensor)
+                kept.encoded.update({_TAG: "alias", "of": base.path, "path": kept.path, **flags})
         elif (base := next((b for b in live if _is_inside(kept.tensor, b.tensor)), None)) is not None:
             offset = int(base.tensor.storage_offset())
-            facts = {"base_stride": list(base.tensor.stride()), **_place(kept.tensor, offset)}
+            facts = {
+                "path": kept.path,
+                "base_stride": list(base.tensor.stride()),
+                **_place(kept.tensor, offset),
+            }
             kept.encoded.update({_TAG: "view", "of": base.path, **facts})
         else:
             # Memory that tensors of the model share in part, such as one buffer of which all weights are views.
             tensors[kept.path] = kept.tensor
-            facts = {"name": kept.path, "size": live[0].tensor.untyped_storage().nbytes()}
+            facts = {
+                "path": kept.path,
+                "name": kept.path,
+                "size": live[0].tensor.untyped_storage().nbytes(),
+            }
             kept.encoded.update(
                 {_TAG: "view", "of": live[0].path, "is_absolute": True, **facts, **_place(kept.tensor, 0)}
             )
@@ -480,7 +490,12 @@ class StateDecoder:
         made = torch.empty(0, dtype=dtype, device=base.device).set_(storage, offset, shape, stride)
         if value.get("is_absolute"):
             made.copy_(self._tensors[value["name"]])
-        return _with_flags(made, value)
+        return self.keep(_with_flags(made, value), value)
+
+    def keep(self, tensor: Tensor, value: dict[str, Any]) -> Tensor:
+        """Keep a view or an alias by its path, because other places in the state may hold the same object."""
+        self._made[value["path"]] = tensor
+        return tensor
 
     def sparse(self, value: dict[str, Any]) -> Tensor:
         parts, shape = self.decode(value["parts"]), value["shape"]
@@ -527,7 +542,7 @@ def _decode_tensor(decoder: StateDecoder, value: dict[str, Any]) -> Tensor:
 
 
 def _decode_alias(decoder: StateDecoder, value: dict[str, Any]) -> Tensor:
-    return _with_flags(decoder.other(value).detach(), value)
+    return decoder.keep(_with_flags(decoder.other(value).detach(), value), value)
 
 
 def _decode_array(decoder: StateDecoder, value: dict[str, Any]) -> np.ndarray:
