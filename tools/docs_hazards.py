@@ -19,11 +19,11 @@ calls, so the model may meet others; `whet check` finds them. An unknown version
 
 def hazards_page() -> str:
     """Return the page: one row per fault, then the reasons for the minimum version of torch."""
-    rows = [(f"`{h.id}`", h.what, _where(h), _version(h.fixed_in), _links(h.issue), h.answer) for h in HAZARDS]
+    rows = [(f"`{h.id}`", h.what, _where(h), _versions(h), _links(h.issue), h.answer) for h in HAZARDS]
     older = [(version, what, _links(issue)) for version, issue, what in BEFORE_2_11]
     return (
         _HEAD
-        + table(("id", "what happens", "where", "fixed in torch", "pytorch", "what whet does"), rows)
+        + table(("id", "what happens", "where", "torch", "pytorch", "what whet does"), rows)
         + "\nAn upgrade of macOS may change results with the same torch, because part of the arithmetic is Apple's.\n\n"
         + "## Why torch 2.11 is the minimum\n\nFaults fixed in it or earlier:\n\n"
         + table(("fixed in", "what happened", "pytorch"), older)
@@ -43,10 +43,10 @@ def _where(hazard: Hazard) -> str:
     return "; ".join(filter(None, parts)) or "everywhere"
 
 
-def _version(release: tuple[int, int] | None) -> str:
-    if release is None:
-        return "unknown"
-    return "after 2.13" if release > (2, 13) else f"{release[0]}.{release[1]}"
+def _versions(hazard: Hazard) -> str:
+    since = "from {}.{}".format(*hazard.since) if hazard.since else ""
+    until = "before {}.{}".format(*hazard.fixed_in) if hazard.fixed_in else ""
+    return " and ".join(filter(None, (since, until))) or "all"
 
 
 def _links(issues: str) -> str:

@@ -11,12 +11,14 @@ from whet.machine.torch_info import TorchInfo
 MAC = OperatingSystem(name="macOS", version="15.1", architecture="arm64")
 INTEL_MAC = OperatingSystem(name="macOS", version="13.7", architecture="x86_64")
 OLD_MAC = OperatingSystem(name="macOS", version="13.7", architecture="arm64")
+MACOS_14 = OperatingSystem(name="macOS", version="14.6", architecture="arm64")
 LINUX = OperatingSystem(name="Linux", architecture="x86_64")
 WORKING = NvidiaCards("working", (NvidiaCard(name="NVIDIA H200", driver="550.54.14"),))
 MISSING = TorchInfo(error="torch is not installed")
 BROKEN = TorchInfo(error="torch 2.13.0 cannot be imported: ImportError: no libgomp")
 CPU_BUILD = TorchInfo(version="2.13.0", mps_built=False, mps_available=False, cuda_available=False)
 MPS_BUILD = TorchInfo(version="2.13.0", mps_built=True, mps_available=False, cuda_available=False)
+NEW_BUILD = TorchInfo(version="2.15.0", mps_built=True, mps_available=False, cuda_available=False)
 CUDA_BUILD = TorchInfo(version="2.13.0", cuda_build="13.0", cuda_available=False, mps_available=False)
 TOO_OLD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: The NVIDIA driver on your system is too old"})
 ODD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: CUDA unknown error"})
@@ -30,7 +32,8 @@ MPS_ROWS = [
     (on(LINUX, CPU_BUILD), "does not run macOS", "--machine"),
     (on(INTEL_MAC, MISSING, has_apple_silicon=False), "Intel processor", "CPU"),
     (on(INTEL_MAC, CPU_BUILD, has_apple_silicon=True), "Rosetta", "arm64"),
-    (on(OLD_MAC, MPS_BUILD, has_apple_silicon=True), "macOS 13.7 is too old", "macOS 14"),
+    (on(OLD_MAC, MPS_BUILD, has_apple_silicon=True), "macOS 13.7 is too old; MPS of torch 2.13.0 needs", "macOS 14"),
+    (on(MACOS_14, NEW_BUILD, has_apple_silicon=True), "MPS of torch 2.15.0 needs macOS 15", "install 'torch<2.15'"),
     (on(MAC, MISSING, has_apple_silicon=True), "torch is not installed", "pip install"),
     (on(MAC, BROKEN, has_apple_silicon=True), "no libgomp", "import torch"),
     (on(MAC, CPU_BUILD, has_apple_silicon=True), "torch 2.13.0 was built without MPS", "pip install"),

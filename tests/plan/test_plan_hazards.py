@@ -49,11 +49,27 @@ def ids(machine: Machine) -> set[str]:
         ("product-expanded", mac(torch="2.11.0", macos="26.3.1"), mac(torch="2.11.0", macos="26.4")),
         ("product-expanded", mac(torch="2.11.0", macos="15.0"), mac(torch="2.11.0", macos="14.7")),
         ("conv-weights", mac(macos="15.0"), mac(macos="14.7")),
+        ("amax-int64", mac(torch="2.13.0"), mac(torch="2.12.0")),
+        ("amax-int64", mac(torch="2.13.0"), mac(torch="2.14.0")),
+        ("unique-counts", mac(torch="2.13.0"), mac(torch="2.14.0")),
+        ("roi-align-backward", mac(torch="2.13.0"), mac(torch="2.14.0")),
+        ("attention-hides-nan", mac(torch="2.13.0"), mac(torch="2.14.0")),
+        ("pinned-recycled", mac(torch="2.14.1"), mac(torch="2.15.0")),
+        ("pinned-recycled", mac(torch="2.14.1"), mac(torch="2.13.0")),
+        ("linear-5d", mac(torch="2.15.0", macos="27.0"), mac(torch="2.15.0", macos="26.3")),
+        ("product-out-slice", mac(macos="14.6"), mac(macos="15.0")),
     ],
 )
 def test_a_hazard_applies_by_torch_macos_and_chip(hazard: str, affected: Machine, safe: Machine) -> None:
     assert hazard in ids(affected)
     assert hazard not in ids(safe)
+
+
+def test_newer_releases_of_torch_have_fewer_hazards() -> None:
+    by_release = {torch: ids(mac(torch=torch)) for torch in ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")}
+    assert [len(hazards) for hazards in by_release.values()] == [33, 29, 24, 8, 7]
+    # Hazards that are open upstream apply to every release.
+    assert {"bmm-large", "copy-unawaited", "batch-norm-permuted", "lstm-permuted"} <= by_release["2.15.0"]
 
 
 def test_unknown_versions_count_as_affected() -> None:

@@ -34,6 +34,7 @@ def check(
     machine: str | Machine | None = None,
     config: Path | None = None,
     is_causal: bool = False,
+    torch: str | None = None,
 ) -> PreflightResult:
     """Trace two training steps of a model as a device would run them, and list the problems with their source lines.
 
@@ -45,6 +46,7 @@ def check(
         machine: A known machine, a machine file, or a `Machine`, whose memory and versions count.
         config: A config file for a recipe.
         is_causal: Whether the model must be causal.
+        torch: A version of torch such as "2.15", which need not be installed; by default the installed one.
 
     >>> whet.check("text", device="mps").findings  # doctest: +SKIP
     ()
@@ -72,7 +74,7 @@ def check(
         else:
             name = getattr(what, "__name__", "the model")
             spec = TrainableSpec(name=name, make=partial(_call_factory, what, name, is_causal=is_causal))
-        return check_trainable(spec, device=device or _default_device(known), machine=known)
+        return check_trainable(spec, device=device or _default_device(known), machine=known, torch_version=torch)
 
 
 def compare(

@@ -21,6 +21,10 @@ def check(
         str | None,
         typer.Option(metavar="NAME|FILE", help="Consider the memory and known faults of a machine: m2-air-8gb."),
     ] = None,
+    torch: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Check for a torch that need not be installed: 2.15. Default: this one."),
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The model should be causal: check that it is.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 for warnings too.")] = False,
     config: ConfigFile = None,
@@ -34,12 +38,13 @@ def check(
     whet check text --machine m2-air-8gb
     whet check my_model.py --for mps
     whet check package.models:make --for cuda --strict
+    whet check my_model.py --torch 2.15
 
     Works on any computer, without the device. A model is a function that returns (model, inputs) or (model, inputs,
     loss); loss is called with the model and the inputs. Two optimizer steps are traced with fake tensors, so that even
     a large model takes seconds and no memory. Reported are missing operators, unsupported dtypes and shapes, calls that
-    make Python wait for the device, weights in a problematic layout, and known faults of the machine that affect the
-    model. Each finding has its line and a fix.
+    make Python wait for the device, code that needs CUDA, weights in a problematic layout, and known faults of the
+    machine that affect the model. Each finding has its line and a fix.
 
     Exit code 1: something would stop the training; with --strict, also something that slows it down or may be wrong.
     """
@@ -51,7 +56,9 @@ def check(
     if json + sarif + github > 1:
         raise UsageError("choose one output format", got="several of --json, --sarif and --github", try_="one of them")
     with output.user_output_to_stderr():
-        result = check_model(target, settings or (), device=device, machine=machine, config=config, is_causal=causal)
+        result = check_model(
+            target, settings or (), device=device, machine=machine, config=config, is_causal=causal, torch=torch
+        )
     if json:
         output.result_json(result.as_json())
     elif sarif:

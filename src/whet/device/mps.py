@@ -20,6 +20,8 @@ from whet.device.environment import HIGH, configure_mps_memory
 from whet.device.errors import check_dtype, explain_mps_errors, ignore_handled_warnings
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
+from whet.machine.facts import TorchFacts
+from whet.machine.probe import oldest_macos
 
 METAL_FAILURE_TEXT = "command buffer exited with error status"
 """The only report of a GPU failure. Metal prints it; torch 2.13 does not check the status (MPSStream.mm)."""
@@ -80,7 +82,7 @@ class MpsDevice(AbstractDevice):
     def check_settings(self, *, attention: str = "torch", norms: str = "torch", layout: str = "contiguous") -> None:
         if layout != "contiguous":
             raise UsageError(
-                "channels_last gives crashes and wrong results on MPS (pytorch#188371, #180992)",
+                "channels_last gives crashes and wrong results on MPS (pytorch#188371, #180992, #175189)",
                 got=f"layout={layout}",
                 try_="layout=contiguous, or --device cpu",
             )
@@ -315,4 +317,6 @@ def mps_unavailable_reason() -> str | None:
     """Return why MPS cannot be used in this process; None if it can."""
     if torch.backends.mps.is_available():
         return None
-    return "macOS 14 or newer is needed" if torch.backends.mps.is_built() else "this torch is built without MPS"
+    if not torch.backends.mps.is_built():
+        return "this torch is built without MPS"
+    return f"macOS {oldest_macos(TorchFacts(version=str(torch.__version__)))} or newer is needed"

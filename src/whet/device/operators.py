@@ -1,17 +1,21 @@
-"""Operators and limits of MPS in the installed torch, read without importing torch.
+"""Operators and limits of MPS, of the installed torch and of other releases, read without importing torch.
 
 Every wheel of torch contains its operator list (torchgen/packaged/ATen/native/native_functions.yaml), so the list
-matches the installed version. It is parsed line by line in 50 ms. A YAML parser would take seconds.
+matches the installed version. It is parsed line by line in 50 ms. A YAML parser would take seconds. For releases that
+are not installed, `mps_operators.toml` has the kernels that their macOS wheels register (tools/mps_operators.py).
 """
 
+import importlib.metadata
 import importlib.util
 import re
-from dataclasses import dataclass, field
+import tomllib
+from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 
 MAX_BUFFER_SHARE = 0.75
 """Assumed share of the recommended memory that one Metal buffer may use (maxBufferLength). Not measured on a Mac."""
@@ -22,8 +26,7 @@ MAX_ELEMENTS = 2**32
 MAX_CONV_CHANNELS = 65_536
 """Maximum output channels of a convolution."""
 
-ALWAYS_ON_CPU = frozenset({"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
-"""Operators that run on the CPU with or without the fallback (MPSFallback.mm of torch 2.13)."""
+Release = tuple[int, int]
 
 StatusKind = Literal["kernel", "parts", "on the CPU", "missing", "unknown"]
 
@@ -47,6 +50,8 @@ class OperatorEntry:
     """Whether the list has a dispatch table for the operator, even an empty one."""
     is_generated: bool = False
     """Whether the operator is listed under `autogen`: torch generates it from another overload."""
+    is_on_cpu: bool = False
+    """Whether MPS runs the operator on the CPU, with or without the fallback (MPSFallback.mm)."""
 
     @property
     def is_view(self) -> bool:
@@ -101,11 +106,11 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
 
 def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: str = "MPS") -> OperatorStatus:
     """Return how a backend runs the overload `name`, such as "add.Tensor", in the lookup order of the dispatcher."""
-    if backend == "MPS" and name in ALWAYS_ON_CPU:
-        return OperatorStatus("on the CPU", name)
     operator = operators.get(name)
     if operator is None:
         return OperatorStatus("unknown", name)
+    if backend == "MPS" and operator.is_on_cpu:
+        return OperatorStatus("on the CPU", name)
     out = operators.get(operator.delegates_to or "")
     if backend in operator.backends:
         return OperatorStatus("kernel", name)
@@ -122,10 +127,89 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
     return OperatorStatus("missing", name)
 
 
+# --- releases ---------------------------------------------------------------------------------------------------------
+
+
+class MpsOperators(NamedTuple):
+    """The operators of MPS in one release of torch, read from its macOS wheel."""
+
+    kernels: frozenset[str]
+    """Overloads that the wheel registers a kernel for."""
+    on_cpu: frozenset[str]
+    """Overloads that always run on the CPU."""
+    gone: frozenset[str]
+    """Overloads with a kernel in an earlier release that torch no longer has."""
+
+
 @cache
-def torch_operators() -> dict[str, OperatorEntry]:
-    """Return the operator list of the installed torch. The list is parsed once."""
-    return read_operators()
+def torch_operators(release: Release | None = None) -> dict[str, OperatorEntry]:
+    """Return the operator list of the installed torch, or with the MPS kernels of another release.
+
+    A step is traced with the installed torch, so its decompositions are used for other releases too. Among torch 2.11
+    to 2.15, the status of at most 3 of 3,100 common overloads depends on that.
+    """
+    operators = read_operators()
+    installed = _installed_release()
+    releases = mps_releases()
+    # An installed release newer than the table has an operator list of its own, but its source must be guessed here.
+    mps = releases.get(release or installed) or releases[max(releases)]
+    for name in mps.on_cpu & operators.keys():
+        operators[name] = replace(operators[name], is_on_cpu=True)
+    if release is None or release == installed:
+        return operators
+    for name in mps.gone:
+        operators.pop(name, None)
+    for name, operator in operators.items():
+        operator.backends.discard("MPS")
+        if name in mps.kernels:
+            operator.backends.add("MPS")
+    for name in mps.kernels - operators.keys():
+        operators[name] = OperatorEntry(name, returns="", backends={"MPS"}, is_dispatched=True)
+    return operators
+
+
+@cache
+def mps_releases() -> dict[Release, MpsOperators]:
+    """Return the operators of MPS by release of torch, oldest first.
+
+    >>> [name for name, mps in mps_releases().items() if "_ctc_loss" in mps.kernels]
+    [(2, 14), (2, 15)]
+    """
+    table = resources.files("whet.device").joinpath("mps_operators.toml").read_text(encoding="utf-8")
+    result: dict[Release, MpsOperators] = {}
+    kernels, gone = frozenset[str](), frozenset[str]()
+    for entry in tomllib.loads(table)["release"]:
+        # Every release lists only what differs from the one before.
+        kernels = (kernels | set(entry["added"].split())) - set(entry["removed"].split())
+        gone = gone | frozenset(entry["gone"].split())
+        result[parse_release(entry["torch"])] = MpsOperators(kernels, frozenset(entry["on_cpu"].split()), gone)
+    return result
+
+
+def parse_release(text: str) -> Release:
+    """Return a release of torch as numbers: "2.15", "2.15.0" and "2.15.0+cpu" are the same.
+
+    >>> parse_release("2.15.0+cpu")
+    (2, 15)
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", text)
+    if match is None:
+        raise UsageError("this is not a version of torch", got=text, try_="--torch 2.15")
+    return int(match[1]), int(match[2])
+
+
+def known_release(text: str) -> Release:
+    """Return a release of torch whose operators are known, installed or in the table."""
+    release = parse_release(text)
+    known = sorted({*mps_releases(), _installed_release()})
+    if release not in known:
+        names = ", ".join(f"{major}.{minor}" for major, minor in known)
+        raise UsageError("the operators of this torch are not known", got=f"torch {text}", try_=f"one of {names}")
+    return release
+
+
+def _installed_release() -> Release:
+    return parse_release(importlib.metadata.version("torch"))
 
 
 def mps_kernels(operators: dict[str, OperatorEntry]) -> list[OperatorEntry]:

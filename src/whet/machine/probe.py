@@ -22,16 +22,23 @@ from whet.machine.facts import (
     OperatingSystem,
     ProbeResult,
     SystemState,
+    TorchFacts,
 )
 from whet.machine.load import complete_system_state
 from whet.machine.nvidia import NO_DRIVER, NvidiaCards
 from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
 
-# torch requires macOS 14.0 since 2.9 (pytorch/pytorch#159912).
-OLDEST_MACOS = 14
+_INSTALL_TORCH = "pip install 'torch>=2.11'; https://pytorch.org names the command for other builds"
 
-_INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'; https://pytorch.org names the command for other builds"
+
+def oldest_macos(torch: TorchFacts) -> int:
+    """Return the oldest macOS with MPS in this torch, as its macOS wheel says; for an unknown version, macOS 14.
+
+    >>> oldest_macos(TorchFacts(version="2.14.1")), oldest_macos(TorchFacts(version="2.15.0"))
+    (14, 15)
+    """
+    return 15 if torch.is_before(2, 15) is False else 14
 
 
 class SystemReadings(NamedTuple):
@@ -185,9 +192,12 @@ def hides_all_gpus(visible_devices: str | None) -> bool:
 def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) -> MissingDevice:
     cause = next(cause for cause in causes if cause.applies(facts))
     values = {
-        "version": facts.torch.version or "",
+        "version": facts.torch.version or "of any version",
         "error": facts.torch.error or "",
         "macos": facts.os.version or "",
+        "oldest_macos": oldest_macos(facts.torch.facts()),
+        # macOS 14 can still be used with an older torch.
+        "or_older_torch": ", or install 'torch<2.15'" if major_version(facts.os.version) == 14 else "",
         "cards": ", ".join(sorted({card.name for card in facts.cards.cards if card.name})) or "an NVIDIA GPU",
         "driver": next((card.driver for card in facts.cards.cards if card.driver), "here"),
         "cuda_error": facts.torch.cuda_error or "torch gives no reason",
@@ -198,7 +208,7 @@ def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) 
 
 def _is_old_macos(facts: DeviceFacts) -> bool:
     major = major_version(facts.os.version)
-    return major is not None and major < OLDEST_MACOS
+    return major is not None and major < oldest_macos(facts.torch.facts())
 
 
 # The order matters: a cause that rules out MPS on this machine comes before one that an installation can fix.
@@ -220,8 +230,8 @@ _NO_MPS_CAUSES = (
     ),
     Cause(
         _is_old_macos,
-        f"macOS {{macos}} is too old; torch's MPS needs macOS {OLDEST_MACOS}",
-        f"update to macOS {OLDEST_MACOS} or newer",
+        "macOS {macos} is too old; MPS of torch {version} needs macOS {oldest_macos}",
+        "update to macOS {oldest_macos} or newer{or_older_torch}",
     ),
     Cause(lambda s: s.torch.error == "torch is not installed", "torch is not installed", _INSTALL_TORCH),
     Cause(

@@ -22,6 +22,8 @@ class Hazard:
     """What whet does about the bug, or what the user can do."""
     is_avoided: bool = False
     """Whether whet avoids the bug. The user's code may still trigger it."""
+    since: Release | None = None
+    """First release of torch with the bug, or None if all supported releases before the fix have it."""
     fixed_in: Release | None = None
     """First release of torch that fixes the bug, or None if no fix is known."""
     macos_from: Release | None = None
@@ -34,7 +36,6 @@ class Hazard:
 
 
 _COMPARE_WITH_CPU = "to check, train a few steps with --device cpu as well and compare the losses"
-_AFTER_2_13 = (2, 14)
 
 HAZARDS: tuple[Hazard, ...] = (
     Hazard(
@@ -42,12 +43,12 @@ HAZARDS: tuple[Hazard, ...] = (
         what="gradients are wrong by 1e3 and more when a product sums over more than 32,768 rows",
         issue="#177116",
         answer=(
-            "the planned micro-batch stays below (rule M3), and a larger one causes a warning. A head over "
-            "more than 32,768 tokens sums over them in its backward pass, with any micro-batch: whet check detects it; "
-            "splitting its product, a newer torch or --device cpu avoids it"
+            "the planned micro-batch stays below (rule M3), and a larger one causes a warning. The backward pass of a "
+            "head over more than 32,768 tokens sums over them, with any micro-batch: whet computes nn.Linear heads in "
+            "pieces; torch 2.14 or --device cpu avoids it for products of your own"
         ),
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         families=("apple7", "apple8"),
         needs=frozenset({"rows"}),
     ),
@@ -56,7 +57,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="rows of a linear layer with bias are damaged when a batch dimension is above 65,536",
         issue="#189495",
         answer="nothing; keep micro_batch and lengths below 65,536",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"huge batch"}),
     ),
     Hazard(
@@ -64,7 +65,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="a linear layer drops its bias for a single vector",
         issue="#188438",
         answer="a micro-batch always has a dimension for its samples; single vectors inside your model are not avoided",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         macos_from=(26, 0),
         needs=frozenset({"vectors"}),
     ),
@@ -82,9 +83,17 @@ HAZARDS: tuple[Hazard, ...] = (
         what="a linear layer with a transposed weight in bf16 ends the process",
         issue="#197796",
         answer="precision stays fp32 unless you ask for another; the run resumes from its last checkpoint",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         macos_from=(27, 0),
         needs=frozenset({"linear", "half"}),
+    ),
+    Hazard(
+        id="linear-5d",
+        what="the backward pass of a linear layer ends the process when its input has more than 4 dimensions",
+        issue="#187201",
+        answer="nothing; flatten the leading dimensions before the layer",
+        macos_from=(27, 0),
+        needs=frozenset({"more than 4 dimensions"}),
     ),
     Hazard(
         id="linear-large",
@@ -101,12 +110,23 @@ HAZARDS: tuple[Hazard, ...] = (
         needs=frozenset({"very large layers"}),
     ),
     Hazard(
+        id="product-out-slice",
+        what="a product with out= a slice of another tensor does not write its result",
+        issue="#193385",
+        answer="whet has no such product; in your own code write out[...] = a @ b",
+        is_avoided=True,
+        # The fix was proposed for a patch of 2.14; whether it was taken is not known. 2.15 does not run on macOS 14.
+        fixed_in=(2, 15),
+        macos_until=(15, 0),
+        needs=frozenset({"out="}),
+    ),
+    Hazard(
         id="conv-weights",
         what="conv2d is wrong when its weights are not contiguous",
         issue="#192212",
         answer="parameters are made contiguous before the first step",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         macos_from=(15, 0),
         needs=frozenset({"conv"}),
     ),
@@ -115,7 +135,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="conv2d is wrong for kernels of 256 and more",
         issue="#188335",
         answer=_COMPARE_WITH_CPU,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"conv", "large kernel"}),
     ),
     Hazard(
@@ -124,7 +144,7 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#188371",
         answer="the layout stays contiguous (rule K4)",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"conv"}),
     ),
     Hazard(
@@ -133,7 +153,7 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#189563",
         answer="whet copies first and converts afterwards; in your own code write .cpu() before .to(dtype)",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
     ),
     Hazard(
         id="copy-gaps",
@@ -141,7 +161,7 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#189961",
         answer="whet makes a tensor contiguous on the GPU before it is copied; in your own code write .contiguous()",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
     ),
     Hazard(
         id="copy-unawaited",
@@ -156,7 +176,16 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#86060",
         answer="nothing is pinned (rule L4)",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
+    ),
+    Hazard(
+        id="pinned-recycled",
+        what="pinned memory can be reused before a copy from it has finished",
+        issue="#193819",
+        answer="nothing is pinned (rule L4)",
+        is_avoided=True,
+        since=(2, 14),
+        fixed_in=(2, 15),
     ),
     Hazard(
         id="scalar-offset",
@@ -164,7 +193,7 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#187117",
         answer="whet has no such arithmetic; in your own code write s[4].item(), or move s first",
         is_avoided=True,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
     ),
     Hazard(
         id="scaler-fused",
@@ -189,7 +218,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="the dropout of nn.LSTM is ignored in the backward pass",
         issue="#190056",
         answer="nothing; put nn.Dropout between your own layers",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"lstm", "dropout"}),
     ),
     Hazard(
@@ -201,11 +230,32 @@ HAZARDS: tuple[Hazard, ...] = (
         needs=frozenset({"lstm", "dropout"}),
     ),
     Hazard(
+        id="lstm-permuted",
+        what="the gradient of nn.LSTM with respect to its input is wrong when the input is not contiguous",
+        issue="#175189",
+        answer="nothing; write .contiguous() before the layer",
+        needs=frozenset({"lstm", "permuted input"}),
+    ),
+    Hazard(
+        id="batch-norm-permuted",
+        what="gradients of BatchNorm are wrong by orders of magnitude when its input is permuted or channels_last",
+        issue="#175189",
+        answer="the layout stays contiguous (rule K4); after a permute of your own write .contiguous()",
+        needs=frozenset({"batch norm", "permuted input"}),
+    ),
+    Hazard(
+        id="batch-norm-3d-abort",
+        what="BatchNorm3d ends the process when its input is not contiguous",
+        issue="#190645",
+        answer="nothing; write .contiguous() before the layer",
+        needs=frozenset({"batch norm", "permuted input"}),
+    ),
+    Hazard(
         id="layer-norm-small-variance",
         what="layer_norm is inaccurate for rows of small variance",
         issue="#190491",
         answer=_COMPARE_WITH_CPU,
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"layer norm"}),
     ),
     Hazard(
@@ -221,7 +271,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="the fused RMSNorm rounds wrongly in half precision",
         issue="#189617",
         answer="precision stays fp32 unless you ask for another",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"rms norm", "half"}),
     ),
     Hazard(
@@ -229,7 +279,7 @@ HAZARDS: tuple[Hazard, ...] = (
         what="adaptive_max_pool is wrong for sizes that do not divide",
         issue="#189659",
         answer="nothing; choose sizes that divide",
-        fixed_in=_AFTER_2_13,
+        fixed_in=(2, 14),
         needs=frozenset({"adaptive max pool"}),
     ),
     Hazard(
@@ -247,6 +297,49 @@ HAZARDS: tuple[Hazard, ...] = (
         answer=_COMPARE_WITH_CPU,
         fixed_in=(2, 13),
         needs=frozenset({"sort"}),
+    ),
+    Hazard(
+        id="amax-int64",
+        what="amax and amin of int64 tensors return 0",
+        issue="#191104",
+        answer="nothing; convert to int32 or float first",
+        # c10/metal/reduction_utils.h of the wheels: 2.13 introduces the reduction, 2.14 keeps all lanes active.
+        since=(2, 13),
+        fixed_in=(2, 14),
+        needs=frozenset({"amax"}),
+    ),
+    Hazard(
+        id="unique-counts",
+        what="unique with return_counts is wrong for half a million elements and more",
+        issue="#111173",
+        answer="nothing; compute it on the CPU: x.cpu().unique(...)",
+        fixed_in=(2, 14),
+        needs=frozenset({"unique"}),
+    ),
+    Hazard(
+        id="roi-align-backward",
+        what="torchvision's roi_align adds each gradient several times, up to 100 times with 512 boxes",
+        issue="#190632",
+        answer="nothing; torchvision 0.29, which needs torch 2.14, or --device cpu",
+        fixed_in=(2, 14),
+        needs=frozenset({"roi_align"}),
+    ),
+    Hazard(
+        id="roi-pool-backward",
+        what="torchvision's roi_pool, ps_roi_align and ps_roi_pool add each gradient several times",
+        issue="#190632",
+        # The Metal source in the wheel of torchvision 0.29 still has the loop that roi_align lost there.
+        answer="nothing; roi_align with torchvision 0.29, or --device cpu",
+        needs=frozenset({"roi_pool"}),
+    ),
+    Hazard(
+        id="attention-hides-nan",
+        what="attention without gradients returns numbers where its input is NaN",
+        issue="#188147",
+        answer="training uses another kernel and detects NaN; an evaluation may miss it",
+        is_avoided=True,
+        fixed_in=(2, 14),
+        needs=frozenset({"attention", "no gradients"}),
     ),
     Hazard(
         id="attention-permuted",

@@ -55,7 +55,7 @@ def plan_warnings(context: RuleContext) -> Iterator[str]:
             f"of max_length={workload.max_length}; activation_checkpointing=on keeps only one block's at a time"
         )
     if device == "mps" and context.layout != "contiguous":
-        yield "training rejects channels_last on MPS: it causes crashes and wrong results up to torch 2.13"
+        yield "training rejects channels_last on MPS: BatchNorm's gradients are wrong with it (pytorch#175189)"
     if context.graph == "on" and device != "cuda":
         yield f"{device} cannot capture steps: every step runs eagerly"
     yield from hazard_lines(context)
@@ -116,6 +116,8 @@ def _row_limit_advice(context: RuleContext) -> str:
 def _applies(hazard: Hazard, machine: Machine) -> bool:
     # `is False`: an unknown version (None) counts as affected.
     if hazard.fixed_in is not None and machine.torch.is_before(*hazard.fixed_in) is False:
+        return False
+    if hazard.since is not None and machine.torch.is_before(*hazard.since) is True:
         return False
     gpu = machine.accelerator("mps")
     family = gpu.capability if gpu else None

@@ -27,7 +27,13 @@ from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
 from whet.plan.plan import Plan, override
 from whet.step.ema import Ema
 from whet.step.graphs import GraphedStepper
-from whet.step.model_contexts import CompiledCalls, WeightLayout, checkpoint_activations, find_blocks
+from whet.step.model_contexts import (
+    CompiledCalls,
+    WeightLayout,
+    checkpoint_activations,
+    find_blocks,
+    split_large_heads,
+)
 from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper
 
@@ -189,9 +195,9 @@ def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
 
 
 @contextmanager
-def apply_kernels(plan: Plan, device: AbstractDevice) -> Iterator[None]:
-    """Use the planned attention and norm kernels while entered."""
-    with device.use_kernels(attention=plan.attention, norms=plan.norms):
+def apply_kernels(plan: Plan, model: nn.Module, device: AbstractDevice) -> Iterator[None]:
+    """Use the planned attention and norm kernels while entered, and products that the device computes correctly."""
+    with device.use_kernels(attention=plan.attention, norms=plan.norms), split_large_heads(plan, model):
         yield
 
 
@@ -212,7 +218,7 @@ def apply_plan(
     layout.use(plan.layout, optimizer)
     set_process_settings(plan, device)
     with ExitStack() as stack:
-        stack.enter_context(apply_kernels(plan, device))
+        stack.enter_context(apply_kernels(plan, model, device))
         if plan.activation_checkpointing == "on":
             stack.enter_context(checkpoint_activations(model))
         if compiled is not None:

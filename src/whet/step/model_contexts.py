@@ -1,4 +1,4 @@
-"""Temporary changes to a model: activation checkpointing, compilation, memory format, deterministic kernels.
+"""Temporary changes to a model: activation checkpointing, split heads, compilation, layout, deterministic kernels.
 
 The model stays the same object with the same names, weights and hooks, and every change is undone on exit.
 """
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from whet.base.errors import UsageError, WhetError
 from whet.device.environment import configure_compile_cache
 from whet.plan.plan import Plan
+from whet.plan.warnings import ROW_LIMIT
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -106,6 +108,50 @@ def _freeze_statistics(block: nn.Module) -> Iterator[None]:
 
 def _batch_norms(block: nn.Module) -> list[nn.Module]:
     return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+# --- heads in pieces --------------------------------------------------------------------------------------------------
+
+
+def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers whose backward pass gives wrong gradients on the planned device, by name.
+
+    The gradient of a layer's input is a product that sums over its outputs. On M1 and M2 with torch before 2.14, such a
+    sum is wrong over more than 32,768 of them (pytorch#177116): a language model's head over its vocabulary.
+    """
+    if "linear-rows" not in plan.hazards:
+        return {}
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    # A layer with a forward of its own is not known to compute a plain product.
+    return {
+        name: linear
+        for name, linear in linears
+        if linear.out_features > ROW_LIMIT
+        and type(linear).forward is nn.Linear.forward
+        and "forward" not in linear.__dict__
+    }
+
+
+@contextmanager
+def split_large_heads(plan: Plan, model: nn.Module) -> Iterator[None]:
+    """Compute `large_heads` in pieces of outputs while entered, which costs one copy of the outputs."""
+    heads: list[nn.Module] = [*large_heads(plan, model).values()]
+    for head in heads:
+        head.forward = partial(_linear_in_pieces, head)
+    try:
+        yield
+    finally:
+        for head in heads:
+            del head.forward
+
+
+def _linear_in_pieces(head: Any, x: Tensor) -> Tensor:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return functional.linear(x, head.weight, head.bias)
+    weights = head.weight.split(ROW_LIMIT)
+    biases = [None] * len(weights) if head.bias is None else head.bias.split(ROW_LIMIT)
+    pieces = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return torch.cat(pieces, dim=-1)
 
 
 # --- compilation -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Executor:
         # Applied here and not at the first step, because an evaluation may run before it.
         if plan.causal_mask == "explicit":
             self._exit_stack.enter_context(use_explicit_masks())
-        self._exit_stack.enter_context(apply_kernels(plan, run.device))
+        self._exit_stack.enter_context(apply_kernels(plan, run.model, run.device))
         if plan.freed_memory == "kept":
             self._exit_stack.enter_context(run.device.memory.keep_freed())
         for one in run.steppers.values():

@@ -41,7 +41,7 @@ from whet.run import durable, lock
 from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts
 from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
-from whet.step.model_contexts import WeightLayout, deterministic
+from whet.step.model_contexts import WeightLayout, deterministic, large_heads
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.optimizers import OptimizerChoice
 from whet.step.step import Stepper
@@ -437,6 +437,9 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     for note in override_notes(run.plan):
         # The command line prints the plan and its notes, so it leaves these events out.
         run.log.event("plan", step=state.step, message=note, is_in_plan=True)
+    if heads := large_heads(run.plan, config.model):
+        message = f"{', '.join(heads)} in pieces: larger products give wrong gradients on this GPU (pytorch#177116)"
+        run.log.event("plan", step=state.step, message=message)
     for reason in filter(None, (start.replanned, fallback_reason)):
         run.log.event("plan", step=state.step, message=reason, exact=False, reason=reason)
     return run

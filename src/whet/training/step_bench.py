@@ -177,7 +177,7 @@ class LocalStepBench:
             plan, device = built.plan, built.device
             self.move_to(device)
             micro = built.first_samples(self.batch(0), 8)
-            with apply_kernels(plan, device):
+            with apply_kernels(plan, self.model, device):
                 result = compare_precision(self.model, self.loss, micro, device, plan.precision)
         return SettingsAgreement(
             loss_error=result.loss_error,

@@ -113,8 +113,9 @@ def choose_graph(context: RuleContext) -> Decision:
 def choose_layout(context: RuleContext) -> Decision:
     """The memory layout of the weights of convolutions; activations follow it through the model.
 
-    Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
-    MPS up to torch 2.13. So it is off unless a measurement shows that it is faster, and on MPS it is rejected.
+    Why: channels_last helps convolutions on CUDA and on some CPUs. On MPS it has a long list of crashes and wrong
+    results up to torch 2.13; later, BatchNorm's gradients with it are still reported wrong, and convolutions slow up to
+    2.14. So it is off unless a measurement shows that it is faster, and on MPS it is rejected.
     torch's group norm copies to contiguous and back: a Hex net in bf16 on an H200 took 47.5 ms a step contiguous and
     63.6 ms in channels_last. whet's own group norms (rule K8) do not, so channels_last is used with them.
     Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are made contiguous before
@@ -123,7 +124,7 @@ def choose_layout(context: RuleContext) -> Decision:
     layout=contiguous too, unless the model is compiled.
     Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it unchanged,
     except for parameters on MPS.
-    Sources: pytorch/pytorch#188371, #192212, #180992; own measurement (H200, torch 2.11; docs/lab.md).
+    Sources: pytorch/pytorch#188371, #192212, #180992, #175189, #193623; own measurement (H200, torch 2.11).
     """
     device, precision = context.device_type, context.precision
     has_kernels = has_norm_kernels(context.machine, device=device, precision=precision)
@@ -131,7 +132,8 @@ def choose_layout(context: RuleContext) -> Decision:
         reason = "faster for convolutions in half precision, and whet's own group norms copy nothing"
         return Decision(value="channels_last", reason=reason, evidence={"device": device, "precision": precision})
     if device == "mps":
-        reason = "channels_last causes crashes and wrong results on MPS up to torch 2.13"
+        is_old = context.machine.torch.is_before(2, 14) is not False
+        reason = "channels_last " + ("causes crashes and wrong results on MPS" if is_old else "breaks BatchNorm on MPS")
     else:
         reason = "nothing else was measured"
     return Decision(value="contiguous", reason=reason, evidence={"device": device})

@@ -66,11 +66,11 @@ def choose_copies(context: RuleContext) -> Decision:
     """Whether copies to the device block, or overlap with computation from pinned memory.
 
     Why: CUDA copies from pinned memory asynchronously, and orders a copy before the kernels that need it. Asynchronous
-    copies to MPS have read freed memory, and MPS ignores pinned memory up to torch 2.13; a blocking copy on unified
-    memory costs little. A CPU has nothing to copy.
+    copies to MPS have read freed memory. MPS has pinned memory from torch 2.14 on, but 2.14 reuses it too early, and
+    DataLoader leaves it off in 2.15 too; a blocking copy on unified memory costs little. A CPU has nothing to copy.
     When wrong: never in results; very little host memory on CUDA, a little speed on MPS.
     Override: overrides={"copies": "blocking"}.
-    Sources: torch/utils/data/dataloader.py (2.13); pytorch/pytorch#86060, #139550, #189690, #181017.
+    Sources: torch/utils/data/dataloader.py (2.13, 2.15); pytorch/pytorch#86060, #139550, #189690, #181720, #193819.
     """
     device, location = context.device_type, context.data_location
     evidence = {"device": device, "data_location": location}

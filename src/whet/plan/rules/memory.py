@@ -88,7 +88,8 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     Parts may have any size: batches that are powers of two gained nothing on a CPU, and widths need to be multiples of
     8 only (docs/lab.md, 2026-11-18).
     When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
-    more than 32,768 tokens sums over them in its backward pass, which no micro-batch avoids; `whet check` detects it.
+    more than 32,768 tokens sums over them in its backward pass, which no micro-batch avoids: whet computes a head that
+    is an nn.Linear in pieces, and `whet check` detects others.
     Override: micro_batch=N; the global batch stays the same.
     Sources: pytorch/pytorch#177116, #183535.
     """
@@ -121,7 +122,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
         return Decision(value=1, reason=reason, evidence=evidence)
     # Report the limit that applied: the rows, if memory would have allowed a larger micro-batch.
     if most < whole and (_needed_bytes(context, _largest_even_split(whole, at_most=most)) or 0) <= limit:
-        reason = f"more than {rows:,} rows give wrong gradients on this GPU with torch up to 2.13"
+        reason = f"more than {rows:,} rows give wrong gradients on this GPU before torch 2.14"
     else:
         reason = f"the largest even split that fits: {_share_text(context, fitting, limit)}"
     return Decision(value=fitting, reason=reason, evidence=evidence)

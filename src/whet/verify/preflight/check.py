@@ -1,5 +1,6 @@
 """Check whether a model can be trained on a device by tracing two optimizer steps on any computer."""
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator
 
@@ -8,10 +9,12 @@ import torch
 from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
 from whet.base.origin import failure_frames, frame_name
+from whet.device.operators import OperatorEntry, known_release, parse_release, torch_operators
 from whet.machine.facts import Machine, TorchFacts
 from whet.plan.plan import make_plan
 from whet.plan.warnings import known_hazards
 from whet.verify.memory.fits import MachineFit, fit_machines, known_machines
+from whet.verify.preflight.cuda_only import CudaOnlyCode
 from whet.verify.preflight.detectors import (
     AllocationSites,
     BufferDetector,
@@ -41,6 +44,7 @@ class PreflightResult(FrozenModel):
     device: str
     machine: str | None = None
     torch: str
+    """Version of torch that the result is for."""
     findings: tuple[PreflightFinding, ...] = ()
     num_operators: int = 0
     """Number of traced operator calls."""
@@ -66,25 +70,58 @@ class PreflightResult(FrozenModel):
         return not any(finding.severity in bad for finding in self.findings)
 
 
-def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machine | None = None) -> PreflightResult:
+def check_trainable(
+    spec: TrainableSpec, *, device: str = "mps", machine: Machine | None = None, torch_version: str | None = None
+) -> PreflightResult:
     """Trace two optimizer steps as the device would execute them, and report all problems.
 
-    Problems are missing operators, unsupported dtypes and shapes, known wrong results, and too little memory.
+    Problems are missing operators, unsupported dtypes and shapes, known wrong results, code that needs CUDA, and too
+    little memory. `torch_version` is the torch to check for; by default the installed one. A machine with another torch
+    is checked as if it had this one.
     """
     if device not in BACKENDS:
         raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
+    version = torch_version or str(torch.__version__)
+    operators = _operators_of(version, device)
+    if torch_version is not None and machine is not None:
+        facts = machine.torch.model_copy(update={"version": version})
+        machine = machine.model_copy(update={"torch": facts})
+    cuda_only = CudaOnlyCode(device) if device != "cuda" else None
+    with cuda_only or contextlib.nullcontext():
+        result = _check(spec, device, machine, operators, version)
+    findings = [*result.findings, *(cuda_only.findings() if cuda_only else ())]
+    return result.model_copy(update={"findings": _sorted(findings)})
+
+
+def _operators_of(version: str, device: str) -> dict[str, OperatorEntry]:
+    """Return the operators of a version of torch; those of other versions than the installed are known for MPS only."""
+    if parse_release(version) == parse_release(str(torch.__version__)):
+        return torch_operators()
+    if device != "mps":
+        raise UsageError(
+            "the operators of other versions are known for MPS only",
+            got=f"--torch {version} --for {device}, with torch {torch.__version__} installed",
+            try_=f"--for mps, or an environment with torch {version}",
+        )
+    return torch_operators(known_release(version))
+
+
+def _check(
+    spec: TrainableSpec, device: str, machine: Machine | None, operators: dict[str, OperatorEntry], version: str
+) -> PreflightResult:
     limit = buffer_limit(machine, device)
-    faults = known_hazards(machine or Machine(name="any", torch=TorchFacts(version=str(torch.__version__))), device)
+    faults = known_hazards(machine or Machine(name="any", torch=TorchFacts(version=version)), device)
     sites = AllocationSites()
     detectors: list[Detector] = [sites, FusedUpdateDetector()]
     if device != "cpu":
-        detectors += [OperatorDetector(BACKENDS[device]), HostSyncDetector(device)]
+        detectors += [OperatorDetector(BACKENDS[device], operators), HostSyncDetector(device)]
     if device == "mps":
         detectors += [DtypeDetector(), ShapeDetector(), KnownFaultDetector(faults)]
     if limit is not None:
         detectors.append(BufferDetector(limit, device))
 
-    traced = _trace(spec, detectors, device=device, batch_size=_planned_micro_batch(spec, device, machine))
+    planned = _planned_micro_batch(spec, device, machine)
+    traced = _trace(spec, detectors, device=device, batch_size=planned, operators=operators)
     assert traced.trainable is not None
     findings = list(check_model(traced.trainable.model, sites, device=device, limit=limit))
     if traced.micro is not None and device == "mps":
@@ -99,8 +136,8 @@ def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machin
         name=spec.name,
         device=device,
         machine=machine.name if machine else None,
-        torch=str(torch.__version__),
-        findings=tuple(sorted(_merge_repeats(findings), key=lambda finding: SEVERITIES.index(finding.severity))),
+        torch=version,
+        findings=_sorted(findings),
         num_operators=traced.recorder.num_calls,
         num_parameters=traced.num_parameters,
         num_samples=0 if traced.micro is None else len(traced.micro),
@@ -120,22 +157,29 @@ def _planned_micro_batch(spec: TrainableSpec, device: str, machine: Machine | No
     return make_plan(machine, spec.workload, overrides={"device": device}).micro_batch
 
 
-def _trace(spec: TrainableSpec, detectors: list[Detector], *, device: str, batch_size: int | None) -> TraceResult:
+def _trace(
+    spec: TrainableSpec,
+    detectors: list[Detector],
+    *,
+    device: str,
+    batch_size: int | None,
+    operators: dict[str, OperatorEntry],
+) -> TraceResult:
     """Trace with fake tensors, then with inverted conditions, then with real tensors if the model is small.
 
     The first trace without an error is returned.
     """
-    first = trace_steps(spec, detectors, device=device, batch_size=batch_size)
+    first = trace_steps(spec, detectors, device=device, batch_size=batch_size, operators=operators)
     if first.error is None:
         return first
     if isinstance(first.error, WhetError):
         raise first.error
-    second = trace_steps(spec, detectors, device=device, batch_size=batch_size, condition=True)
+    second = trace_steps(spec, detectors, device=device, batch_size=batch_size, condition=True, operators=operators)
     if second.error is None:
         return second
     if first.trainable is not None and first.num_parameters > _MAX_REAL_PARAMETERS:
         return first
-    real = trace_steps(spec, detectors, device=device, is_fake=False)
+    real = trace_steps(spec, detectors, device=device, is_fake=False, operators=operators)
     if real.error is not None:
         # The model itself fails, and not only its trace.
         raise real.error
@@ -242,6 +286,11 @@ def _forward_location(trainable: Trainable) -> SourceLocation | None:
     forward = getattr(type(trainable.model), "forward", None)
     code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return locate_line((code.co_filename, code.co_firstlineno, code.co_name)) if code else None
+
+
+def _sorted(findings: Iterable[PreflightFinding]) -> tuple[PreflightFinding, ...]:
+    """Return the findings without repeats, worst first."""
+    return tuple(sorted(_merge_repeats(findings), key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _merge_repeats(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from whet.base.units import format_bytes
 from whet.data.batch import MicroBatch
 from whet.device.operators import (
-    ALWAYS_ON_CPU,
     MAX_BUFFER_SHARE,
     MAX_CONV_CHANNELS,
     MAX_DIMENSION_SIZE,
     MAX_DIMENSIONS,
     MAX_ELEMENTS,
+    OperatorEntry,
     OperatorStatus,
     operator_status,
     torch_operators,
@@ -26,17 +26,18 @@ from whet.verify.preflight.findings import Detection, Detector, OperatorCall, Pr
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
-_SVD = {torch.linalg.svd, torch.svd, torch.Tensor.svd}
+SVD = {torch.linalg.svd, torch.svd, torch.Tensor.svd}
 _FALLBACK = "mps_fallback=on, which computes it on the CPU at the cost of two copies; or another operator"
 _OTHER_OPERATOR = "another operator"
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
 class OperatorDetector(Detector):
-    """Looks up every operator in the operator table of the installed torch."""
+    """Looks up every operator in the operator table of a torch, by default the installed one."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, operators: dict[str, OperatorEntry] | None = None) -> None:
         self._backend = backend
+        self._operators = operators if operators is not None else torch_operators()
         self._statuses: dict[str, OperatorStatus] = {}
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
@@ -56,7 +57,7 @@ class OperatorDetector(Detector):
             return
         status = self._statuses.get(call.name)
         if status is None:
-            status = self._statuses[call.name] = operator_status(call.name, torch_operators(), backend=self._backend)
+            status = self._statuses[call.name] = operator_status(call.name, self._operators, backend=self._backend)
         if status.kind == "missing":
             yield Detection(
                 "missing-operator",
@@ -71,7 +72,7 @@ class OperatorDetector(Detector):
             yield Detection("unknown-operator", "warning", what, _OTHER_OPERATOR)
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:  # noqa: ARG002
-        if self._backend == "MPS" and "linalg_svd" in ALWAYS_ON_CPU and function in _SVD:
+        if self._backend == "MPS" and function in SVD and self._operators["linalg_svd"].is_on_cpu:
             yield _cpu_fallback_detection("linalg_svd")
 
 

@@ -16,6 +16,8 @@ from whet.verify.preflight.host_sync import HOST_READS
 _HUGE_BATCH = 65_536
 _LARGE_KERNEL = 256
 _MAX_BMM_ELEMENTS = 2**32
+_MANY_TO_COUNT = 2**18
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update")
 # Positions of the two factors among the arguments of each product.
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
@@ -52,7 +54,7 @@ def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
     num_rows = call.args[_PRODUCTS[call.base][0]].shape[-1]
     try_ = (
         f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that; for the vocabulary of an output "
-        "head, its product in chunks, torch after 2.13, or --device cpu"
+        "head, nn.Linear, which whet computes in pieces, its product in chunks, torch 2.14, or --device cpu"
     )
     return replace(detection, what=f"{detection.what}; this one sums over {num_rows:,}", try_=try_)
 
@@ -107,6 +109,37 @@ def _is_uneven_max_pool(call: OperatorCall) -> bool:
     return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
 
 
+def _has_permuted_batch_norm(call: OperatorCall) -> bool:
+    return call.base in _BATCH_NORMS and not call.inputs[0].is_contiguous()
+
+
+def _has_permuted_batch_norm_3d(call: OperatorCall) -> bool:
+    return _has_permuted_batch_norm(call) and call.inputs[0].dim() == 5
+
+
+def _reduces_int64(call: OperatorCall) -> bool:
+    return call.base in ("amax", "amin", "aminmax") and call.inputs[0].dtype == torch.int64
+
+
+def _counts_many(call: OperatorCall) -> bool:
+    # The last argument of _unique2 is return_counts, which is passed by position or by name.
+    counts = call.kwargs.get("return_counts", call.args[3] if len(call.args) > 3 else False)
+    return call.base == "_unique2" and bool(counts) and call.inputs[0].numel() > _MANY_TO_COUNT
+
+
+def _writes_slice(call: OperatorCall) -> bool:
+    out = call.kwargs.get("out")
+    return call.base in _PRODUCTS and isinstance(out, Tensor) and out.untyped_storage().nbytes() > _num_bytes(out)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_vision(call: OperatorCall, *names: str) -> bool:
+    return call.func.namespace == "torchvision" and call.base in names
+
+
 def _fills_strided_tensor(call: OperatorCall) -> bool:
     return call.base in ("masked_fill", "masked_fill_") and not call.inputs[0].is_contiguous()
 
@@ -125,6 +158,18 @@ def _biased_linear_input(function: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _is_huge_batch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     x = _biased_linear_input(function, args, kwargs)
     return x is not None and x.dim() > 2 and max(x.shape[:-1]) > _HUGE_BATCH
+
+
+def _has_many_dimensions(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+    return function is functional.linear and bool(args) and args[0].dim() > 4
+
+
+def _is_inference_attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+    return function is functional.scaled_dot_product_attention and not torch.is_grad_enabled()
+
+
+def _is_permuted_lstm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+    return getattr(function, "__name__", "") == "lstm" and len(args) >= 9 and not args[0].is_contiguous()
 
 
 def _is_vector(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -172,6 +217,13 @@ _OPERATOR_CONDITIONS: dict[str, Callable[[OperatorCall], bool]] = {
     "channels-last": _is_channels_last,
     "adaptive-max-pool": _is_uneven_max_pool,
     "masked-fill": _fills_strided_tensor,
+    "batch-norm-permuted": _has_permuted_batch_norm,
+    "batch-norm-3d-abort": _has_permuted_batch_norm_3d,
+    "amax-int64": _reduces_int64,
+    "unique-counts": _counts_many,
+    "product-out-slice": _writes_slice,
+    "roi-align-backward": lambda call: _is_vision(call, "roi_align"),
+    "roi-pool-backward": lambda call: _is_vision(call, "roi_pool", "ps_roi_align", "ps_roi_pool"),
 }
 _FUNCTION_CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
     "linear-huge-batch": _is_huge_batch,
@@ -182,4 +234,8 @@ _FUNCTION_CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]],
     "copy-gaps": _copies_strided_tensor,
     "copy-unawaited": _is_non_blocking,
     "pinned-memory": _pins_memory,
+    "pinned-recycled": _pins_memory,
+    "linear-5d": _has_many_dimensions,
+    "attention-hides-nan": _is_inference_attention,
+    "lstm-permuted": _is_permuted_lstm,
 }

@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.data.batch import MicroBatch
-from whet.device.operators import ALWAYS_ON_CPU, OperatorStatus, operator_status, torch_operators
+from whet.device.operators import OperatorEntry, OperatorStatus, operator_status, torch_operators
 from whet.device.tracing import StandInDevice, trace_as
 from whet.step.optimizers import build_optimizer
 from whet.step.step import Stepper
 from whet.verify.fake_tensors import FakeExecutor, fake_mode
 from whet.verify.isolation import force_eager
+from whet.verify.preflight.detectors import SVD
 from whet.verify.preflight.findings import (
     Detection,
     DetectionLog,
@@ -64,15 +65,16 @@ def trace_steps(
     batch_size: int | None = None,
     is_fake: bool = True,
     condition: bool = False,
+    operators: dict[str, OperatorEntry] | None = None,
 ) -> TraceResult:
     """Create the model and trace two optimizer steps as the device would execute them.
 
     The micro-batch has `batch_size` samples; None for those of a normal step. Conditions on fake values evaluate to
-    `condition`.
+    `condition`. `operators` is the operator table of another torch than the installed one.
     """
     mode = fake_mode() if is_fake else None
     executor = FakeExecutor(mode, condition=condition)
-    recorder = OperatorRecorder(detectors, backend=BACKENDS[device], executor=executor)
+    recorder = OperatorRecorder(detectors, backend=BACKENDS[device], executor=executor, operators=operators)
     trainable, micro, error = None, None, None
     with trace_environment():
         try:
@@ -150,7 +152,6 @@ _DEVICE_DEPENDENT = frozenset(
         "is_pinned", "_unsafe_view", "randn", "rand", "randint",
     }
 )  # fmt: skip
-_ON_CPU = {torch.linalg.svd, torch.svd, Tensor.svd} if "linalg_svd" in ALWAYS_ON_CPU else set()
 _DEVICE = torch.ops.prim.device.default
 _MAX_DEPTH = 8
 _COMPOSITE_KEYS = {
@@ -166,7 +167,14 @@ _COMPOSITE_KEYS = {
 class OperatorRecorder(TorchDispatchMode):
     """Runs every operator that a backend would execute, and passes it to the detectors with its source line."""
 
-    def __init__(self, detectors: Sequence[Detector], *, backend: str, executor: FakeExecutor) -> None:
+    def __init__(
+        self,
+        detectors: Sequence[Detector],
+        *,
+        backend: str,
+        executor: FakeExecutor,
+        operators: dict[str, OperatorEntry] | None = None,
+    ) -> None:
         super().__init__()
         self.log = DetectionLog()
         self.phase: TracePhase = "making"
@@ -174,6 +182,7 @@ class OperatorRecorder(TorchDispatchMode):
         self.host = HostTensors()
         self.executor = executor
         self.backend = backend
+        self._operators = operators if operators is not None else torch_operators()
         self._detectors = detectors
         self._statuses: dict[str, OperatorStatus] = {}
         self._lines: dict[int, SourceLine | None] = {}
@@ -192,6 +201,10 @@ class OperatorRecorder(TorchDispatchMode):
     @property
     def is_paused(self) -> bool:
         return self._paused > 0
+
+    @property
+    def is_svd_on_cpu(self) -> bool:
+        return self.backend == "MPS" and self._operators["linalg_svd"].is_on_cpu
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -257,7 +270,7 @@ class OperatorRecorder(TorchDispatchMode):
         """
         status = self._statuses.get(name)
         if status is None:
-            status = self._statuses[name] = operator_status(name, torch_operators(), backend=self.backend)
+            status = self._statuses[name] = operator_status(name, self._operators, backend=self.backend)
         key = _COMPOSITE_KEYS.get(status.way)
         if key is None or name.partition(".")[0] in _DEVICE_DEPENDENT or self._depth >= _MAX_DEPTH:
             return None, False
@@ -314,7 +327,10 @@ class _FunctionRecorder(TorchFunctionMode):
         if is_read and recorder.host.contains_all([args[0]]):
             return recorder.executor.read_value(func, args, kwargs)
         recorder.inspect_function(func, args, kwargs)
-        if func in _ON_CPU and recorder.backend == "MPS":
+        if func is Tensor.pin_memory:
+            # torch cannot pin memory on a computer without an accelerator.
+            return args[0]
+        if func in SVD and recorder.is_svd_on_cpu:
             # MPS sends the whole call to the CPU and never executes its parts.
             with recorder.paused():
                 return func(*args, **kwargs)

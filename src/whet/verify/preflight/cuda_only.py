@@ -1,0 +1,134 @@
+"""Detect code that works only with CUDA, and let a trace continue as if it ran on the device of the check."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from whet.verify.preflight.findings import Detection, PreflightFinding, SourceLine, user_line
+
+_NEEDS_CUDA = "ends with an error without CUDA"
+_TRY_DEVICE = "the device of an existing tensor, such as x.device; whet moves the model and its inputs"
+
+
+class CudaOnlyCode(TorchFunctionMode):
+    """While entered, reports CUDA-only code with its line, and keeps tensors on the CPU where it asks for CUDA.
+
+    A Mac raises an error for `.cuda()` and `device="cuda"`, but only disables `torch.autocast("cuda")` and a
+    `GradScaler` for CUDA: the training continues in float32.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._found: dict[tuple[Detection, SourceLine | None], None] = {}
+        self._patches = contextlib.ExitStack()
+
+    def findings(self) -> list[PreflightFinding]:
+        """Return what was found, once for each line."""
+        return [detection.as_finding(line, during="the step") for detection, line in self._found]
+
+    def __enter__(self) -> "CudaOnlyCode":
+        for patch in self._make_patches():
+            self._patches.enter_context(patch.applied())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda and self._is_called_by_user():
+            self._report(f".cuda() {_NEEDS_CUDA}", _TRY_DEVICE)
+            return args[0]
+        if any(map(_is_cuda, (*args, *kwargs.values()))) and self._is_called_by_user():
+            self._report(f"a tensor on the device cuda {_NEEDS_CUDA}", _TRY_DEVICE)
+            args = tuple("cpu" if _is_cuda(value) else value for value in args)
+            kwargs = {name: "cpu" if _is_cuda(value) else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _is_called_by_user(self) -> bool:
+        # whet and torch query the state of CUDA themselves.
+        return user_line() is not None
+
+    def _report(self, what: str, try_: str, *, is_error: bool = True) -> None:
+        detection = Detection("cuda-only", "error" if is_error else "warning", what, try_)
+        self._found[detection, user_line()] = None
+
+    def _make_patches(self) -> Iterator["_Patch"]:
+        yield _Patch(torch.autocast, "__init__", self._report_autocast)
+        yield _Patch(torch.amp.GradScaler, "__init__", self._report_scaler)
+        yield _Patch(torch.nn.Module, "cuda", self._keep_module)
+        yield _Patch(torch.nn.Module, "to", self._keep_module)
+        for name in ("synchronize", "set_device"):
+            # The backend is not used here: the trace must not reach it.
+            yield _Patch(torch.cuda, name, functools.partial(self._skip_call, name))  # noqa: TID251
+
+    def _report_autocast(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        device_type = args[1] if len(args) > 1 else kwargs.get("device_type")
+        is_enabled = args[3] if len(args) > 3 else kwargs.get("enabled", True)
+        if device_type == "cuda" and is_enabled:
+            self._report(
+                f'torch.autocast("cuda") has no effect on {self._device}: the operators run in float32',
+                f"precision=bf16 instead, or torch.autocast({self._device!r}, ...)",
+                is_error=False,
+            )
+        original(*args, **kwargs)
+
+    def _report_scaler(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        device_type = args[1] if len(args) > 1 else kwargs.get("device", "cuda")
+        if device_type == "cuda":
+            self._report(
+                f"a GradScaler for cuda is disabled on {self._device}: nothing scales the loss",
+                "precision=fp16 instead, which scales the loss where that is needed",
+                is_error=False,
+            )
+        original(*args, **kwargs)
+
+    def _keep_module(self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replace Module.cuda and Module.to, which would swap each fake tensor with itself and fail."""
+        others = [value for value in args if not _is_cuda(value)]
+        named = {name: value for name, value in kwargs.items() if not _is_cuda(value)}
+        is_cuda = original.__name__ == "cuda"
+        if not is_cuda and len(others) == len(args) and len(named) == len(kwargs):
+            return original(module, *args, **kwargs)
+        self._report(f"a model on the device cuda {_NEEDS_CUDA}", "nothing: whet moves the model to the device")
+        return module if is_cuda or not (others or named) else original(module, *others, **named)
+
+    def _skip_call(self, name: str, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        try_ = "torch.accelerator.synchronize()" if name == "synchronize" else "--device, or nothing: there is one GPU"
+        self._report(f"torch.cuda.{name}() {_NEEDS_CUDA}", try_)
+
+
+class _Patch(NamedTuple):
+    """An attribute that is replaced by a function of the original and the arguments."""
+
+    owner: Any
+    name: str
+    replacement: Callable[..., Any]
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        original = getattr(self.owner, self.name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.replacement(original, *args, **kwargs)
+
+        setattr(self.owner, self.name, call)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, original)
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
