@@ -4,10 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from paths import ROOT
 
@@ -121,6 +124,16 @@ def test_planted_faults_of_workflows_are_found() -> None:
     for fault in ("make tset", "pip install whet", "make test MARK=1", "curl x | sh"):
         assert unknown_commands({"jobs": {"a": {"steps": [{"run": fault}]}}}, makefile) == [fault]
     assert unknown_commands({"jobs": {"a": {"steps": [{"run": 'make test MARKS="not slow"'}]}}}, makefile) == []
+
+
+def test_tested_versions_of_torch_are_allowed_and_begin_with_the_oldest() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    oldest, newest = (entry["torch"] for entry in jobs["linux-torch"]["strategy"]["matrix"]["include"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (Requirement(text) for text in project["dependencies"] if text.startswith("torch"))
+    assert f">={oldest.removesuffix('.0')}" in str(torch)
+    assert newest in torch.specifier
+    assert Version(newest) > Version(oldest)
 
 
 def test_only_the_job_that_publishes_has_an_identity() -> None:
