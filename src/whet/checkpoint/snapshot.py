@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,19 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.manifest import CheckpointInfo
+from whet.checkpoint.model_state import (
+    InitialState,
+    encode_model,
+    expanded_copy,
+    fit_structure,
+    is_plain,
+    replace_buffer,
+    restore_extra,
+    restore_flags_and_attributes,
+)
 from whet.checkpoint.optimizer_state import OptimizerRestorer, encode_optimizer
 from whet.checkpoint.shards import WantedRows
-from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder
+from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder, overlaps_itself
 from whet.device.abstract import AbstractDevice
 from whet.device.random_streams import RandomStreams
 from whet.device.rng import preserve_rng
@@ -39,6 +49,8 @@ class Snapshot:
     info: CheckpointInfo = field(default_factory=CheckpointInfo)
     rows: dict[str, RowRange] = field(default_factory=dict)
     """The rows that this rank holds of each sharded tensor."""
+    gaps: tuple[str, ...] = ()
+    """State that a new snapshot lacks, so that a resume would not be exact."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,18 +79,21 @@ def take_snapshot(
     others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
     has_gradients: bool = False,
     registered: Mapping[str, Stateful] | None = None,
+    initial: InitialState | None = None,
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
     `progress` is additional state of the caller, of any structure. Only the first `num_groups` parameter groups are
     saved, because groups that were added later do not belong to the run. `others` are further optimizers by name. With
     `has_gradients`, gradients are saved too, because the user's own code may accumulate them over several steps.
-    `registered` are objects of the user by name. Raises UsageError for state that has no encoding.
+    `registered` are objects of the user by name. With `initial`, flags and attributes of modules and optimizers are
+    saved too. Raises UsageError for state that has no encoding.
     """
-    tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
+    tensors = _model_tensors(model)
     encoder = StateEncoder(tensors)
+    optimizers = {"": optimizer, **{name: other for name, (other, _) in (others or {}).items()}}
     if ema is not None:
-        tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
+        tensors |= {f"ema/{name}": _stored(tensor) for name, tensor in ema.average.items()}
     try:
         optimizer_facts = encode_optimizer(encoder, model, optimizer, num_groups=num_groups, prefix="optimizer/")
         other_facts: dict[str, Any] = {}
@@ -89,18 +104,23 @@ def take_snapshot(
             name: encoder.encode(owner.state_dict(), f"registered/{name}") for name, owner in (registered or {}).items()
         }
         progress_facts = encoder.encode(progress, "progress/")
+        # Without steps of the user's own, training happens in train mode only.
+        has_modes = model.training or has_gradients
+        model_facts, gaps = encode_model(encoder, model, optimizers, initial, has_modes=has_modes)
+        named = model.named_parameters() if has_gradients else ()
+        gradients = {n: encoder.encode(p.grad, f"gradient/{n}") for n, p in named if p.grad is not None}
     except NotEncodableError as error:
         raise _state_error(error) from None
     rng_tensors, rng_facts = rng.capture()
     tensors |= encoder.finish() | rng_tensors
-    if has_gradients:
-        tensors |= {f"gradient/{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     # Read the row ranges first, because the local parts below no longer have them.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
         "progress": progress_facts,
         "registered": registered_facts,
+        "model": model_facts,
+        "gradients": gradients,
         "optimizer": optimizer_facts,
         "scaler": scaler.state_dict(),
         "other_optimizers": other_facts,
@@ -108,12 +128,43 @@ def take_snapshot(
         "device": device.kind,
     }
     local = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
-    return Snapshot(tensors=local, facts=facts, info=info, rows=rows)
+    return Snapshot(tensors=local, facts=facts, info=info, rows=rows, gaps=tuple(gaps))
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers by the names under which they are saved."""
+    return {f"model/{name}": _stored(tensor) for name, tensor in named_tensors(model) if is_plain(tensor)}
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    # safetensors has no complex128.
+    return torch.view_as_real(tensor.detach()) if tensor.dtype is torch.complex128 else tensor
+
+
+@torch.no_grad()
+def copy_model(model: nn.Module) -> Snapshot:
+    """Return a copy of the model in host memory, which `restore_model` restores."""
+    tensors = _model_tensors(model)
+    rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
+    encoder = StateEncoder(tensors)
+    facts, _ = encode_model(encoder, model, {}, None, has_modes=False)
+    tensors |= encoder.finish()
+    copies = {name: local_tensor(tensor.detach()).to("cpu", copy=True) for name, tensor in tensors.items()}
+    return Snapshot(tensors=copies, facts={"model": facts, "device": ""}, rows=rows)
+
+
+def check_encodable(state: Any) -> None:
+    """Raise UsageError for additional state that cannot be saved."""
+    try:
+        StateEncoder().encode(state, "progress/")
+    except NotEncodableError as error:
+        raise _state_error(error) from None
 
 
 def _state_error(error: NotEncodableError) -> UsageError:
     role, _, _rest = error.path.partition("/")
-    owner = {"optimizer": "the optimizer", "registered": "a registered object"}.get(role, "the data or a callback")
+    owners = {"optimizer": "the optimizer", "registered": "a registered object", "attribute": "the model"}
+    owner = owners.get(role, "the data or a callback")
     return UsageError(
         f"the state of {owner} cannot be saved without pickle",
         got=str(error).removeprefix(f"{role}/"),
@@ -135,6 +186,15 @@ def wanted_rows(model: nn.Module) -> WantedRows:
     return wanted
 
 
+class RestoredState(NamedTuple):
+    """The result of `restore_snapshot`."""
+
+    progress: dict[str, Any]
+    """The additional state of the caller."""
+    changes: list[str]
+    """Flags and attributes that the user has changed since the run was started. They stay as they are."""
+
+
 def restore_snapshot(
     snapshot: Snapshot,
     model: nn.Module,
@@ -146,20 +206,23 @@ def restore_snapshot(
     ema: Ema | None,
     others: Mapping[str, tuple[Optimizer, torch.amp.GradScaler]] | None = None,
     registered: Mapping[str, Stateful] | None = None,
-) -> dict[str, Any]:
-    """Restore the model, optimizers, moving average, registered objects and generators; return the `progress`.
+    initial: InitialState | None = None,
+) -> RestoredState:
+    """Restore the model, optimizers, moving average, registered objects and generators.
 
-    Objects that were saved but are not in `registered` are left out: `restore_registered` restores them later. Raises
-    WhetError if the snapshot does not fit.
+    With `initial`, which describes the model when this session began, flags and attributes are restored too. Objects
+    that were saved but are not in `registered` are left out: `restore_registered` restores them later. Raises WhetError
+    if the snapshot does not fit.
     """
     try:
         # Only trained parameters must be finite; buffers and masks may hold Inf.
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
-        restore_model(snapshot, model)
+        restore_model(snapshot, model, initial=initial)
         if ema is not None:
+            ema.follow_model()
             _copy_into(ema.average, snapshot, "ema")
-        decoder = _decoder(snapshot, model, device)
+        decoder = _decoder(snapshot, model, device.torch_device)
         restorer = OptimizerRestorer(
             model, decoder, snapshot.tensors, snapshot.rows, lambda target, name: _part_for(target, snapshot, name)
         )
@@ -170,13 +233,17 @@ def restore_snapshot(
         for name, owner in (registered or {}).items():
             if name in snapshot.facts["registered"]:
                 owner.load_state_dict(decoder.decode(snapshot.facts["registered"][name]))
+        changes: list[str] = []
+        if initial is not None:
+            optimizers = {"": optimizer, **{name: other for name, (other, _) in (others or {}).items()}}
+            model_facts = snapshot.facts["model"]
+            changes = restore_flags_and_attributes(model_facts, model, optimizers, initial, decoder)
         for name, parameter in model.named_parameters():
-            saved = snapshot.tensors.get(f"gradient/{name}")
-            parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
+            parameter.grad = decoder.decode(snapshot.facts["gradients"].get(name))
         progress: dict[str, Any] = decoder.decode(snapshot.facts["progress"])
         # Restore the generators last, because restoring the other parts may draw random numbers.
         rng.restore(snapshot.tensors, snapshot.facts["rng"])
-        return progress
+        return RestoredState(progress, changes)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes match but the structure does not: another program wrote the checkpoint, or it was edited.
         what = f"{type(error).__name__} {error}"[:300]
@@ -185,10 +252,9 @@ def restore_snapshot(
         ) from error
 
 
-def _decoder(snapshot: Snapshot, model: nn.Module, device: AbstractDevice) -> StateDecoder:
-    live = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
+def _decoder(snapshot: Snapshot, model: nn.Module, device: torch.device) -> StateDecoder:
     was_on_host = snapshot.facts["device"] == "cpu"
-    return StateDecoder(snapshot.tensors, live=live, device=device.torch_device, was_on_host=was_on_host)
+    return StateDecoder(snapshot.tensors, live=_model_tensors(model), device=device, was_on_host=was_on_host)
 
 
 def restore_registered(
@@ -201,7 +267,7 @@ def restore_registered(
     if name not in snapshot.facts["registered"]:
         return False
     with preserve_rng(device):
-        owner.load_state_dict(_decoder(snapshot, model, device).decode(snapshot.facts["registered"][name]))
+        owner.load_state_dict(_decoder(snapshot, model, device.torch_device).decode(snapshot.facts["registered"][name]))
     return True
 
 
@@ -226,20 +292,38 @@ def check_finite(parameters: dict[str, Tensor]) -> None:
         )
 
 
-def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False, with_memory: bool = True) -> None:
+def restore_model(
+    snapshot: Snapshot,
+    model: nn.Module,
+    *,
+    use_average: bool = False,
+    with_memory: bool = True,
+    initial: InitialState | None = None,
+) -> None:
     """Restore the weights of a model, or with `use_average` their moving average if the snapshot has one.
 
     Modules with `is_memory = True` carry state between the steps of one run. Pass `with_memory=False` to skip their
-    buffers, for inference or for another run.
+    buffers, for inference or for another run. `initial` describes the model when the session began, which may have
+    created or resized buffers since.
     """
-    targets = dict(named_tensors(model))
+    memory: tuple[str, ...] = ()
     if not with_memory:
         memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
+    facts = snapshot.facts.get("model")
+    if facts is not None:
+        structure = None if initial is None else initial.structure
+        fit_structure(facts["structure"], model, structure, ignored=memory)
+    targets = {name: tensor for name, tensor in named_tensors(model) if is_plain(tensor)}
+    if memory:
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}
         excluded = tuple(f"model/{name}" for name in memory)
         tensors = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith(excluded)}
         snapshot = replace(snapshot, tensors=tensors)
-    _copy_into(targets, snapshot, "model")
+    for name, buffer in _copy_into(targets, snapshot, "model").items():
+        replace_buffer(model, name, buffer)
+    if facts is not None:
+        place = next((tensor.device for tensor in targets.values()), torch.device("cpu"))
+        restore_extra(facts, model, _decoder(snapshot, model, place))
     averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
     if use_average and averaged:
         _copy_into(averaged, snapshot, "ema")
@@ -257,7 +341,9 @@ def trained_weights(snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> None:
+def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dict[str, Tensor]:
+    """Copy saved tensors. Return those that need another tensor, because the elements of the target share memory."""
+    targets = {name: _stored(tensor) for name, tensor in targets.items()}
     saved = {name.removeprefix(f"{role}/"): t for name, t in snapshot.tensors.items() if name.startswith(f"{role}/")}
     missing, extra = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
     problems = []
@@ -279,8 +365,14 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> Non
             got="; ".join(problems),
             try_="the model the run was started with",
         )
+    replaced: dict[str, Tensor] = {}
     for name, target in targets.items():
-        local_tensor(target.detach()).copy_(_part_for(target, snapshot, f"{role}/{name}"))
+        values = _part_for(target, snapshot, f"{role}/{name}")
+        if 0 in target.stride() and overlaps_itself(target):
+            replaced[name] = expanded_copy(target, values)
+        else:
+            local_tensor(target.detach()).copy_(values)
+    return replaced
 
 
 def _listed(names: list[str], *, most: int = 5) -> str:

@@ -53,7 +53,7 @@ def encode_state(value: Any, *, path: str = "") -> Any:
     >>> encode_state({"best": float("inf"), "last": 3})
     {'best': {'$': 'float', 'value': 'inf'}, 'last': 3}
     """
-    return _Encoder(_encode_small_tensor).encode(value, path)
+    return Encoder(_encode_small_tensor).encode(value, path)
 
 
 def decode_state(value: Any) -> Any:
@@ -64,7 +64,7 @@ def decode_state(value: Any) -> Any:
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
-class _Encoder:
+class Encoder:
     """Encodes structures. `encode_tensor` encodes the tensors in them."""
 
     def __init__(self, encode_tensor: Callable[[Tensor, str], Any]) -> None:
@@ -86,9 +86,9 @@ class _Encoder:
             raise NotEncodableError(path, value, why=", nested too deeply or inside of itself")
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path, depth)
-        if isinstance(value, list):
+        if type(value) is list:
             return self._items(value, path, depth)
-        if isinstance(value, Mapping):
+        if type(value) in (dict, OrderedDict, defaultdict, Counter):
             return self._encode_mapping(value, path, depth)
         return self._encode_other(value, path, depth)
 
@@ -214,7 +214,7 @@ class _Kept(NamedTuple):
     """The encoding, which `StateEncoder.finish` fills in; None for a tensor of the model."""
 
 
-class StateEncoder(_Encoder):
+class StateEncoder(Encoder):
     """Encodes states whose tensors are kept outside of the JSON. `finish` returns the tensors by name.
 
     `live` are the tensors of the model by name. They are kept elsewhere, and states may refer to them.
@@ -224,6 +224,16 @@ class StateEncoder(_Encoder):
         super().__init__(self._keep)
         self._kept = [_Kept(tensor, name, None) for name, tensor in (live or {}).items()]
         self._paths = {kept.path for kept in self._kept}
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        mark = len(self._kept)
+        try:
+            return super().encode(value, path, depth)
+        except NotEncodableError:
+            # Forget the tensors of an incomplete state.
+            self._paths.difference_update(kept.path for kept in self._kept[mark:])
+            del self._kept[mark:]
+            raise
 
     def _keep(self, tensor: Tensor, path: str) -> Any:
         if tensor.is_meta:
@@ -244,7 +254,7 @@ class StateEncoder(_Encoder):
         tensors: dict[str, Tensor] = {}
         by_memory: dict[Any, list[_Kept]] = {}
         for kept in self._kept:
-            by_memory.setdefault(_memory_key(kept.tensor), []).append(kept)
+            by_memory.setdefault(memory_key(kept.tensor), []).append(kept)
         for group in by_memory.values():
             _encode_group(group, tensors)
         self._kept = [kept for kept in self._kept if kept.encoded is None]
@@ -261,7 +271,7 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
     # Tensors of different extents in memory that the model does not own: keep the memory itself.
     is_whole = not live and any(not _is_same_place(kept.tensor, first.tensor) for kept in distinct.values())
     if not live and not is_distributed(first.tensor):
-        is_whole = is_whole or _overlaps_itself(first.tensor)
+        is_whole = is_whole or overlaps_itself(first.tensor)
     if is_whole:
         tensors[first.path] = _whole_memory(first.tensor)
     for kept in group:
@@ -302,7 +312,8 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _memory_key(tensor: Tensor) -> Any:
+def memory_key(tensor: Tensor) -> Any:
+    """Return a value that is equal for tensors that share memory."""
     if is_distributed(tensor):
         return id(tensor)
     storage = tensor.untyped_storage()
@@ -334,7 +345,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def overlaps_itself(tensor: Tensor) -> bool:
     """Return whether elements share memory, as those of an expanded tensor do."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import copy
 import itertools
-import json
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -180,7 +179,7 @@ class StreamedOrder(SampleOrder):
         return as_indices(batch) if len(batch) else None
 
     def _sampler_state(self) -> dict[str, Any]:
-        return json_state(self._sampler) if self._has_state else {}
+        return copy.deepcopy(self._sampler.state_dict()) if self._has_state else {}
 
 
 def copy_sampler(sampler: Any) -> Any:
@@ -193,24 +192,6 @@ def copy_sampler(sampler: Any) -> Any:
         return copy.deepcopy(sampler, shared)
     except Exception:
         return None
-
-
-def json_state(owner: Any) -> dict[str, Any]:
-    """Return the state_dict() of a sampler or stream. Raise if it cannot be saved as JSON."""
-    state = owner.state_dict()
-    try:
-        saved = json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        saved, problem = None, str(error)
-    else:
-        problem = "JSON does not keep its keys or values as they are"
-    if not isinstance(state, dict) or saved != state:
-        raise UsageError(
-            f"the state of {type(owner).__name__} cannot be saved",
-            got=f"state_dict(): {problem}",
-            try_="a dict with string keys and numbers, strings, lists and dicts; tensor.tolist()",
-        )
-    return state if saved is None else dict(saved)
 
 
 def as_indices(drawn: Sequence[Any]) -> np.ndarray:

@@ -50,7 +50,7 @@ class AbstractSource(ABC):
         return None
 
     def state(self, position: Position) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a resume at `position` needs, as plain JSON. A seeded order needs nothing."""
+        """Return what a resume at `position` needs. A seeded order needs nothing."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

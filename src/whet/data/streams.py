@@ -15,7 +15,7 @@ from whet.data.loader import CollateFunction
 from whet.data.order import mix_seed
 from whet.data.read_ahead import StreamedBatch, read_ahead
 from whet.data.sample import BadSampleError, DatasetReader, seeded_generator, seeded_rng
-from whet.data.samplers import json_state, set_epoch
+from whet.data.samplers import set_epoch
 from whet.data.source import AbstractSource
 from whet.data.split import LengthMode, RankShare, split_collated, split_samples
 from whet.data.structure import batch_length
@@ -113,7 +113,7 @@ class IterableSource(AbstractSource):
             self._state = self._restored = state
 
     def _stream_state(self) -> dict[str, Any]:
-        return copy.deepcopy(json_state(self._samples)) if self._has_state else {}
+        return copy.deepcopy(self._samples.state_dict()) if isinstance(self._samples, StatefulIterable) else {}
 
     def _read(
         self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None = None
@@ -158,12 +158,14 @@ class IterableLoaderSource(AbstractSource):
         for owner in (self._loader.dataset, self._loader.sampler, self._loader.batch_sampler):
             set_epoch(owner, epoch)
         # Starting a loader draws the base seed of its workers, from its own generator if it has one.
-        mixed = mix_seed(self._seed, epoch)
-        with seeded_rng(mixed), seeded_generator(self._loader.generator, mixed):
-            iterator = iter(self._loader)
+        iterator = self._iterate(epoch)
         skipped = start if self._is_restored else 0
-        self._is_restored = False
         first = self._read(iterator, epoch, skipped)
+        if first is None and self._is_restored and start == 0:
+            # Some loaders save the end of an epoch as their state, and need another iterator for the next one.
+            iterator = self._iterate(epoch)
+            first = self._read(iterator, epoch, skipped)
+        self._is_restored = False
         while first is not None and skipped < start:
             skipped += batch_length(first)
             first = self._read(iterator, epoch, skipped)
@@ -176,10 +178,15 @@ class IterableLoaderSource(AbstractSource):
             length=batch_length,
             state=self._loader_state,
         ):
-            # An epoch that has ended needs no state: the loader starts the next one.
-            self._state = {} if read.is_last else read.state
+            # The state at the end of an epoch matters too: it may hold the number of the epoch.
+            self._state = self._loader_state() if read.is_last else read.state
             ids = np.arange(read.start, read.end)
             yield GlobalBatch(ids=ids, after=read.after, is_last_of_epoch=read.is_last, collated=read.data)
+
+    def _iterate(self, epoch: int) -> Iterator[Any]:
+        mixed = mix_seed(self._seed, epoch)
+        with seeded_rng(mixed), seeded_generator(self._loader.generator, mixed):
+            return iter(self._loader)
 
     def _loader_state(self) -> dict[str, Any]:
         return copy.deepcopy(self._loader.state_dict()) if isinstance(self._loader, StatefulIterable) else {}
@@ -196,8 +203,8 @@ class IterableLoaderSource(AbstractSource):
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state and isinstance(self._loader, StatefulIterable):
-            self._loader.load_state_dict(state)
-            self._is_restored = True
+            self._loader.load_state_dict(copy.deepcopy(state))
+            self._state, self._is_restored = state, True
 
     def split(
         self,

@@ -10,7 +10,7 @@ from whet.distributed.strategies import local_tensor
 
 
 class Ema:
-    """An exponential moving average of all floating-point parameters and buffers.
+    """An exponential moving average of all parameters and buffers of real or complex numbers.
 
     The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the average soon forgets the initial weights.
     Modules with `is_averaged = False` are left out, such as state between steps and tables of which a step changes few
@@ -27,7 +27,22 @@ class Ema:
     def _live(self) -> dict[str, Tensor]:
         """Return the current tensors. They are looked up each time: a forward pass may replace a buffer."""
         named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
-        return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+        return {name: tensor for name, tensor in named if _has_average(tensor)}
+
+    def follow_model(self) -> dict[str, Tensor]:
+        """Add tensors that were created, resized or renamed, drop those that are gone, and return the current ones."""
+        live = self._live()
+        before = self.average
+        if live.keys() != before.keys() or any(before[name].shape != live[name].shape for name in live):
+            # Pruning renames a weight. The average of a new or resized tensor starts with its current value.
+            names = {name: name if name in before else name.removesuffix("_orig") for name in live}
+            self.average = {
+                name: before[names[name]]
+                if names[name] in before and before[names[name]].shape == tensor.shape
+                else tensor.detach().clone()
+                for name, tensor in live.items()
+            }
+        return live
 
     def share(self, step: int) -> float:
         """Return the weight of the new values in the update after `step` steps."""
@@ -40,12 +55,10 @@ class Ema:
     @torch.no_grad()
     def update_by(self, share: float | Tensor) -> None:
         """Update with a given share. A tensor share can change between replays; the result has the same bits."""
-        live = self._live()
-        for name, buffer in self._model.named_buffers():
-            if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
-                # A forward pass created or resized this buffer, so its average starts again.
-                self.average[name] = buffer.detach().clone()
+        live = self.follow_model()
         now = [local_tensor(live[name].detach()) for name in self.average]
+        if not now:
+            return
         if not isinstance(share, Tensor):
             # One call for all tensors. Each rank updates its local rows of a sharded tensor.
             torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
@@ -73,6 +86,12 @@ class Ema:
             current = live.detach().clone()
             live.detach().copy_(self.average[name])
             self.average[name].copy_(current)
+
+
+def _has_average(tensor: Tensor) -> bool:
+    # torch cannot average 8-bit floats, and masks of them would make no sense.
+    is_wide = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+    return is_wide and tensor.layout is torch.strided
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -285,7 +285,9 @@ class WeightLayout:
 def align_state(parameter: Tensor, state: dict[str, Any]) -> None:
     """Convert the optimizer state of a parameter to the layout of the parameter, in place."""
     for value in state.values():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+        # The momentum of sparse gradients is sparse.
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if is_dense and value.shape == parameter.shape and value.stride() != parameter.stride():
             value.data = _laid_out_like(value, parameter)
 
 

@@ -34,7 +34,8 @@ class SavedBuffer(NamedTuple):
         # Values are compared too, because some kernels do not update the version counter.
         if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
-        return not torch.equal(self.buffer, self.values)
+        # torch cannot compare sparse tensors.
+        return self.buffer.layout is not torch.strided or not torch.equal(self.buffer, self.values)
 
     def restore(self) -> None:
         """Restore the buffer object and its values."""

@@ -96,6 +96,8 @@ class Stepper:
         self._other_parameters = tuple(other_parameters)
         # Both are set after the first backward pass.
         self._has_gradients = self._can_clip_foreach = False
+        self._has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+        """Whether gradients may be sparse, as those of nn.Embedding(sparse=True)."""
 
     def __call__(
         self,
@@ -261,11 +263,13 @@ class Stepper:
                 try_="a loss computed from this model's output, without detach()",
             )
         self._has_gradients = True
+        self._has_sparse = self._has_sparse or any(p.grad is not None and p.grad.is_sparse for p in self._parameters)
         self._can_clip_foreach = can_clip_foreach(self._parameters)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
         gradients = [self.strategy.local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
@@ -274,14 +278,26 @@ class Stepper:
 
     def _clip_gradients(self, step: int) -> Tensor | None:
         """Clip the gradients if configured. Return the gradient norm; None if it was not computed."""
+        if self._clip is not None and self._has_sparse:
+            return self._clip_sparse(self._clip)
         if self._clip is not None:
             clip = clip_foreach if self._can_clip_foreach else nn.utils.clip_grad_norm_
             return self.strategy.full(clip(self._parameters, self._clip))
         return self._grad_norm() if step and step % NORM_EVERY == 0 else None
 
     def _grad_norm(self) -> Tensor:
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return self.strategy.full(norm)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._has_sparse:
+            # torch has no norm of a sparse tensor. Rows that occur twice count as their sum.
+            gradients = [gradient.coalesce()._values() if gradient.is_sparse else gradient for gradient in gradients]
+        return self.strategy.full(nn.utils.get_total_norm(gradients))
+
+    @torch.no_grad()
+    def _clip_sparse(self, max_norm: float) -> Tensor:
+        """Clip like clip_grad_norm_, which does not support sparse gradients."""
+        norm = self._grad_norm()
+        self._scale_gradients(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     def _check_finite(self, loss: Tensor) -> None:
         if not bool(loss.isfinite()):

@@ -13,6 +13,7 @@ from torch import nn
 from whet.base.errors import WhetError
 from whet.checkpoint import store, writer
 from whet.checkpoint.manifest import CheckpointInfo, DamagedCheckpointError
+from whet.checkpoint.model_state import InitialState
 from whet.checkpoint.sharded_save import rank_part, save_sharded
 from whet.checkpoint.snapshot import Snapshot, describe_names, take_snapshot, wanted_rows
 from whet.checkpoint.writer import CheckpointWriter, PendingWrite, StagingBuffer
@@ -77,6 +78,9 @@ class Checkpointer:
         self._staging = StagingBuffer(run.device)
         self._writer = CheckpointWriter()
         self._info = CheckpointInfo(run_id=folder.header.id)
+        optimizers = {"": run.stepper.optimizer, **{name: other for name, (other, _) in run.other_optimizers.items()}}
+        self._initial = InitialState.of(run.stepper.model, optimizers)
+        """The model and the optimizers before anything is restored or trained."""
         self._stall = 0.0
         """Seconds that training has waited for the current write."""
         self._saved_step: int | None = None
@@ -171,7 +175,7 @@ class Checkpointer:
                 "data": {**self._data_facts(), "position": progress["position"]},
             }
         )
-        return take_snapshot(
+        snapshot = take_snapshot(
             stepper.model,
             stepper.optimizer,
             run.device,
@@ -192,7 +196,11 @@ class Checkpointer:
             others=run.other_optimizers,
             has_gradients=run.has_users_gradients,
             registered=run.registered.owners,
+            initial=self._initial,
         )
+        for gap in snapshot.gaps:
+            run.note_gap(gap)
+        return replace(snapshot, info=snapshot.info.model_copy(update={"gaps": self._info.gaps}))
 
     def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:
         run, group, folder = self._run, self._run.group, self._folder
@@ -338,7 +346,7 @@ class Checkpointer:
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore the whole run from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
-        restored = restore_run(snapshot, self._run, step=step, data=self._data_facts())
+        restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self._initial)
         self._saved_step = step
         steps = store.list_steps(self._folder)
         self._rejected = {number for number in steps if number > step}

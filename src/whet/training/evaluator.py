@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint.snapshot import Snapshot, restore_model
+from whet.checkpoint.snapshot import Snapshot, copy_model, restore_model
 from whet.data.batch import MicroBatch, Position
 from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device.rng import preserve_rng
 from whet.distributed.strategies import local_tensor
 from whet.step.apply_plan import open_planned_source
-from whet.step.ema import named_tensors
 from whet.step.loss import MicroLoss, parse_loss
 from whet.step.step import Stepper
 from whet.training.metrics import normalize_metrics
@@ -189,30 +188,28 @@ def use_best_weights(run: "RunContext") -> Iterator[int]:
         yield run.state.step
         return
     stepper = run.stepper
-    saved = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in _live_tensors(stepper).items()}
+    before = copy_model(stepper.model)
+    averages = {} if stepper.ema is None else stepper.ema.average
+    saved = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in averages.items()}
     try:
         _load_snapshot(best, stepper)
         yield int(best.facts["step"])
     finally:
-        with torch.no_grad():
-            for name, tensor in _live_tensors(stepper).items():
-                local_tensor(tensor).copy_(saved[name])
+        restore_model(before, stepper.model)
+        if stepper.ema is not None:
+            stepper.ema.average = averages
+        for name, tensor in averages.items():
+            local_tensor(tensor).copy_(saved[name])
 
 
 def _load_snapshot(best: Snapshot, stepper: Stepper) -> None:
     restore_model(best, stepper.model)
     if stepper.ema is None:
         return
+    stepper.ema.follow_model()
     for name, average in stepper.ema.average.items():
         if f"ema/{name}" not in best.tensors:
             raise WhetError(
                 "the best checkpoint has no EMA weights", got=name, try_="ema=False, as when the run was started"
             )
         local_tensor(average).copy_(best.tensors[f"ema/{name}"])
-
-
-def _live_tensors(stepper: Stepper) -> dict[str, Tensor]:
-    """Return the weights and their average. They are looked up each time: a forward pass may replace a buffer."""
-    live = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(stepper.model)}
-    averages = {} if stepper.ema is None else stepper.ema.average
-    return live | {f"ema/{name}": tensor for name, tensor in averages.items()}

@@ -12,6 +12,7 @@ import torch
 from whet.base.errors import DataChangedError, UsageError, WhetError
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
+from whet.checkpoint.model_state import InitialState
 from whet.checkpoint.snapshot import Snapshot, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
@@ -105,8 +106,18 @@ class RestoredRun:
     """Functions and classes whose source code has changed."""
 
 
-def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mapping[str, Any]) -> RestoredRun:
-    """Restore the state after `step`. `data` describes the current data."""
+def restore_run(
+    snapshot: Snapshot,
+    run: "RunContext",
+    *,
+    step: int,
+    data: Mapping[str, Any],
+    initial_state: InitialState | None = None,
+) -> RestoredRun:
+    """Restore the state after `step`.
+
+    `data` describes the current data, and `initial_state` the model when this session began.
+    """
     stepper, state = run.stepper, run.state
     reasons = _data_changes(snapshot.info, data, run.config.allow)
     initial, changes = _hyperparameter_changes(snapshot, run)
@@ -115,7 +126,7 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
     if step > 0:
         now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
         reasons += environment_changes(snapshot.info.environment, now)
-    saved = restore_snapshot(
+    saved, model_changes = restore_snapshot(
         snapshot,
         stepper.model,
         stepper.optimizer,
@@ -124,10 +135,12 @@ def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mappi
         scaler=stepper.scaler,
         ema=stepper.ema,
         others=run.other_optimizers,
+        initial=initial_state,
     )
+    reasons += model_changes
     try:
         run.rates.load_state_dict(saved["schedule"], initial=initial, is_changed=bool(changes))
-        run.has_users_gradients = any(name.startswith("gradient/") for name in snapshot.tensors)
+        run.has_users_gradients = bool(snapshot.facts["gradients"])
         run.sources.load_state_dict(saved["code"])
         run.source.load_state(saved["source"])
         state.load_state_dict(saved["progress"])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from whet.base.errors import UsageError, WhetError
 from whet.base.origin import calling_script
 from whet.checkpoint import store
+from whet.checkpoint.snapshot import check_encodable
 from whet.config.goal import GoalMode, resolve_mode
 from whet.config.options import SchedulerObject
 from whet.data.adapters import check_dataset_size, is_map_style
@@ -588,8 +589,7 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
     exit_stack.callback(run.executor.close)
     exit_stack.callback(run.rates.close)
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
-    # Raises for a state that cannot be saved.
-    run.callbacks.state_dict()
+    check_encodable({"callbacks": run.callbacks.state_dict(), "source": run.source.state(run.state.position)})
     if run.checkpointer is not None and is_rank_zero:
         run.gaps = GapDetector(run)
 
