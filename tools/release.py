@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parent.parent
 # What a package consists of: code, the sources of the virtual Mac, tables, pages. Anything else is a stray file.
-_SUFFIXES = {".py", ".typed", ".cpp", ".h", ".json", ".js", ".css", ".html", ".svg", ".md", ".txt"}
+_SUFFIXES = {".py", ".typed", ".cpp", ".h", ".json", ".toml", ".js", ".css", ".html", ".svg", ".md", ".txt"}
 _STRAY_FOLDERS = {"test", "tests", "__pycache__", "runs", "docs", "benchmarks", "examples"}
 _SDIST_FILES = {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
 _MAX_FILE_BYTES = 256 * 1024

@@ -83,6 +83,18 @@ def test_version_has_one_source_and_the_tag_must_match_it(release) -> None:
     assert release.tag_faults("v1.2.0", version="1.2.0", changelog="## [Unreleased]\n") != []
 
 
+def test_changelog_keeps_its_form() -> None:
+    """Sections in the form of Keep a Changelog; a new line belongs under Added, Changed or Fixed of Unreleased."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
+    assert releases[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release) for release in releases[1:])
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", changelog, re.MULTILINE)) <= kinds
+    before = changelog.partition("### ")[0]
+    assert not re.search(r"^- ", before, re.MULTILINE), "a line outside of Added, Changed and Fixed"
+
+
 # --- workflows -------------------------------------------------------------------------------------------------------
 
 
