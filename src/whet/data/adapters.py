@@ -150,7 +150,8 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
     if source.num_samples is not None and source.num_samples < global_batch_size and not is_loader:
         raise UsageError(
             "the data is smaller than one global batch",
-            got=f"{source.num_samples} samples, global_batch_size={global_batch_size}",
+            got=f"{source.num_samples} sample{'s' if source.num_samples > 1 else ''}, "
+            f"global_batch_size={global_batch_size}",
             try_=f"global_batch_size={source.num_samples}",
         )
 
