@@ -55,12 +55,13 @@ def chat(
     The model sees the whole conversation. If that exceeds its context length, the oldest turns are left out, with a
     note; the system prompt stays.
     """
-    from whet.cli import output
-    from whet.recipes.chat.generation import Sampling
     from whet.run.folder import locate_checkpoint
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     run, checkpoint = locate_checkpoint(run, checkpoint)
+    from whet.cli import output
+    from whet.recipes.chat.generation import Sampling
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
     conversation = _Conversation(model, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
     output.note(f"{run}: context of {model.context_length} tokens; /help for commands, Ctrl-D to quit")

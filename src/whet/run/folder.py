@@ -171,6 +171,8 @@ def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
         if run is None:
             got = f"no RUN, and --checkpoint {checkpoint}"
             raise UsageError("a run folder is missing", got=got, try_="a folder that `whet runs` lists")
+        # Fails before a command imports torch.
+        read_header(run.expanduser().absolute())
         return run, checkpoint
     if path.is_file():
         # Only `whet import` reads files of unknown origin.
