@@ -21,6 +21,7 @@ from whet.training.end_reason import stop_reason
 from whet.training.executor import RollbackRequiredError
 from whet.training.rank_sync import RankSync
 from whet.training.setup import RunContext
+from whet.training.state_check import check_first_step
 
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
@@ -207,8 +208,8 @@ class BatchLoop:
         if outcome is None:
             return
         assert steps.batch is not None
-        if state.step == 0 and run.gaps is not None:
-            run.gaps.check()
+        if state.step == 0 and run.gaps is not None and run.group.is_single_process:
+            check_first_step(run)
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
         # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.

@@ -94,6 +94,7 @@ class Checkpointer:
         """Remove what a killed process left of an unfinished checkpoint."""
         with contextlib.suppress(WhetError, OSError):
             durable.remove_leftovers(self._folder)
+            durable.remove_leftovers(self._folder.parent)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Checkpointer:
         if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
             # A GPU can fail without raising an error. Its memory would be saved as garbage.
             run.device.monitor.check(wait=True)
-            self._begin_write(self._take_snapshot(), urgency=urgency, start=start)
+            self._begin_write(self.take_snapshot(), urgency=urgency, start=start)
             if urgency != "last":
                 # Automatic garbage collection is off during training. Next to a save, a collection costs little.
                 gc.collect()
@@ -156,7 +157,8 @@ class Checkpointer:
             self._saved_step = None
             self.save("last")
 
-    def _take_snapshot(self) -> Snapshot:
+    def take_snapshot(self) -> Snapshot:
+        """Return the state of the run. Its tensors are live."""
         run, state, stepper = self._run, self._run.state, self._run.stepper
         if run.gaps is not None:
             run.gaps.check()

@@ -1,0 +1,101 @@
+"""Check that the state of a run survives a checkpoint: at the first step of a new run, and when a run resumes.
+
+State that cannot be saved or restored is refused at the first step, not at the first resume.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
+from whet.checkpoint.comparison import compare_snapshots
+from whet.checkpoint.snapshot import Snapshot, restore_snapshot
+from whet.run import durable
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+_MAX_NAMES = 3
+# How far the run is, and what it was started with. These are no state of the user's objects.
+_UNCOMPARED = ("step ", "progress.progress.", "progress.source.", "progress.initial.", "progress.code.")
+
+
+def check_first_step(run: "RunContext") -> None:
+    """Save the state after the first update to a scratch folder, read it, restore it and compare it each time.
+
+    Raise UsageError for state that differs, before the step counts. The scratch folder is removed. A disk that refuses
+    the write is reported when a checkpoint is due.
+    """
+    assert run.checkpointer is not None
+    assert run.path is not None
+    start = time.perf_counter()
+    scratch = durable.leftover_name(run.path / "state-check")
+    try:
+        snapshot = run.checkpointer.take_snapshot()
+        try:
+            durable.make_directory(scratch)
+            store.save_checkpoint(scratch, snapshot, step=run.state.step)
+            loaded = store.load_checkpoint(scratch / store.checkpoint_name(run.state.step))
+        finally:
+            if scratch.exists():
+                durable.remove(scratch)
+    except WhetError as error:
+        if isinstance(error.__cause__, OSError):
+            return
+        raise
+    _raise_if_different(compare_snapshots(snapshot, loaded), "written to a file and read")
+    del snapshot
+    _restore(run, loaded)
+    _raise_if_different(restored_differences(loaded, run), "saved and restored")
+    run.executor.expect_changes()
+    run.log.spent("verify", time.perf_counter() - start)
+
+
+def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
+    """Return the state of the run that is not as a snapshot has it, by name."""
+    assert run.checkpointer is not None
+    differing = compare_snapshots(expected, run.checkpointer.take_snapshot())
+    return [name for name in differing if not name.startswith(_UNCOMPARED)]
+
+
+def _restore(run: "RunContext", snapshot: Snapshot) -> None:
+    """Restore a snapshot into the live objects. The position in the data is left alone: its batches are being read."""
+    stepper = run.stepper
+    gradients = [(parameter, parameter.grad) for parameter in run.model.parameters()]
+    for one in run.steppers.values():
+        # Freed first, so that the device never holds two copies of the optimizer's state. As in a resume, it is empty.
+        one.optimizer.state.clear()
+    try:
+        saved = restore_snapshot(
+            snapshot,
+            stepper.model,
+            stepper.optimizer,
+            run.device,
+            rng=run.rng,
+            scaler=stepper.scaler,
+            ema=stepper.ema,
+            others=run.other_optimizers,
+            registered=run.registered.owners,
+        )
+        run.rates.load_state_dict(saved["schedule"], initial=saved["initial"], is_changed=False)
+        run.callbacks.load_state_dict(saved["callbacks"])
+    except Exception as error:
+        got = f"{error.what}: {error.got}" if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
+        raise _round_trip_error("it was saved, and cannot be restored", got[:400]) from error
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def _raise_if_different(names: Iterable[str], how: str) -> None:
+    if names := list(names):
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise _round_trip_error(f"{how}, it differs", "; ".join(names[:_MAX_NAMES]) + more)
+
+
+def _round_trip_error(what: str, got: str) -> UsageError:
+    return UsageError(
+        f"the state of this training does not survive a checkpoint: {what}",
+        got=got,
+        try_="a load_state_dict that restores what state_dict returns; or no run folder, to train without checkpoints",
+    )
