@@ -129,6 +129,9 @@ class TrainingOptions(OptionsModel):
     warmup_steps: NonNegativeInt | Auto = Field(0, description="steps until the full learning rate")
     clip: PositiveFloat | None = Field(None, description="maximum gradient norm; not clipped if unset")
     ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
+    verify_resume: bool = Field(
+        False, description="when a run resumes, first repeat the steps between its last two checkpoints and compare"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="decides the order of samples, the initial weights and all random draws"
     )

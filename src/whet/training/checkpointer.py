@@ -113,6 +113,12 @@ class Checkpointer:
         if not (run.group.is_rank_zero or self._is_sharded):
             return
         start = time.perf_counter()
+        if run.verification is not None:
+            # The newest checkpoint is not older than this state.
+            if step == run.verification.until:
+                run.verification.finish()
+                self._saved_step = step
+            return
         if self._as_rank_zero(urgency == "due" and self._writer.is_busy):
             self.interval.restart()
             return
@@ -348,10 +354,11 @@ class Checkpointer:
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore the whole run from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
+        verified = None if self._run.verification is None else self._run.verification.until
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self._initial)
         self._saved_step = step
         steps = store.list_steps(self._folder)
-        self._rejected = {number for number in steps if number > step}
+        self._rejected = {number for number in steps if number > step and number != verified}
         before = snapshot.info
         self._info = self._info.model_copy(
             update={

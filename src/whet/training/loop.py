@@ -78,6 +78,7 @@ def train(
     warmup_steps: int = 0,
     clip: float | None = None,
     ema: bool = False,
+    verify_resume: bool = False,
     seed: int = 0,
     eval_every: int | Literal["auto"] = "auto",
     patience: int | None = None,

@@ -20,7 +20,7 @@ GROWABLE_KEYS = ("epochs", "max_steps")
 
 # A resumed run takes these settings from the new call, not from the saved plan.
 _FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
-FREE_KEYS = ("epochs_per_session", *_FREE_SETTINGS)
+FREE_KEYS = ("epochs_per_session", "verify_resume", *_FREE_SETTINGS)
 """Options that may change when a run resumes."""
 
 ALLOWED_KEYS = {

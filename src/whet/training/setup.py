@@ -71,6 +71,7 @@ from whet.training.optimizer_set import (
 from whet.training.registered import RegisteredObjects
 from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import decide_resume, run_exists
+from whet.training.resume_verification import ResumeVerification, find_earlier
 from whet.training.schedule import LearningRates, make_schedule
 from whet.training.source_code import SourceCode, model_classes
 from whet.training.torch_schedule import check_plateau_goal, check_scheduler, make_learning_rates, schedule_functions
@@ -197,6 +198,8 @@ class RunContext:
     """A live run: the device, data, model, optimizer and services that a session and its callbacks share."""
 
     checkpointer: Checkpointer | None = None
+    verification: ResumeVerification | None = None
+    """Repeats the steps up to the newest checkpoint; None if a resume is not verified, or is already."""
     gaps: GapDetector | None = None
     """Detects state that checkpoints do not hold; None if this process writes none."""
     executor: Executor
@@ -334,6 +337,7 @@ class RunContext:
             raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
         restored = self.restore(checkpoint)
         self.executor.expect_changes()
+        self.verification, self.log.repeat_until = None, -1
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
         # The non-finite step was discarded with all others since the checkpoint, so the guard starts clean.
         self.guard.first_non_finite = None
@@ -417,8 +421,14 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))
     if checkpoint is None and not has_any and config.init_from is not None:
         load_weights(config.init_from, model)
+    newest = None if checkpoint is None else checkpoint.step
+    if checkpoint is not None and config.training.verify_resume and group.is_single_process:
+        assert start.run is not None
+        checkpoint = find_earlier(start.run, checkpoint.step) or checkpoint
     exit_stack.enter_context(deterministic(plan.deterministic == "on"))
     run, fallback_reason = _build(config, plan, group, state, exit_stack)
+    if checkpoint is not None and newest is not None and checkpoint.step < newest:
+        run.verification = ResumeVerification(until=newest)
     if is_sharded:
         checkpoint = _find_checkpoint(start.run, model, group)
     # Entered before the clean-up of data and services is registered, so it is left after them: they may still write to
@@ -600,6 +610,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
     thermal = ThermalPolicy(run.plan, run.log, run.device, reader=run.config.read_sensors)
     return [
         run.log,
+        *([run.verification] if run.verification is not None else []),
         *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
@@ -613,6 +624,12 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
 def _start_or_resume(run: RunContext, restored: RestoredRun | None, *, is_new: bool) -> None:
     if restored is not None:
         run.executor.moved_from = restored.fields.get("moved_from")
+        if run.verification is not None:
+            run.verification.begin(run, restored)
+            return
+        if run.config.training.verify_resume:
+            why = "several processes train" if not run.group.is_single_process else "there is no earlier checkpoint"
+            run.log.event("plan", step=run.state.step, message=f"the resume is not verified: {why}")
         run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
         run.warn_changed_code(restored.changed_code)
         return

@@ -4,7 +4,7 @@ State that cannot be saved or restored is refused at the first step, not at the 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whet.base.errors import UsageError, WhetError
@@ -46,7 +46,7 @@ def check_first_step(run: "RunContext") -> None:
         raise
     _raise_if_different(compare_snapshots(snapshot, loaded), "written to a file and read")
     del snapshot
-    _restore(run, loaded)
+    restore_state(run, loaded)
     _raise_if_different(restored_differences(loaded, run), "saved and restored")
     run.executor.expect_changes()
     run.log.spent("verify", time.perf_counter() - start)
@@ -59,7 +59,7 @@ def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
     return [name for name in differing if not name.startswith(_UNCOMPARED)]
 
 
-def _restore(run: "RunContext", snapshot: Snapshot) -> None:
+def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
     """Restore a snapshot into the live objects. The position in the data is left alone: its batches are being read."""
     stepper = run.stepper
     gradients = [(parameter, parameter.grad) for parameter in run.model.parameters()]
@@ -87,10 +87,19 @@ def _restore(run: "RunContext", snapshot: Snapshot) -> None:
         parameter.grad = gradient
 
 
-def _raise_if_different(names: Iterable[str], how: str) -> None:
-    if names := list(names):
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        raise _round_trip_error(f"{how}, it differs", "; ".join(names[:_MAX_NAMES]) + more)
+def _raise_if_different(names: Sequence[str], how: str) -> None:
+    if names:
+        raise _round_trip_error(f"{how}, it differs", list_names(names))
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others.
+
+    >>> list_names(["0.weight", "0.bias", "1.weight", "1.bias"])
+    '0.weight; 0.bias; 1.weight and 1 more'
+    """
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return "; ".join(names[:_MAX_NAMES]) + more
 
 
 def _round_trip_error(what: str, got: str) -> UsageError:

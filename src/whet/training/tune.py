@@ -68,6 +68,7 @@ def tune(
     warmup_steps: int = 0,
     clip: float | None = None,
     ema: bool = False,
+    verify_resume: bool = False,
     seed: int = 0,
     eval_every: int | Literal["auto"] = "auto",
     patience: int | None = None,
@@ -103,6 +104,8 @@ def tune(
         warmup_steps: Steps until the full learning rate. Default: 0.
         clip: Maximum gradient norm; not clipped if unset.
         ema: Evaluate with an exponential moving average of the weights. Default: False.
+        verify_resume: When a run resumes, first repeat the steps between its last two checkpoints and compare. Default:
+            False.
         seed: Decides the order of samples, the initial weights and all random draws. Default: 0.
         eval_every: Steps between evaluations; auto: once per epoch. Default: "auto".
         patience: Stop after this many evaluations without a better goal.

@@ -17,6 +17,7 @@ from whet.base.errors import WhetError
 from whet.data.batch import GlobalBatch
 from whet.device.abstract import AbstractDevice
 from whet.run import durable
+from whet.run.event import VOIDED_KINDS
 from whet.run.events import EventLog
 from whet.step.ema import named_tensors
 from whet.step.non_finite_guard import NonFiniteGuard
@@ -72,6 +73,10 @@ class Recorder(Callback):
         self.aside_seconds = 0.0
         """Total seconds spent outside steps and data loading, such as evaluations and saves."""
         self.on_step_times: StepTimesHandler | None = None
+        self.repeat_until = -1
+        """Steps up to this one are in the log already. They are repeated to verify a resume, and not written again."""
+        self.repeated: dict[int, float | None] = {}
+        """The losses of repeated steps."""
 
     # --- callback ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +232,10 @@ class Recorder(Callback):
     def _append(self, kind: str, *, step: int, **fields: Any) -> None:
         """Append to the log. After a disk error, training continues: lines stay in memory; the error is logged once."""
         if self._log is None:
+            return
+        if step <= self.repeat_until and kind in VOIDED_KINDS:
+            if kind == "step":
+                self.repeated[step] = fields.get("loss")
             return
         try:
             self._log.append(kind, step=step, **fields)

@@ -1,0 +1,90 @@
+"""Verify a resume: repeat the steps between the last two checkpoints and compare them with what was recorded.
+
+The run is restored from the checkpoint before the newest one. Repeated steps are not logged again, and nothing is saved
+until the newest checkpoint is reached, so a run that is killed meanwhile resumes as if it had not been verified.
+"""
+
+from typing import TYPE_CHECKING
+
+from whet.base.errors import WhetError
+from whet.checkpoint import store
+from whet.run.events import History
+from whet.run.folder import Run
+from whet.training.callback import Action, Callback, State
+from whet.training.restore import RestoredRun, with_earlier_inexactness
+from whet.training.state_check import list_names, restore_state, restored_differences
+
+if TYPE_CHECKING:
+    from whet.step.step import Outcome
+    from whet.training.setup import RunContext
+
+# The code between steps may stand at another point than it did when the run stopped.
+_UNCOMPARED = ("the generator of ", "rng.", "progress.")
+
+
+def find_earlier(folder: Run, newest: int) -> store.LoadedCheckpoint | None:
+    """Load the checkpoint before the newest one; None if there is none that can be read."""
+    steps = [step for step in store.list_steps(folder.checkpoints) if step < newest]
+    try:
+        return store.load_newest(folder.checkpoints, run_id=folder.header.id, steps=steps)
+    except WhetError:
+        return None
+
+
+class ResumeVerification(Callback):
+    """Repeats the steps up to the newest checkpoint. The checkpointer calls `finish` there instead of saving."""
+
+    def __init__(self, *, until: int) -> None:
+        self.until = until
+        """The step of the newest checkpoint."""
+
+    def begin(self, run: "RunContext", restored: RestoredRun) -> None:
+        """Announce the verification. The run is restored from the earlier checkpoint."""
+        assert run.folder is not None
+        self._run, self._restored, self._first = run, restored, run.state.step + 1
+        events = History(run.folder).events(kinds=("step",))
+        self._losses = {e.step: e.number("loss") for e in events if self._first <= e.step <= self.until}
+        run.log.repeat_until = self.until
+        fields = {**restored.fields, "exactness": f"verifying: {self._steps} are repeated and compared"}
+        run.log.notify("resume", step=run.state.step, total_steps=run.state.total_steps, **fields)
+
+    def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
+        """Ask for the save at which the comparison takes place."""
+        return Action.SAVE if state.step == self.until and self._run.verification is self else Action.NONE
+
+    def finish(self) -> None:
+        """Compare losses and weights, and log the verdict. The state is that of the newest checkpoint afterwards."""
+        run = self._run
+        run.verification = None
+        run.log.read()
+        repeated, run.log.repeat_until, run.log.repeated = run.log.repeated, -1, {}
+        assert run.folder is not None
+        newest = store.load_checkpoint(run.folder.checkpoints / store.checkpoint_name(self.until))
+        names = [name for name in restored_differences(newest, run) if not name.startswith(_UNCOMPARED)]
+        differences = [*_loss_difference(self._losses, repeated), *([list_names(names)] if names else [])]
+        if not differences:
+            exactness = f"verified: {self._steps} were repeated with the same losses and weights"
+            earlier = with_earlier_inexactness({"exactness": ""}, run.folder)["exactness"]
+            exactness = "; ".join(filter(None, (exactness, earlier, *self._restored.reasons)))
+            run.log_session("resume", {**self._restored.fields, "exactness": exactness})
+            return
+        restore_state(run, newest)
+        run.executor.expect_changes()
+        reason = f"{self._steps} were repeated, and differ: {'; '.join(differences)}"
+        run.note_inexact(self.until, reason)
+        fields = {"exactness": f"not bit-exact: {reason}", "exact": False, "reason": reason}
+        run.log_session("resume", {**self._restored.fields, **fields})
+
+    @property
+    def _steps(self) -> str:
+        return f"steps {self._first:,} to {self.until:,}" if self._first < self.until else f"step {self.until:,}"
+
+
+def _loss_difference(recorded: dict[int, float | None], repeated: dict[int, float | None]) -> list[str]:
+    """Return the first loss that differs. Skipped steps have none."""
+    for step in sorted(recorded.keys() | repeated.keys()):
+        before, now = recorded.get(step), repeated.get(step)
+        # repr, because NaN equals NaN here, and -0.0 does not equal 0.0.
+        if repr(before) != repr(now):
+            return [f"the loss of step {step:,} was {before!r} and is {now!r}"]
+    return []
