@@ -65,9 +65,8 @@ def test_manual_steps_and_several_optimizers_are_checked(tmp_path: Path, monkeyp
             for batch in session:
                 session.step(lambda b: f.cross_entropy(first(b[0]), b[1]), batch, optimizer="a")
                 session.step(lambda b: f.cross_entropy(second(b[0]), b[1]), batch, optimizer="b")
-        with whet.Session(
-            nets, optimizers, (X, Y), global_batch_size=32, overrides={"threads": 1}, run=None
-        ) as session:
+        by_hand = None if run is None else run.with_name("by hand")
+        with whet.Session(nets, optimizers, (X, Y), run=by_hand, **options) as session:
             for batch in session:
                 with session.manual(batch) as (x, y):
                     f.cross_entropy(first(x), y).backward()

@@ -21,7 +21,7 @@ from whet.training.end_reason import stop_reason
 from whet.training.executor import RollbackRequiredError
 from whet.training.rank_sync import RankSync
 from whet.training.setup import RunContext
-from whet.training.state_check import check_first_step
+from whet.training.state_check import check_first_step, state_is_unchecked
 
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
@@ -39,6 +39,7 @@ class BatchLoop:
         """The steps of the current batch."""
         self.has_begun = False
         """Whether the first batch has been read."""
+        self._is_unchecked = state_is_unchecked(run)
         self._sync = RankSync(run.group)
         self._first_epoch = run.state.epoch
         self._is_in_step = False
@@ -208,7 +209,8 @@ class BatchLoop:
         if outcome is None:
             return
         assert steps.batch is not None
-        if state.step == 0 and run.gaps is not None and run.group.is_single_process:
+        if self._is_unchecked and not outcome.is_skipped:
+            self._is_unchecked = False
             check_first_step(run)
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)

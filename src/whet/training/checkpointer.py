@@ -79,7 +79,7 @@ class Checkpointer:
         self._writer = CheckpointWriter()
         self._info = CheckpointInfo(run_id=folder.header.id)
         optimizers = {"": run.stepper.optimizer, **{name: other for name, (other, _) in run.other_optimizers.items()}}
-        self._initial = InitialState.of(run.stepper.model, optimizers)
+        self.initial = InitialState.of(run.stepper.model, optimizers)
         """The model and the optimizers before anything is restored or trained."""
         self._stall = 0.0
         """Seconds that training has waited for the current write."""
@@ -204,7 +204,7 @@ class Checkpointer:
             others=run.other_optimizers,
             has_gradients=run.has_users_gradients,
             registered=run.registered.owners,
-            initial=self._initial,
+            initial=self.initial,
         )
         for gap in snapshot.gaps:
             run.note_gap(gap)
@@ -355,7 +355,7 @@ class Checkpointer:
         """Restore the whole run from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
         verified = None if self._run.verification is None else self._run.verification.until
-        restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self._initial)
+        restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self.initial)
         self._saved_step = step
         steps = store.list_steps(self._folder)
         self._rejected = {number for number in steps if number > step and number != verified}

@@ -21,6 +21,11 @@ _MAX_NAMES = 3
 _UNCOMPARED = ("step ", "progress.progress.", "progress.source.", "progress.initial.", "progress.code.")
 
 
+def state_is_unchecked(run: "RunContext") -> bool:
+    """Return whether the state of a run is to be checked at its first step: if the run is new and has checkpoints."""
+    return run.checkpointer is not None and run.group.is_single_process and run.state.step == 0
+
+
 def check_first_step(run: "RunContext") -> None:
     """Save the state after the first update to a scratch folder, read it, restore it and compare it each time.
 
@@ -29,6 +34,9 @@ def check_first_step(run: "RunContext") -> None:
     """
     assert run.checkpointer is not None
     assert run.path is not None
+    if not all(stepper.has_finite_weights() for stepper in run.steppers.values()):
+        # The NaN guard rolls this step back.
+        return
     start = time.perf_counter()
     scratch = durable.leftover_name(run.path / "state-check")
     try:
@@ -61,13 +69,14 @@ def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
 
 def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
     """Restore a snapshot into the live objects. The position in the data is left alone: its batches are being read."""
+    assert run.checkpointer is not None
     stepper = run.stepper
     gradients = [(parameter, parameter.grad) for parameter in run.model.parameters()]
     for one in run.steppers.values():
         # Freed first, so that the device never holds two copies of the optimizer's state. As in a resume, it is empty.
         one.optimizer.state.clear()
     try:
-        saved = restore_snapshot(
+        saved, _ = restore_snapshot(
             snapshot,
             stepper.model,
             stepper.optimizer,
@@ -77,6 +86,7 @@ def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
             ema=stepper.ema,
             others=run.other_optimizers,
             registered=run.registered.owners,
+            initial=run.checkpointer.initial,
         )
         run.rates.load_state_dict(saved["schedule"], initial=saved["initial"], is_changed=False)
         run.callbacks.load_state_dict(saved["callbacks"])
