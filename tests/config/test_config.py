@@ -220,6 +220,14 @@ def test_errors_of_arguments_suggest_a_fix(word: str, what: str, hint: str) -> N
     assert hint in (caught.value.try_ or "")
 
 
+def test_repeated_yaml_key_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("lr: 1e-4\narch:\n  layers: 2\n  layers: 3\n")
+    with pytest.raises(UsageError) as caught:
+        resolve_config(TextConfig, file=file)
+    assert caught.value.got == "line 4: the key 'layers' occurs twice"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
@@ -229,6 +237,8 @@ def test_errors_of_arguments_suggest_a_fix(word: str, what: str, hint: str) -> N
         ("a.yaml", b"3: 4\n", "does not hold keys"),
         ("a.yaml", b"a: &x 1\nb: *x\n", "aliases"),
         ("a.yaml", b"lr: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("a.yaml", b"lr: 1e-4\nepochs: 2\nlr: 1e-3\n", "not valid YAML"),
+        ("a.yaml", b"arch:\n  layers: 2\n  layers: 3\n", "not valid YAML"),
         ("a.yaml", b"\xff\xfe", "not UTF-8"),
         ("a.yaml", b"[" * 90_000, "nested too deeply"),
         ("a.toml", b"a=" + b"[" * 90_000, "nested too deeply"),

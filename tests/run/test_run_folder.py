@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError, WhetError
 from whet.run import durable, strict_json
-from whet.run.folder import create_run, installed_versions, locate_checkpoint, next_run_path, open_run, rewrite_parts
+from whet.run.folder import (
+    create_run,
+    installed_versions,
+    locate_checkpoint,
+    next_run_path,
+    open_run,
+    resume_command,
+    rewrite_parts,
+    shell_path,
+)
 
 PLAN = {"settings": {"device": {"value": "cpu", "reason": "all there is", "source": "rule", "evidence": {}}}}
 
@@ -101,7 +110,7 @@ def test_existing_files_are_never_overwritten(tmp_path: Path, monkeypatch: pytes
 def test_a_failed_creation_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "runs" / "r", tmp_path / "new" / ("x" * 300)):
-        with pytest.raises(WhetError, match="cannot create"):
+        with pytest.raises(WhetError, match="cannot create|too long"):
             make(path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -322,3 +331,52 @@ def test_a_checkpoint_is_found_by_its_path(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             locate_checkpoint(named, checkpoint)
         assert hint in str(caught.value.try_)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("mine\nruns/forged  done", "without line breaks and control characters"),
+        ("mine\x1b[2J", "without line breaks and control characters"),
+        ("x" * 300, "the name of the run folder is too long"),
+        ("\u00e4" * 150 + "/inner", "the name of the run folder is too long"),
+    ],
+)
+def test_names_that_would_mislead_are_refused_before_anything_starts(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from whet.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "no-such-recipe", "--run", f"runs/{name}"]) == 2
+    error = capsys.readouterr().err
+    assert what in error.splitlines()[0]
+    assert len(error.strip().splitlines()) == 3
+    assert run(["report", f"runs/{name}"]) == 2
+    assert "internal error" not in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        make(tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_line_breaks_in_a_name_forge_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from whet.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "mine").path.rename(tmp_path / "runs" / "mine\nother  done")
+    assert run(["runs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 2
+    assert "mine?other  done" in listed[1]
+
+
+def test_hints_for_a_leading_dash_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make(Path("-dash it"))
+    assert shell_path(made.path) == "'./-dash it'"
+    assert resume_command(made).endswith("--run './-dash it'")

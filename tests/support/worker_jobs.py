@@ -60,3 +60,28 @@ def train_piece(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
     """A training that can be proved, without torch."""
     run.mkdir(parents=True, exist_ok=True)
     on_event("start", {"step": 0})
+
+
+class Numbers:
+    """A dataset of eight numbers, whose module a spawned worker imports."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def read_with_workers(start: str) -> int:
+    """Return the number of samples that a data worker reads."""
+    from whet.data.batch import Position
+    from whet.data.order import SeededOrder
+    from whet.data.sample import DatasetReader
+    from whet.data.workers import Workers
+
+    order = SeededOrder(8, batch_size=4, seed=0)
+    workers = Workers(DatasetReader(Numbers(), 0), order, count=1, start=start, prefetch=1)
+    try:
+        return sum(len(samples) for samples, _ in workers.batches(Position()))
+    finally:
+        workers.close()

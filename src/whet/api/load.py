@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from whet.api.target import ScriptTraining, call_function, load_function
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe
-from whet.run.folder import Run, short_script
+from whet.run.folder import Run, short_path, short_script
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,7 +109,7 @@ _INSTEAD = {
 def python_run_error(run: Run, command: str) -> UsageError:
     """Return the error for a command that needs the code of a run that was trained from Python."""
     script = None if run.header.script is None else short_script(run.header.script)
-    shown = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
+    shown = short_path(run.path)
     file = "FILE.py" if script is None else shlex.quote(script.partition(":")[0])
     if command in _INSTEAD:
         hint = f"whet {command} {shlex.quote(shown)} " + _INSTEAD[command].format(file=file, run=shown)

@@ -1,7 +1,8 @@
 """Environment variables. Those of whet only locate files and programs; machine/environment.py reads those of torch."""
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 HOME_VARIABLE = "WHET_HOME"
@@ -32,6 +33,20 @@ def malloc_variable() -> str | None:
 def child_environment(**changes: str) -> dict[str, str]:
     """Return a copy of this environment with `changes`, for a child process."""
     return {**os.environ, **changes}
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Start Python without the current folder on its path while entered, where `python -P` cannot be passed."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:

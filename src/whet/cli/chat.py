@@ -100,7 +100,7 @@ def generate(
     whet generate --checkpoint runs/chat-001/checkpoints/step-000001000 --prompt "Hello!"
     """
     from whet.base.errors import UsageError
-    from whet.run.folder import locate_checkpoint
+    from whet.run.folder import locate_checkpoint, shell_path
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
     if interactive:
@@ -118,7 +118,7 @@ def generate(
     texts = [valid_utf8(text) for text in prompt] if prompt else list(_input_lines())
     if not texts or not all(text.strip() for text in texts):
         got = "no text" if not texts else 'an empty --prompt ""'
-        raise UsageError("there is no prompt", got=got, try_=f'whet generate {run} --prompt "..."')
+        raise UsageError("there is no prompt", got=got, try_=f'whet generate {shell_path(run)} --prompt "..."')
     from whet.recipes.chat.conversation import Turn
     from whet.recipes.chat.generation import Sampling
 

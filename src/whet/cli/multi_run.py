@@ -53,7 +53,7 @@ def train_seeds(
         write_seeds,
     )
     from whet.run import durable
-    from whet.run.folder import RUN_FILE, next_run_path
+    from whet.run.folder import RUN_FILE, next_run_path, shell_path
 
     name = target if target in BUILT_IN else Path(target.partition(":")[0]).stem
     folder = run or next_run_path(Path("runs"), recipe=name)
@@ -78,7 +78,7 @@ def train_seeds(
                 output.note(f"{done}; to resume all:\n  {shlex.join(command(folder))}")
             return code
     output.result("\n".join(("", *render_seeds(results))))
-    shown = f"whet report {shlex.quote(str(folder))}"
+    shown = f"whet report {shell_path(folder)}"
     output.note(f"\nsaved in  {folder / SEEDS_FILE}\nnext      {shown}  print this table again")
     return 0
 
@@ -147,5 +147,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     if code:
         output.note(f"stopped; to resume:\n  {shlex.join(command)}")
         return code
-    output.note(f"\nsaved in  {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")
+    from whet.run.folder import shell_path
+
+    output.note(f"\nsaved in  {path}\nnext      whet arena hex {shell_path(path)}@64 two-distance")
     return 0

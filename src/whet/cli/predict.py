@@ -98,10 +98,11 @@ def _predict_arrays(
     from whet.api.predict import predict_arrays
     from whet.base.errors import UsageError
     from whet.cli import output
+    from whet.run.folder import shell_path
 
     if len(files) != 1 or out is None:
         got = "no --out" if len(files) == 1 else f"{len(files)} files"
-        hint = f"whet predict {output.short_path(run.path)} --model {model} inputs.npy --out predictions.npy"
+        hint = f"whet predict {shell_path(run.path)} --model {model} inputs.npy --out predictions.npy"
         raise UsageError("--model needs one input file and --out", got=got, try_=hint)
     with output.user_output_to_stderr():
         shape = predict_arrays(run, model, Path(files[0]), out, which=checkpoint, batch=batch, device=device)

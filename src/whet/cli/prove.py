@@ -59,7 +59,7 @@ def prove(
     from whet.cli import output
     from whet.prove.proof import ProofRequest, render_proof, scratch_beside
     from whet.prove.proof import prove as prove_training
-    from whet.run.folder import next_run_path
+    from whet.run.folder import next_run_path, shell_path
 
     run = Path(target) if Path(target).is_dir() else None
     if run is not None and (settings or config):
@@ -97,7 +97,7 @@ def prove(
         output.result_json(proof.as_json())
     else:
         output.result("\n".join(render_proof(proof)))
-    shown = output.short_path(folder)
+    shown = shell_path(folder)
     output.note(f"{shown}/proof.json has all details; whet report {shown} shows the verdict")
     if proof.verdict != "proved":
         raise typer.Exit(1)

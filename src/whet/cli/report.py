@@ -71,13 +71,13 @@ def _check_no_search(folder: Path) -> None:
     """Reject a search among several runs, and a search without a result."""
     from whet.base.errors import UsageError
     from whet.hpo.search_config import SEARCH_FILE
-    from whet.run.folder import RUN_FILE
+    from whet.run.folder import RUN_FILE, shell_path
     from whet.run.search_result import is_search
 
     if not (folder / SEARCH_FILE).is_file() or (folder / RUN_FILE).exists():
         return
     if is_search(folder):
-        raise UsageError("a search must be reported alone", got=str(folder), try_=f"whet report {folder}")
+        raise UsageError("a search must be reported alone", got=str(folder), try_=f"whet report {shell_path(folder)}")
     raise UsageError(
         "the search has no result yet",
         got=str(folder),

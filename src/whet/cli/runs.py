@@ -1,6 +1,5 @@
 """`whet runs`: list the runs of a folder."""
 
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,7 +28,7 @@ def runs(
     from whet.base.errors import UsageError
     from whet.cli import output
     from whet.report.run_status import list_runs
-    from whet.run.folder import run_groups
+    from whet.run.folder import run_groups, shell_path
     from whet.run.prune import prune as prune_runs
 
     if folder.exists() and not folder.is_dir():
@@ -52,9 +51,9 @@ def runs(
         output.note(f"no runs in {folder}")
     for run in listed:
         if run.problem:
-            output.note(f"{run.path}: {run.problem}")
+            output.note(f"{output.single_line(str(run.path))}: {run.problem}")
     for path, number in groups.items():
-        output.note(f"{path} contains {number:,} more: whet runs {shlex.quote(str(path))}")
+        output.note(output.single_line(f"{path} contains {number:,} more: whet runs {shell_path(path)}"))
 
 
 def _row(run: "RunStatus") -> tuple[str, ...]:

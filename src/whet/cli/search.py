@@ -71,6 +71,7 @@ def search(
     from whet.cli import output
     from whet.report.search_report import render_search, search_page
     from whet.run import durable
+    from whet.run.folder import short_path
 
     prepared = prepare_search(
         target,
@@ -83,7 +84,7 @@ def search(
         pruner=pruner,
         device=device,
     )
-    folder = output.short_path(prepared.folder)
+    folder = short_path(prepared.folder)
     output.note(f"search    {folder}: {' '.join(prepared.config.space.arguments)}")
     output.note(f"watch     whet watch {shlex.quote(folder)} shows the trials while they train")
     stop = threading.Event()
@@ -116,6 +117,7 @@ def search(
 def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str | None, is_incomplete: bool) -> None:
     """Print the command that resumes the search, or the one that trains with its winner."""
     from whet.cli import output
+    from whet.run.folder import short_path
 
     if is_incomplete:
         with_name = "" if name else f" with --name {shlex.quote(folder.name)}"
@@ -123,7 +125,7 @@ def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str 
     elif result.winner is not None:
         command = f"whet train {target} --from-search {shlex.quote(folder.name)}"
         output.note(f"next      {command}   (all training data, and the test)")
-    output.note(f"report    {output.short_path(folder / 'report.html')} shows the search in a browser")
+    output.note(f"report    {short_path(folder / 'report.html')} shows the search in a browser")
 
 
 def _print_trial(trial: "FinishedTrial") -> None:

@@ -105,8 +105,11 @@ def train(
     from whet.base.errors import UsageError
     from whet.cli import output, ranks
     from whet.cli.multi_run import parse_seeds, train_seeds
+    from whet.run.folder import check_run_name
     from whet.training import supervisor
 
+    if run is not None:
+        check_run_name(run)
     if fresh and run is None:
         raise UsageError("--fresh needs a run folder", got="no --run", try_="--run DIR")
     settings = settings or []

@@ -101,12 +101,12 @@ def print_summary(path: Path, recipe: "Recipe") -> None:
 
 
 def _next_commands(path: Path, recipe: "Recipe") -> list[str]:
-    run = shlex.quote(str(path))
+    from whet.run.folder import shell_path
+
+    run = shell_path(path)
     commands = [(f"whet report {run} --html", "one page with curves and settings, to keep or share")]
     commands += _use_commands(path, run, recipe)
-    commands.append(
-        (f"whet watch {shlex.quote(str(path.parent))}", "this run and others in the same folder, in the browser")
-    )
+    commands.append((f"whet watch {shell_path(path.parent)}", "this run and others in the same folder, in the browser"))
     width = max(len(command) for command, _ in commands)
     labels = ("next", *[""] * (len(commands) - 1))
     return [f"{label:<10}{command:<{width}}  {text}" for label, (command, text) in zip(labels, commands, strict=True)]

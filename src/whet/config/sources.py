@@ -4,10 +4,14 @@ import contextlib
 import re
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.base.errors import UsageError
+
+if TYPE_CHECKING:
+    import yaml
 
 # Limits against files that are not configs. A config has a few kilobytes and two or three levels.
 _MAX_FILE_BYTES = 100_000
@@ -80,7 +84,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_FILE_DEPTH:
                 raise _too_deep_error(path)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_unique_key_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
@@ -89,6 +93,26 @@ def _parse_yaml(text: str, path: Path) -> Any:
     except ValueError as error:
         # PyYAML raises ValueError for a value that looks like a date but is invalid, such as 2024-13-01.
         raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
+
+
+@cache
+def _unique_key_loader() -> type["yaml.SafeLoader"]:
+    """Return PyYAML's safe loader, which raises for a repeated key instead of taking the last value."""
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {str(key)[:100]!r} occurs twice", key_node.start_mark
+                    )
+                seen.add(key)
+            return super().construct_mapping(node, deep=deep)
+
+    return UniqueKeyLoader
 
 
 def _nesting_depth(content: Any) -> int:

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from whet.base import env
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Position
 from whet.data.order import PlannedBatch, SampleOrder
@@ -150,7 +151,9 @@ class Workers:
             # Python 3.12 and later warn about a fork of a process with threads. The workers use none of these threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
-                process.start()
+                # A spawned process imports multiprocessing before it takes over the path of this one.
+                with env.safe_path():
+                    process.start()
             except Exception as error:
                 if isinstance(error, OSError):
                     raise

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -113,6 +113,7 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
         path = _local_file(url) or folder / JOURNAL_FILE
         held: Any = JournalLock(path)
         try:
+            _check_journal(path)
             return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise WhetError(
@@ -121,6 +122,16 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
                 try_="restore it from a copy, or another --name",
             ) from None
     return _database(url)
+
+
+def _check_journal(path: Path) -> None:
+    """Raise ValueError for NUL bytes. Optuna skips what it cannot read at the end, and with it all later trials."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        position = 0
+        while block := file.read(1 << 20):
+            if (found := block.find(b"\0")) >= 0:
+                raise ValueError(f"NUL bytes from byte {position + found:,} on")
+            position += len(block)
 
 
 def _database(url: str) -> "BaseStorage":

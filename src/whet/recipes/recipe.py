@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
@@ -279,21 +280,32 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Register the module, because pickle and dataclasses look up a class by its module.
     sys.modules.setdefault(path.stem, module)
-    # Allow imports of modules next to the file, as for any script. Append to the path, so that they shadow nothing.
-    if str(path.parent.absolute()) not in sys.path:
-        sys.path.append(str(path.parent.absolute()))
+    _append_path(path.parent)
     loader = spec.loader
     _import_checked(lambda: loader.exec_module(module), str(path))
     return module
 
 
+def _append_path(folder: Path) -> None:
+    """Allow imports of modules in a folder, as for any script. Last in the path, they shadow nothing."""
+    if str(folder.absolute()) not in sys.path:
+        sys.path.append(str(folder.absolute()))
+
+
 def _import_module(name: str) -> Any:
-    # Look up `module:factory` in the current folder first, like `python -m`.
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return _import_checked(lambda: importlib.import_module(name), name)
-    finally:
-        sys.path.pop(0)
+    _append_path(Path.cwd())
+    # The named module is looked up in the current folder first, like `python -m`; what it imports is not.
+    package = name.partition(".")[0]
+    spec = PathFinder.find_spec(package, [str(Path.cwd())])
+    if spec is not None and spec.loader is not None and package not in sys.modules:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[package] = module
+        try:
+            _import_checked(lambda: spec.loader.exec_module(module), name)
+        except BaseException:
+            del sys.modules[package]
+            raise
+    return _import_checked(lambda: importlib.import_module(name), name)
 
 
 def _import_checked(load: Callable[[], Any], where: str) -> Any:

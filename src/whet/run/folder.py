@@ -15,6 +15,7 @@ A folder with a `run.json` is a run. All files appear together, in one rename.
 """
 
 import importlib.metadata
+import os
 import platform
 import re
 import secrets
@@ -42,6 +43,8 @@ RECIPE_FILE = "recipe.json"
 RUN_PARTS = ("config", "plan", "machine", "versions")
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
+# The usual limit of a file system.
+_MAX_NAME_BYTES = 255
 
 
 class RunHeader(FrozenModel):
@@ -214,7 +217,7 @@ def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
 def resume_command(run: Run) -> str:
     """Return the command that resumes a run: the original command with the run folder and without `--fresh`."""
     words = [word for word in run.header.command if word != "--fresh"]
-    path = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
+    path = short_path(run.path)
     if not words:
         code = f"{short_script(run.header.script)} again" if run.header.script else "the same Python code again"
         return f"{code}, with run={path!r}"
@@ -223,11 +226,25 @@ def resume_command(run: Run) -> str:
     return shlex.join(words)
 
 
+def short_path(path: Path) -> str:
+    """Return a path for a command, relative to the working folder if it is inside. It never looks like an option."""
+    shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"./{shown}" if shown.startswith("-") else shown
+
+
+def shell_path(path: Path) -> str:
+    """Return a path as `short_path`, quoted for a shell.
+
+    >>> shell_path(Path("-my run"))
+    "'./-my run'"
+    """
+    return shlex.quote(short_path(path))
+
+
 def short_script(script: str) -> str:
     """Return `path.py:function` with a path relative to the working folder where it is inside."""
     place, colon, function = script.partition(":")
-    path = Path(place)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}{colon}{function}"
+    return f"{short_path(Path(place))}{colon}{function}"
 
 
 def run_folder(run: Run | Path) -> Path:
@@ -280,8 +297,26 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise WhetError(f"the run file {path} is damaged", got=str(error), try_=hint) from None
 
 
+def check_run_name(path: Path) -> None:
+    """Check that the names in a path are short and printable: a line break would forge a row of `whet runs`."""
+    for name in path.parts:
+        if not name.isprintable():
+            raise UsageError(
+                "a run folder needs a name without line breaks and control characters",
+                got=repr(name[:100]),
+                try_="--run runs/NAME, or rename the folder",
+            )
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            raise UsageError(
+                "the name of the run folder is too long",
+                got=f"{len(os.fsencode(name)):,} bytes: {name[:40]}...",
+                try_=f"--run runs/NAME, with at most {_MAX_NAME_BYTES} bytes",
+            )
+
+
 def check_run_path(path: Path) -> None:
     """Check that a run can be created at a path."""
+    check_run_name(path)
     with durable.disk_errors("create", path):
         if path.is_symlink() and not path.exists():
             raise UsageError(f"cannot create a run at {path}", got="a dangling symbolic link", try_="another --run DIR")

@@ -40,7 +40,7 @@ from whet.plan.warnings import override_notes
 from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
-from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts
+from whet.run.folder import Run, check_run_name, create_run, installed_versions, open_run, rewrite_parts
 from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
 from whet.step.model_contexts import WeightLayout, deterministic, large_heads
 from whet.step.non_finite_guard import NonFiniteGuard
@@ -153,6 +153,8 @@ def make_run_config(
     if isinstance(optimizers.main, Optimizer):
         chosen["optimizer_kernels"] = "yours"
     checks.check_several_optimizers(optimizers, training, num_ranks=ranks.size)
+    if keywords.run is not None:
+        check_run_name(Path(keywords.run))
     described = keywords.workload or describe_workload(model, data, training, recipe=keywords.recipe)
     return RunConfig(
         model=model,

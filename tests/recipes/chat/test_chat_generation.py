@@ -163,6 +163,21 @@ def test_long_history_drops_oldest_turns_and_keeps_the_system_turn() -> None:
         truncate_history(turns, tokenizer, max_tokens=4)
 
 
+def test_long_history_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encoded = small_tokenizer(), Counter[str]()
+    encode = tokenizer.encode
+
+    def counting(text: str) -> list[int]:
+        encoded["calls"] += 1
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    turns = [Turn("user" if number % 2 == 0 else "assistant", "you") for number in range(1001)]
+    _, left_out = truncate_history(turns, tokenizer, max_tokens=20)
+    assert left_out > 900
+    assert encoded["calls"] == len(turns)
+
+
 def test_train_generate_and_chat_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

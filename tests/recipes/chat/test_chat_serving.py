@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.chat.responder import TextChunk
 from whet.recipes.chat.server.queue import AnswerQueue
 from whet.recipes.chat.server.requests import BadRequestError
+from whet.recipes.chat.server.routes import ChatRoutes
 from whet.recipes.runner import train_recipe
 
 pytestmark = pytest.mark.torch
@@ -110,6 +112,30 @@ def test_invalid_requests_are_rejected(
     with pytest.raises(kind) as logged:
         client.chat.completions.create(**{"model": "run", "messages": HELLO, **changes})
     assert what in f"{logged.value} {logged.value.code}"
+
+
+@pytest.mark.parametrize(("count", "is_built"), [(1_000, False), (20, True)])
+def test_messages_are_counted_before_they_are_built(count: int, is_built: bool) -> None:
+    class BuiltError(Exception):
+        pass
+
+    class Reader:
+        context_length = 64
+
+        def prompt(self, turns: Any, *, max_new_tokens: int) -> Any:
+            # In another thread, so that the server goes on.
+            assert threading.current_thread() is not threading.main_thread()
+            raise BuiltError
+
+    class Request:
+        async def body(self) -> bytes:
+            return json.dumps({"model": "run", "messages": [{"role": "user", "content": "x"}] * count}).encode()
+
+    routes = ChatRoutes(Reader(), name="run", max_tokens=8)  # type: ignore[arg-type]
+    with pytest.raises(BuiltError if is_built else BadRequestError) as refused:
+        asyncio.run(routes._complete_chat(Request()))  # type: ignore[arg-type]
+    if not is_built:
+        assert refused.value.code == "context_length_exceeded"
 
 
 def test_wrong_key_host_origin_and_body_are_rejected(logged: dict[str, Any]) -> None:

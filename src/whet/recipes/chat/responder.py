@@ -9,7 +9,7 @@ from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.generation import DecodingRules, GenerationRequest, Sampling, generate
 from whet.recipes.chat.model import CausalModel, build_model
-from whet.recipes.chat.template import encode_prompt
+from whet.recipes.chat.template import TurnIds, encode_turns
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
@@ -19,20 +19,22 @@ def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tok
     The system turn and the last question are always kept. The oldest of the turns between them are dropped, so that the
     rest starts with a question.
     """
-    kept = list(turns)
-    first = 1 if kept and kept[0].role == "system" else 0
-    while True:
-        ids = encode_prompt(kept, tokenizer)
-        if len(ids) <= max_tokens:
-            return ids, len(turns) - len(kept)
-        end = next((index for index in range(first + 1, len(kept)) if kept[index].role == "user"), None)
+    encoded = [TurnIds(role, tokenizer.encode(text)) for role, text in turns]
+    # One more token marks the turn of the assistant.
+    length = 1 + sum(turn.length for turn in encoded)
+    first = start = 1 if encoded and encoded[0].role == "system" else 0
+    while length > max_tokens:
+        end = next((index for index in range(start + 1, len(encoded)) if encoded[index].role == "user"), None)
         if end is None:
             raise UsageError(
                 "the question is longer than the model's context",
-                got=f"{len(ids):,} tokens with the system turn, of at most {max_tokens:,}",
+                got=f"{length:,} tokens with the system turn, of at most {max_tokens:,}",
                 try_="a shorter question, or a model with a larger arch.seq_len",
             )
-        del kept[first:end]
+        length -= sum(turn.length for turn in encoded[start:end])
+        start = end
+    ids, _ = encode_turns([*encoded[:first], *encoded[start:]], tokenizer)
+    return [*ids, tokenizer.role_ids["assistant"]], start - first
 
 
 ANSWER_SHARE = 4

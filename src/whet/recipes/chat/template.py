@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from whet.recipes.chat.conversation import Loss, Role, Turn
+from whet.recipes.chat.conversation import Loss, Role
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 TEMPLATE = "<|role|> text <|end|>"
@@ -54,12 +54,6 @@ def count_loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss
     return sum(
         len(tokenizer.decode(turn.ids).encode()) if turn.num_bytes is None else turn.num_bytes for turn in trained
     )
-
-
-def encode_prompt(turns: Iterable[Turn], tokenizer: ChatTokenizer) -> list[int]:
-    """Return the token ids to generate an answer from: the turns so far, then the mark of the assistant."""
-    ids, _ = encode_turns((TurnIds(role, tokenizer.encode(text)) for role, text in turns), tokenizer)
-    return [*ids, tokenizer.role_ids["assistant"]]
 
 
 class Segment(NamedTuple):

@@ -5,7 +5,6 @@ passes through `TerminalArea.clean`: a run folder may be untrusted, and its name
 terminal.
 """
 
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from whet.report.run_status import LiveStatus, MachineLoad, describe_problem, re
 from whet.report.text_chart import draw_curve, sparkline
 from whet.report.timeline import TimelineEntry
 from whet.report.watch.status_reader import FileStamp, file_stamp
-from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders, run_groups
+from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders, run_groups, shell_path
 from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 
@@ -279,7 +278,7 @@ def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
         return []
     lines = []
     for path, number in list(board.groups.items())[:_MAX_GROUPS]:
-        command = f"whet watch {shlex.quote(str(path))} --terminal"
+        command = f"whet watch {shell_path(path)} --terminal"
         lines.append(Text(area.clean(f"  {path} contains {number:,} more: {command}"), style="dim"))
     left = len(board.groups) - len(lines)
     return [*lines, Text(f"  and {left:,} more such folders", style="dim")] if left else lines

@@ -5,6 +5,7 @@ POST /v1/chat/completions            answer a conversation; stream: true sends i
 POST /v1/completions                 continue a text
 """
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -106,10 +107,17 @@ class ChatRoutes:
         raise BadRequestError(f"there is nothing at {request.url.path[:100]}", code="not_found", status=404)
 
     async def _complete_chat(self, request: "Request") -> "Response":
-        params: ChatCompletionRequest = parse_request(ChatCompletionRequest, await _body(request))
+        body = await _body(request)
+        messages = body.get("messages") if isinstance(body, dict) else None
+        # Count before anything is built: every message takes at least two tokens, its marks.
+        if isinstance(messages, list) and 2 * len(messages) > self._responder.context_length:
+            raise self._exceeds_context()
+        params: ChatCompletionRequest = parse_request(ChatCompletionRequest, body)
         self._check_model(params.model)
+        turns, max_new_tokens = params.turns, self._max_new_tokens(params)
         try:
-            prompt = self._responder.prompt(params.turns, max_new_tokens=self._max_new_tokens(params))
+            # In a thread: other requests go on while a long conversation is encoded.
+            prompt = await asyncio.to_thread(self._responder.prompt, turns, max_new_tokens=max_new_tokens)
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
         # Reject long conversations, like OpenAI's server, instead of silently dropping turns.
@@ -120,7 +128,7 @@ class ChatRoutes:
     async def _complete_text(self, request: "Request") -> "Response":
         params: TextCompletionRequest = parse_request(TextCompletionRequest, await _body(request))
         self._check_model(params.model)
-        prompt = self._responder.text_prompt(params.text)
+        prompt = await asyncio.to_thread(self._responder.text_prompt, params.text)
         if len(prompt.ids) >= self._responder.context_length:
             raise self._exceeds_context()
         return await self._answer(params, prompt, request, is_chat=False)
