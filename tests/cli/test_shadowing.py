@@ -13,17 +13,20 @@ from paths import SUPPORT
 from whet.cli.main import COMMANDS
 
 # Modules that Python, torch, whet or one of their libraries imports, early or late.
-SHADOWING = """
-abc argparse array ast asyncio base64 bisect bz2 calendar click cmath code codecs collections concurrent
-contextlib copy copyreg csv ctypes dataclasses datetime decimal difflib dis email enum errno filecmp fnmatch
-fractions functools getpass gettext glob gzip hashlib heapq hmac html http importlib inspect io ipaddress
-itertools json keyword linecache locale logging lzma math mimetypes multiprocessing numbers numpy operator
-optuna packaging pathlib pickle pkgutil platform posixpath pprint psutil pydantic queue quopri random re
-resource runpy safetensors secrets select selectors shlex shutil signal site sitecustomize socket sqlite3 ssl
-stat statistics string struct subprocess sympy sysconfig tarfile tempfile textwrap threading tokenize tokenizers
-torch traceback transformers typer types typing unittest urllib usercustomize uuid warnings weakref webbrowser
-whet yaml zipfile zlib
-""".split()
+SHADOWING = (
+    "abc", "argparse", "array", "ast", "asyncio", "base64", "bisect", "bz2", "calendar", "click", "cmath",
+    "code", "codecs", "collections", "concurrent", "contextlib", "copy", "copyreg", "csv", "ctypes",
+    "dataclasses", "datetime", "decimal", "difflib", "dis", "email", "enum", "errno", "filecmp", "fnmatch",
+    "fractions", "functools", "getpass", "gettext", "glob", "gzip", "hashlib", "heapq", "hmac", "html",
+    "http", "importlib", "inspect", "io", "ipaddress", "itertools", "json", "keyword", "linecache", "locale",
+    "logging", "lzma", "math", "mimetypes", "multiprocessing", "numbers", "numpy", "operator", "optuna",
+    "packaging", "pathlib", "pickle", "pkgutil", "platform", "posixpath", "pprint", "psutil", "pydantic",
+    "queue", "quopri", "random", "re", "resource", "runpy", "safetensors", "secrets", "select", "selectors",
+    "shlex", "shutil", "signal", "site", "sitecustomize", "socket", "sqlite3", "ssl", "stat", "statistics",
+    "string", "struct", "subprocess", "sympy", "sysconfig", "tarfile", "tempfile", "textwrap", "threading",
+    "tokenize", "tokenizers", "torch", "traceback", "transformers", "typer", "types", "typing", "unittest",
+    "urllib", "usercustomize", "uuid", "warnings", "weakref", "webbrowser", "whet", "yaml", "zipfile", "zlib",
+)  # fmt: skip
 
 Whet = Callable[..., "subprocess.CompletedProcess[str]"]
 

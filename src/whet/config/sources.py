@@ -84,7 +84,11 @@ def _parse_yaml(text: str, path: Path) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_FILE_DEPTH:
                 raise _too_deep_error(path)
-        return yaml.load(text, Loader=_unique_key_loader())
+        loader = _unique_key_loader()(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""

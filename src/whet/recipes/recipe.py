@@ -297,11 +297,12 @@ def _import_module(name: str) -> Any:
     # The named module is looked up in the current folder first, like `python -m`; what it imports is not.
     package = name.partition(".")[0]
     spec = PathFinder.find_spec(package, [str(Path.cwd())])
-    if spec is not None and spec.loader is not None and package not in sys.modules:
+    loader = None if spec is None else spec.loader
+    if spec is not None and loader is not None and package not in sys.modules:
         module = importlib.util.module_from_spec(spec)
         sys.modules[package] = module
         try:
-            _import_checked(lambda: spec.loader.exec_module(module), name)
+            _import_checked(lambda: loader.exec_module(module), name)
         except BaseException:
             del sys.modules[package]
             raise
