@@ -9,24 +9,86 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
 from whet.base.units import GB
+from whet.machine.chips import CHIPS, FAMILY_SOURCE, FORMULA, MATRIX_SOURCE, find_chip
 from whet.machine.facts import Machine, ProbeResult, SystemState
-from whet.machine.known import (
-    CHIPS,
-    FAMILY_SOURCE,
-    FORMULA,
-    MATRIX_SOURCE,
-    find_chip,
-    known_machine_names,
-    load_machine,
-    parse_machine,
-)
+from whet.machine.known import example_machine_names, known_machine_names, load_machine, nearest_line, parse_machine
 
 NAMES = ("h200", "linux-2core", "m1-air-8gb", "m2-air-8gb", "m3-max-64gb", "m5-pro-24gb")
 MACS = {"m1-air-8gb": 8, "m2-air-8gb": 8, "m3-max-64gb": 64, "m5-pro-24gb": 24}
 
 
-def test_the_six_known_machines_exist():
-    assert known_machine_names() == NAMES
+COMPOSED = [name for name in known_machine_names() if name not in NAMES]
+
+
+def test_six_machines_have_files_and_others_are_composed():
+    assert example_machine_names() == NAMES
+    assert len(COMPOSED) == 27
+    assert {"m1-mini-8gb", "m1-pro-16gb", "m3-max-96gb", "m4-16gb", "m4-pro-24gb", "m4-max-128gb"} < set(COMPOSED)
+    assert {"m5-16gb", "m5-pro-64gb", "m5-max-36gb"} < set(COMPOSED)
+
+
+@pytest.mark.parametrize("name", [*COMPOSED, "m1-pro,memory=16", "m2-ultra,memory=192", "a18-pro,memory=8"])
+def test_a_composed_mac_agrees_with_its_chip(name):
+    machine = load_machine(name)
+    chip, gpu = find_chip(machine.chip), machine.accelerator("mps")
+    assert (machine.name, machine.origin) == (name, "composed")
+    assert machine.memory_bytes == gpu.memory_bytes <= chip.max_memory_gb * GB
+    assert (machine.cpu.fast_cores, machine.cpu.slow_cores) in chip.cpu
+    assert gpu.num_cores in chip.gpu_cores
+    assert gpu.capability == chip.gpu_family
+    assert 0.65 < gpu.usable_bytes / machine.memory_bytes < 0.85
+    assert any("assumed" in source for source in machine.sources)
+    assert parse_machine(json.dumps(machine.as_json()), where=name) == machine
+
+
+def test_a_machine_is_changed_by_options():
+    m1 = load_machine("m1-pro,memory=16,torch=2.13.0,macos=14.6")
+    assert (m1.torch.version, m1.os.version, m1.memory_bytes) == ("2.13.0", "14.6", 16 * GB)
+    assert m1.name == "m1-pro,memory=16,torch=2.13.0,macos=14.6"
+    air = load_machine("m2-air-8gb,memory=24gb,torch=2.15")
+    assert (air.torch.version, air.memory_bytes) == ("2.15", 24 * GB)
+    assert air.accelerator("mps").usable_bytes == 16 * GB
+    assert load_machine("h200,torch=2.15.0").torch.version == "2.15.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("m1-pro", "different sizes of memory"),
+        ("m1-pro,memory=64", "up to 32 GB"),
+        ("m1-pro,memory=0", "up to 32 GB"),
+        ("m1-pro,memory=lots", "up to 32 GB"),
+        ("m1-pro,memory=16,color=red", "unknown option"),
+        ("h200,memory=16", "only a Mac"),
+        ("m9-pro,memory=16", "no machine of that name"),
+    ],
+)
+def test_a_wrong_machine_is_rejected(name, problem):
+    with pytest.raises(UsageError, match=problem):
+        load_machine(name)
+
+
+@pytest.mark.parametrize(
+    ("real", "nearest"),
+    [
+        ({"chip": "Apple M1 Pro", "gb": 16, "gpu": 14}, "m1-pro-16gb: 14 GPU cores instead of 16"),
+        ({"chip": "Apple M3 Max", "gb": 96, "gpu": 30}, "m3-max-96gb: the same chip, cores and memory"),
+        ({"chip": "Apple M4 Pro", "gb": 36, "gpu": 16}, "m4-pro-48gb: 36 GB memory instead of 48 GB, 16 GPU cores"),
+        ({"chip": "Apple M7", "gb": 16, "gpu": 10}, "m4-16gb: Apple M7 instead of Apple M4"),
+    ],
+)
+def test_a_probed_mac_names_the_nearest_known_one(real, nearest):
+    # Simulated: facts as a probe of such a Mac would return them.
+    known = load_machine(nearest.partition(":")[0])
+    gpu = known.accelerator("mps").model_copy(update={"num_cores": real["gpu"]})
+    changed = {"chip": real["chip"], "memory_bytes": real["gb"] * GB, "accelerators": (gpu,), "origin": "probed"}
+    [line] = nearest_line(known.model_copy(update=changed))
+    assert f"--machine {nearest}" in line
+
+
+def test_other_machines_have_no_nearest_mac():
+    assert nearest_line(load_machine("h200")) == []
+    assert nearest_line(load_machine("linux-2core")) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

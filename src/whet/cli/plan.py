@@ -21,7 +21,7 @@ def plan(
     settings: Settings = None,
     config: ConfigFile = None,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Plan for another machine; no torch needed.")
+        str | None, typer.Option(metavar="NAME|CHIP,memory=GB|FILE", help="Plan for another machine; no torch needed.")
     ] = None,
     device: Device = "auto",
     why: Annotated[

@@ -8,7 +8,7 @@ import typer
 def probe(
     json: Annotated[bool, typer.Option("--json", help="Print all facts as JSON, which --machine can read.")] = False,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Show a known machine instead of this one.")
+        str | None, typer.Option(metavar="NAME|CHIP,memory=GB|FILE", help="Show a known machine instead of this one.")
     ] = None,
 ) -> None:
     """Show this machine, and why MPS or CUDA is missing.
@@ -17,9 +17,10 @@ def probe(
     whet probe
     whet probe --json > my-mac.json
     whet probe --machine m2-air-8gb
+    whet probe --machine m1-pro,memory=16
     """
     from whet.cli import output
-    from whet.machine.known import load_machine
+    from whet.machine.known import load_machine, nearest_line
     from whet.machine.probe import probe as probe_machine
     from whet.machine.render import machine_lines, system_state_lines
 
@@ -34,4 +35,5 @@ def probe(
     if json:
         output.result_json(probed.as_json())
     else:
-        output.result("\n".join([*machine_lines(probed.machine), *system_state_lines(probed.system_state)]))
+        lines = [*machine_lines(probed.machine), *nearest_line(probed.machine)]
+        output.result("\n".join([*lines, *system_state_lines(probed.system_state)]))

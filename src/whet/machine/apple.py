@@ -12,8 +12,8 @@ import sys
 from typing import Any, Literal, NamedTuple
 
 from whet.base.units import GB
+from whet.machine.chips import find_chip
 from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, PressureLevel, SystemState, ThermalLevel
-from whet.machine.known import find_chip
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
 _BYTE_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}

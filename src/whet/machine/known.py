@@ -1,127 +1,52 @@
-"""Known machines, machine files, and the table of Apple chips."""
+"""Known machines and machine files."""
 
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from whet.base.errors import UsageError, closest_match
+from whet.machine.composed import change_machine, is_chip_name, mac_names, named_mac, nearest_machine
 from whet.machine.facts import Machine, ProbeResult
-
-Confidence = Literal["high", "medium"]
-
-FORMULA = "GPU cores x 128 ALUs x 2 operations x clock"
-FAMILY_SOURCE = "ATen/mps/MPSDevice.h of torch 2.13"
-MATRIX_SOURCE = "1024 fp16 operations per GPU core and cycle: a microbenchmark of the A19 (tzakharko.github.io), scaled"
-
-
-class ChipGeneration(NamedTuple):
-    """The sources of the numbers of one generation of chips."""
-
-    gpu_family: str | None
-    """Apple's GPU family, from FAMILY_SOURCE."""
-    specs_source: str
-    """Source of cores, bandwidth and memory."""
-    specs_confidence: Confidence
-    clock_source: str
-    """Source of the GPU clock behind the TFLOPS. Apple publishes no clock, so these have medium confidence."""
-
-
-class Chip(NamedTuple):
-    name: str
-    generation: ChipGeneration
-    cpu: tuple[tuple[int, int], ...]
-    """Numbers of (fast, slow) cores."""
-    gpu_cores: tuple[int, ...]
-    bandwidth: tuple[int, ...]
-    """Bandwidth of the shared memory, in GB/s."""
-    max_memory_gb: int
-    fp32_tflops: tuple[float, float]
-    """TFLOPS by FORMULA for the most GPU cores, with the lowest and the highest clock in the sources."""
-    fp16_matrix_tflops: float | None = None
-    """TFLOPS of the GPU's matrix units, which exist since the M5 (MATRIX_SOURCE). The confidence is medium."""
-    note: str | None = None
-
-    @property
-    def gpu_family(self) -> str | None:
-        return self.generation.gpu_family
-
-
-_SPECS = "Apple's technical specifications of the Macs with this chip (support.apple.com)"
-_M5_SPECS = "Apple's announcement of 2026-03-03 as reported by macrumors.com and gadgets360.com"
-_HF = "huggingface/huggingface.js#1044"
-_GPU_INFO = "philipturner/applegpuinfo"
-M1 = ChipGeneration("apple7", _SPECS, "high", f"1.278 GHz, from Pro on 1.296 GHz ({_GPU_INFO}#11, #2)")
-M2 = ChipGeneration("apple8", _SPECS, "high", f"1.398 GHz ({_GPU_INFO}#6, #10)")
-M3 = ChipGeneration("apple9", _SPECS, "high", f"1.38 to 1.6 GHz, sources disagree ({_GPU_INFO}#4, {_HF})")
-M4 = ChipGeneration("apple9", _SPECS, "high", f"1.66 to 1.8 GHz, sources disagree ({_HF} and benchmark pages)")
-M5 = ChipGeneration("apple10", _M5_SPECS, "high", "1.6 to 1.95 GHz, third-party estimates that disagree")
-A18 = ChipGeneration(None, _M5_SPECS, "medium", "about 1.5 GHz, a third-party estimate")
-
-CHIPS: tuple[Chip, ...] = (
-    Chip("Apple M1", M1, ((4, 4),), (7, 8), (68,), 16, (2.6, 2.6)),
-    Chip("Apple M1 Pro", M1, ((6, 2), (8, 2)), (14, 16), (200,), 32, (5.2, 5.3)),
-    Chip("Apple M1 Max", M1, ((8, 2),), (24, 32), (400,), 64, (10.4, 10.6)),
-    Chip("Apple M1 Ultra", M1, ((16, 4),), (48, 64), (800,), 128, (21.0, 21.2)),
-    Chip("Apple M2", M2, ((4, 4),), (8, 10), (100,), 24, (3.6, 3.6)),
-    Chip("Apple M2 Pro", M2, ((6, 4), (8, 4)), (16, 19), (200,), 32, (6.8, 6.8)),
-    Chip("Apple M2 Max", M2, ((8, 4),), (30, 38), (400,), 96, (13.6, 13.6)),
-    Chip("Apple M2 Ultra", M2, ((16, 8),), (60, 76), (800,), 192, (27.0, 27.2)),
-    Chip("Apple M3", M3, ((4, 4),), (8, 10), (100,), 24, (3.5, 4.1)),
-    Chip("Apple M3 Pro", M3, ((5, 6), (6, 6)), (14, 18), (150,), 36, (6.4, 7.4)),
-    Chip("Apple M3 Max", M3, ((10, 4), (12, 4)), (30, 40), (300, 400), 128, (14.0, 16.0)),
-    Chip("Apple M3 Ultra", M3, ((20, 8), (24, 8)), (60, 80), (819,), 512, (28.0, 33.0)),
-    Chip("Apple M4", M4, ((4, 4), (4, 6)), (8, 10), (120,), 32, (4.3, 4.6)),
-    Chip("Apple M4 Pro", M4, ((8, 4), (10, 4)), (16, 20), (273,), 64, (8.5, 9.2)),
-    Chip("Apple M4 Max", M4, ((10, 4), (12, 4)), (32, 40), (410, 546), 128, (17.0, 18.4)),
-    Chip("Apple M5", M5, ((4, 6),), (8, 10), (153,), 32, (4.2, 5.0), 17.0),
-    Chip(
-        *("Apple M5 Pro", M5, ((5, 10), (6, 12)), (16, 20), (307,), 64, (8.0, 9.0), 35.0),
-        note='fast cores are "super", slow ones "performance" (pytorch/cpuinfo#424); it has no efficiency cores',
-    ),
-    Chip(
-        *("Apple M5 Max", M5, ((6, 12),), (32, 40), (460, 614), 128, (17.0, 18.0), 70.0),
-        note='fast cores are "super", slow ones "performance"; 460 GB/s of the 32-core GPU is of medium confidence',
-    ),
-    Chip("Apple A18 Pro", A18, ((2, 4),), (5,), (60,), 8, (1.9, 1.9), note="the MacBook Neo's"),
-)
-
-_BY_NAME = {chip.name.casefold(): chip for chip in CHIPS}
-
-
-def find_chip(name: str | None) -> Chip | None:
-    """Return the chip of that name, or None if it is not in the table.
-
-    >>> find_chip("Apple M2 Max").bandwidth
-    (400,)
-    >>> find_chip("m5 pro").name, find_chip("Apple M9")
-    ('Apple M5 Pro', None)
-    """
-    # "Apple M2", "apple m2" and "M2" are the same chip.
-    words = (name or "").casefold().split()
-    if words[:1] == ["apple"]:
-        words = words[1:]
-    return _BY_NAME.get(" ".join(["apple", *words]))
-
 
 # A machine file has a few kilobytes. The limit rejects a wrong file before it is read into memory.
 _MAX_FILE_BYTES = 1_000_000
 
 
-def known_machine_names() -> tuple[str, ...]:
-    """Return the names of the machines that come with whet, sorted."""
+def example_machine_names() -> tuple[str, ...]:
+    """Return the names of the machines that have a file, one or two for each kind of machine, sorted."""
     files = resources.files("whet.machine").joinpath("known").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
+def known_machine_names() -> tuple[str, ...]:
+    """Return the names of all machines that come with whet, sorted."""
+    return tuple(sorted({*example_machine_names(), *mac_names()}))
+
+
 def load_machine(name_or_file: str | Path) -> Machine:
-    """Load a known machine by name, or from a file written by `whet probe --json`."""
+    """Load a known machine by name, compose one from a chip and its memory, or read a file of `whet probe --json`.
+
+    >>> load_machine("m1-pro,memory=16").accelerator("mps").num_cores
+    16
+    >>> load_machine("m4-max-36gb,torch=2.14").torch.version
+    '2.14'
+    """
     # Names take precedence: a file in the working folder must not hide a known machine.
-    if str(name_or_file) in known_machine_names():
-        file = resources.files("whet.machine").joinpath("known", f"{name_or_file}.json")
-        return parse_machine(file.read_text(encoding="utf-8"), where=str(name_or_file))
+    name, *options = str(name_or_file).split(",")
+    if name in example_machine_names():
+        file = resources.files("whet.machine").joinpath("known", f"{name}.json")
+        machine = parse_machine(file.read_text(encoding="utf-8"), where=name)
+        return change_machine(machine, options)
+    if name in mac_names() or is_chip_name(name):
+        return named_mac(name, options)
     path = Path(name_or_file)
     return parse_machine(_read_machine_file(path), where=str(path))
+
+
+def nearest_line(machine: Machine) -> list[str]:
+    """Return a line with the known machine that is nearest to this Mac; nothing for other machines."""
+    nearest = nearest_machine(machine, [load_machine(name) for name in known_machine_names()])
+    return [] if nearest is None else [f"nearest   --machine {nearest[0].name}: {nearest[1]}"]
 
 
 def parse_machine(text: str, *, where: str) -> Machine:
@@ -159,10 +84,11 @@ def _read_machine_file(path: Path) -> str:
 
 
 def _unknown_machine(name: str) -> UsageError:
-    meant = closest_match(name, known_machine_names())
+    meant = closest_match(name.partition(",")[0], known_machine_names())
     hint = f"did you mean {meant!r}? " if meant else ""
     return UsageError("no machine of that name, and no such file", got=name, try_=f"{hint}{_name_hint()}")
 
 
 def _name_hint() -> str:
-    return f"one of {', '.join(known_machine_names())}, or a file from `whet probe --json`"
+    names = ", ".join(known_machine_names())
+    return f"one of {names}; a chip with its memory, m4-pro,memory=24; or a file from `whet probe --json`"
