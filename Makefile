@@ -9,12 +9,14 @@
 #   make docs      write the generated docs, after a change to a rule
 #   make pictures  take the pictures of the docs, in the system's chromium
 #   make encoder   a real pretrained encoder (84 MB) for tests and benchmarks
-#   make dist      sdist and wheel into dist/, checked; TAG=v0.1.0 also compares a tag with the version and the changelog
+#   make dist      sdist and wheel into dist/, checked; with TAG=v0.1.0 also that the tag fits version and changelog
 #   make try-wheel the wheel of dist/ in an empty environment without a compiler: plan, train, sizes and times
 #   make publish   upload dist/ to PyPI; the release workflow does this by trusted publishing
 #   make clean     remove .venv and what tools left
-#   make test TORCH=2.15.0   the tests on another torch, in an environment of its own (.venv-2.15.0); one from the package
-#                            index brings about 6 GB of CUDA libraries and runs without a GPU
+# Variables:
+#   TORCH=2.15.0   for test: another torch, in an environment of its own (.venv-2.15.0); one from the package index brings
+#                  about 6 GB of CUDA libraries and runs without a GPU
+#   MARKS="not torch and not slow"   for test: which tests; DEVICE=cpu for demo; CONSTRAINTS=constraints.txt for try-wheel
 PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -22,7 +24,6 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # build and twine alone: a release needs no torch.
 RELEASE := build/env
-# Which tests `make test` runs, and the device of `make demo`.
 MARKS ?= not slow
 DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
