@@ -16,6 +16,9 @@ from whet.step.optimizers import EXECUTION_KEYS
 _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
 """Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
 
+_GONE = "@gone"
+"""The name of a parameter that is no longer in the model, such as one that weight_norm has replaced."""
+
 
 def state_name(prefix: str, parameter: str, key: object) -> str:
     """Return the name of a tensor in the state of a parameter."""
@@ -52,7 +55,7 @@ def _encode_parts(
 ) -> dict[str, Any]:
     groups = [
         {
-            "parameters": [names[p] for p in group["params"]],
+            "parameters": [names.get(p, _GONE) for p in group["params"]],
             "values": {
                 key: encoder.encode(value, f"{prefix}@group/{number}.{key}")
                 for key, value in group.items()
@@ -65,6 +68,8 @@ def _encode_parts(
     state: list[Any] = []
     for owner, values in optimizer.state.items():
         if isinstance(owner, Tensor):
+            if owner not in names:
+                continue
             entry: dict[str, Any] = {"parameter": names[owner]}
             path = names[owner]
         else:
@@ -152,11 +157,11 @@ class OptimizerRestorer:
             got = f"{len(groups)} parameter groups; the checkpoint has {len(facts['groups'])}"
             raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
         for saved, group in zip(facts["groups"], groups, strict=True):
-            order = [self._by_name[name] for name in saved["parameters"]]
+            order = [self._by_name.get(name) for name in saved["parameters"]]
             if {id(p) for p in order} != {id(p) for p in group["params"]}:
-                raise WhetError(
-                    "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
-                )
+                gone = " that are no parameters of this model" if None in order else ""
+                got = f"{len(order)} parameters{gone}"
+                raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
 
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]

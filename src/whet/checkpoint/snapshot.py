@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
+from whet.checkpoint.encoding import DTYPES
 from whet.checkpoint.manifest import CheckpointInfo
 from whet.checkpoint.model_state import (
     InitialState,
@@ -133,7 +134,12 @@ def take_snapshot(
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers by the names under which they are saved."""
-    return {f"model/{name}": _stored(tensor) for name, tensor in named_tensors(model) if is_plain(tensor)}
+    tensors = {f"model/{name}": _stored(tensor) for name, tensor in named_tensors(model) if is_plain(tensor)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            got = f"{name.removeprefix('model/')} has {tensor.dtype}"
+            raise UsageError("the model has a tensor that cannot be saved", got=got, try_="a buffer of another dtype")
+    return tensors
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from whet.distributed.ranks import RankInfo, check_not_mps
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, attention_kernel_reason, norm_kernel_reason
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
+from whet.step.ema import named_tensors
 from whet.step.optimizers import OptimizerChoice
 from whet.training.optimizer_set import OptimizerSet
 from whet.training.resume import ALLOWED_KEYS
@@ -43,6 +44,13 @@ def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
             "the model has lazy layers that have seen no data",
             got="an UninitializedParameter",
             try_="model(one batch) first",
+        )
+    empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            "the model has tensors without values",
+            got=f"{empty[0]} is on the meta device" + (f", and {len(empty) - 1} more" if len(empty) > 1 else ""),
+            try_='model.to_empty(device="cpu"), then your initialization',
         )
     if not isinstance(optimizer, Optimizer | OptimizerChoice):
         hint = 'torch.optim.AdamW(model.parameters(), lr=1e-3), or whet.OptimizerChoice(name="adamw", lr=1e-3)'

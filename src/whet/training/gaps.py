@@ -113,6 +113,9 @@ class GapDetector:
 
 def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            # Such a module saves its hidden state itself.
+            continue
         for key, value in module_attributes(module):
             if not _is_saved(value):
                 yield f"{name}.{key}".removeprefix("."), value
@@ -141,16 +144,18 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 
 
 def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    if hasattr(data, "state_dict"):
+        # A stream or loader that saves its own state.
+        yield "the collate function", [(_name_of(collate_fn), collate_fn)]
+        return
     if isinstance(data, DataLoader):
         sampler = data.batch_sampler if data.batch_size is None else data.sampler
         yield from _data_parts(data.dataset, data.collate_fn)
-        if not type(sampler).__module__.startswith("torch."):
+        if not type(sampler).__module__.startswith("torch.") and not hasattr(sampler, "state_dict"):
             yield "the sampler", [("self", sampler)]
         yield "worker_init_fn", [("worker_init_fn", data.worker_init_fn)]
         return
-    # Data with a state_dict is saved with it.
-    if not hasattr(data, "state_dict"):
-        yield "the dataset", [("self", data)]
+    yield "the dataset", [("self", data)]
     yield "the collate function", [(_name_of(collate_fn), collate_fn)]
 
 

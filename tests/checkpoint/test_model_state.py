@@ -1,0 +1,197 @@
+"""What a resume makes of a model that has changed: by training, by the user, or in its structure."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as f
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import whet
+from state_programs import At, LateBuffers, X, Y, mlp
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
+from whet.checkpoint.comparison import compare_snapshots, describe_tensor, tensors_equal
+
+pytestmark = pytest.mark.torch
+
+
+def fit(model: nn.Module, run: Path | None, *, steps: int = 8, **options: Any) -> Any:
+    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "global_batch_size": 8}
+    return whet.train(
+        model,
+        (X, Y),
+        loss=lambda batch: f.cross_entropy(model(batch[0]), batch[1]),
+        run=run,
+        max_steps=steps,
+        overrides={"threads": 1},
+        on_event=None,
+        **{**defaults, **options},
+    )
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def exactness(run: Path) -> str:
+    return str(events(run, "resume")[-1]["exactness"])
+
+
+def dropout_net(rate: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 8), nn.Dropout(rate), nn.Linear(8, 4))
+
+
+CHANGES: list[tuple[str, Callable[[nn.Module], Any], str]] = [
+    ("a rate", lambda model: setattr(model[1], "p", 0.4), "1.p 0.1 -> 0.4"),
+    ("a frozen layer", lambda model: model[0].requires_grad_(False), "requires_grad of 0.weight is False"),
+    ("a mode", lambda model: model[1].eval(), "1 is in eval mode"),
+    ("a new attribute", lambda model: setattr(model, "note", "x"), "note absent -> x"),
+]
+
+
+@pytest.mark.parametrize(("change", "reported"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+def test_what_the_user_has_changed_stays_and_is_reported(
+    change: Callable[[nn.Module], Any], reported: str, tmp_path: Path
+) -> None:
+    fit(dropout_net(), tmp_path / "run", steps=4)
+    again = dropout_net()
+    change(again)
+    before = again[1].p, again[0].weight.requires_grad, again[1].training
+    fit(again, tmp_path / "run", steps=8)
+    assert exactness(tmp_path / "run").startswith("not bit-exact")
+    assert reported in exactness(tmp_path / "run")
+    assert (again[1].p, again[0].weight.requires_grad, again[1].training) == before
+
+
+def test_a_second_call_with_the_same_objects_is_exact(tmp_path: Path) -> None:
+    model = dropout_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    change = At(2, lambda: setattr(model[1], "p", 0.3))
+    fit(model, tmp_path / "run", steps=4, optimizer=optimizer, callbacks=[change])
+    fit(model, tmp_path / "run", steps=8, optimizer=optimizer, callbacks=[change])
+    assert exactness(tmp_path / "run") == "bit-exact"
+    assert model[1].p == 0.3
+
+
+def test_an_attribute_that_cannot_be_saved_any_more_is_a_gap(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = dropout_net()
+        model.rule = 1
+        return model
+
+    model = build()
+    fit(model, tmp_path / "run", steps=4, callbacks=[At(2, lambda: setattr(model, "rule", object()))])
+    assert "the attribute rule, now a object, is not saved" in str(events(tmp_path / "run", "warning"))
+    fit(build(), tmp_path / "run", steps=8)
+    assert "the attribute rule, now a object, is not saved" in exactness(tmp_path / "run")
+
+
+def test_large_tensors_in_attributes_are_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.checkpoint.model_state.MIN_TENSOR_BYTES", 100)
+    model = dropout_net()
+    model.large, model.small = torch.zeros(1000), torch.ones(2)
+    fit(model, tmp_path / "run", steps=4)
+    assert "large is not saved: 4,000 bytes" in str(events(tmp_path / "run", "warning"))
+    names = store.load_newest(tmp_path / "run" / "checkpoints").snapshot.tensors
+    assert [name for name in names if name.startswith("attribute/")] == ["attribute/small"]
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_parametrization_in_the_middle_is_a_gap_and_fits_a_model_that_has_it(
+    is_replaced: bool, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return mlp()
+
+    def change(model: nn.Module) -> None:
+        if is_replaced:
+            parametrizations.weight_norm(model[0])
+        else:
+            parametrize.register_parametrization(model[0], "weight", Half())
+
+    model = build()
+    fit(model, tmp_path / "run", steps=4, callbacks=[At(2, lambda: change(model))])
+    warnings = str(events(tmp_path / "run", "warning"))
+    assert "parameters were added or renamed during the run" in warnings
+    assert "made before the session" in warnings
+    with pytest.raises(WhetError, match="does not fit this model"):
+        whet.load(tmp_path / "run", build())
+    changed = build()
+    change(changed)
+    whet.load(tmp_path / "run", changed)
+    assert torch.equal(changed[0].weight, model[0].weight)
+    if not is_replaced:
+        fit(changed, tmp_path / "run", steps=8)
+        assert "added or renamed during the run" in exactness(tmp_path / "run")
+
+
+def test_late_buffers_and_pruning_are_loaded_into_a_new_model(tmp_path: Path) -> None:
+    trained = nn.Sequential(LateBuffers(), nn.Linear(4, 4))
+    fit(trained, tmp_path / "run", steps=4, callbacks=[At(2, lambda: prune.l1_unstructured(trained[1], "weight", 0.3))])
+    new = nn.Sequential(LateBuffers(), nn.Linear(4, 4))
+    parameter = new[1].weight
+    whet.load(tmp_path / "run", new)
+    assert new[1].weight_orig is parameter
+    assert new[0].cache.shape == trained[0].cache.shape
+    assert "cache" not in new[0].state_dict()
+    assert torch.equal(new[0].shift, trained[0].shift)
+    assert torch.equal(new(X), trained(X)) is False or new[0].count == trained[0].count
+    with pytest.raises(WhetError, match="does not fit this model"):
+        whet.load(tmp_path / "run", nn.Sequential(LateBuffers(), nn.Linear(4, 5)))
+
+
+def test_an_error_in_an_evaluation_does_not_save_its_mode(tmp_path: Path) -> None:
+    def loop(model: nn.Module, *, fails: bool) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        session = whet.Session(
+            model, optimizer, (X, Y), global_batch_size=8, max_steps=6, run=tmp_path / "run", overrides={"threads": 1}
+        )
+        with session:
+            for batch in session:
+                session.step(lambda micro: f.cross_entropy(model(micro[0]), micro[1]), batch)
+                if fails and session.progress.step == 3:
+                    model.eval()
+                    raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        loop(dropout_net(), fails=True)
+    again = dropout_net()
+    loop(again, fails=False)
+    assert again[1].training
+
+
+def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(UsageError, match=r"tensors without values\n.*1.weight is on the meta device"):
+        fit(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_snapshots_are_compared_by_bits_and_in_words(tmp_path: Path) -> None:
+    fit(dropout_net(), tmp_path / "run", steps=4)
+    fit(dropout_net(), tmp_path / "other", steps=4)
+    ours, theirs = (store.load_newest(tmp_path / name / "checkpoints").snapshot for name in ("run", "other"))
+    assert compare_snapshots(ours, theirs) == []
+    theirs.tensors["optimizer/0.weight/momentum_buffer"][0, 0] += 1
+    theirs.facts["scaler"] = {"scale": 1}
+    assert compare_snapshots(ours, theirs) == [
+        "momentum_buffer of 0.weight in the optimizer",
+        "scaler.scale None -> 1",
+    ]
+    assert describe_tensor("optimizer/@g/0.weight/exp_avg") == "exp_avg of 0.weight in the optimizer g"
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert tensors_equal(nan, -nan)
+    assert not tensors_equal(zero, -zero)

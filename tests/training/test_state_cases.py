@@ -1,0 +1,70 @@
+"""Every kind of state that torch can have: a run that is stopped, killed or rolled back ends with the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fork_server import ForkServer
+from whet.checkpoint import store
+from whet.checkpoint.comparison import compare_snapshots
+from whet.checkpoint.snapshot import Snapshot
+
+pytestmark = pytest.mark.torch
+
+PROGRAMS_FILE = Path(__file__).parents[1] / "support" / "state_programs.py"
+PROGRAMS = [
+    line.split("def ")[1].split("(")[0]
+    for decorator, line in zip(
+        PROGRAMS_FILE.read_text().splitlines(), PROGRAMS_FILE.read_text().splitlines()[1:], strict=False
+    )
+    if decorator == "@program"
+]
+
+
+def train(fork_server: ForkServer, program: str, folder: Path, *, mode: str = "", code: int = 0) -> None:
+    ended = fork_server.start(PROGRAMS_FILE, program, mode, folder).wait()
+    assert ended.code == code, ended.errors
+
+
+def last_state(folder: Path) -> Snapshot:
+    newest = store.load_newest(folder / "checkpoints")
+    assert newest is not None
+    assert newest.step == 24
+    return newest.snapshot
+
+
+def exactness(folder: Path) -> list[str]:
+    events = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
+    return [event["exactness"] for event in events if event["kind"] == "resume"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_killed_run_ends_with_the_same_bits(program: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    train(fork_server, program, tmp_path / "whole")
+    train(fork_server, program, tmp_path / "killed", mode="kill", code=-9)
+    train(fork_server, program, tmp_path / "killed")
+    assert compare_snapshots(last_state(tmp_path / "whole"), last_state(tmp_path / "killed")) == []
+    assert exactness(tmp_path / "killed") == ["bit-exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_stopped_run_ends_with_the_same_bits(program: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    train(fork_server, program, tmp_path / "whole")
+    train(fork_server, program, tmp_path / "again")
+    assert compare_snapshots(last_state(tmp_path / "whole"), last_state(tmp_path / "again")) == []
+    train(fork_server, program, tmp_path / "stopped", mode="int")
+    train(fork_server, program, tmp_path / "stopped")
+    assert compare_snapshots(last_state(tmp_path / "whole"), last_state(tmp_path / "stopped")) == []
+    assert exactness(tmp_path / "stopped") == ["bit-exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_run_that_is_rolled_back_ends_with_the_same_bits(
+    program: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    train(fork_server, program, tmp_path / "whole")
+    train(fork_server, program, tmp_path / "rolled", mode="roll back")
+    assert compare_snapshots(last_state(tmp_path / "whole"), last_state(tmp_path / "rolled")) == []
