@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
@@ -89,6 +90,8 @@ class GapDetector:
         run = self._run
         known = {id(part): part for part in (run, run.config, *run.model.modules())}
         known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
+        # Not what these reach: a hook of an optimizer may lead to anything.
+        known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
         found = {}
         for owner, parts in roots.items():
@@ -99,6 +102,16 @@ class GapDetector:
             found[owner] = walk.digests
         return found
 
+    def _saved_objects(self) -> Iterator[Any]:
+        """Yield what checkpoints hold besides the model and registered objects. The loss may refer to it too."""
+        run, schedule = self._run, self._run.config.training.schedule
+        yield from (stepper.optimizer for stepper in run.steppers.values())
+        yield from (callback for callback in run.callbacks.users if _saves_state(callback))
+        schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
+        yield from (one for one in schedules if isinstance(one, LRScheduler))
+        if hasattr(run.config.data, "state_dict"):
+            yield run.config.data
+
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
         """Yield the user's code and objects besides the loss, by owner."""
         run = self._run
@@ -107,8 +120,12 @@ class GapDetector:
         yield "the schedule", [(_name_of(part), part) for part in schedule_functions(run.config.training.schedule)]
         yield from _data_parts(run.config.data, run.config.training.collate_fn)
         for callback in run.callbacks.users:
-            if type(callback).state_dict is Callback.state_dict:
+            if not _saves_state(callback):
                 yield f"the callback {type(callback).__qualname__}", [("self", callback)]
+
+
+def _saves_state(callback: Callback) -> bool:
+    return type(callback).state_dict is not Callback.state_dict
 
 
 def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
