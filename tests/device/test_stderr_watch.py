@@ -42,6 +42,17 @@ def test_large_writes_pass_unchanged() -> None:
     assert done.stderr == b"abc\n" * 500_000
 
 
+def test_each_of_several_texts_is_reported_by_itself() -> None:
+    done = run(
+        "with StderrWatch('failed', 'a longer reason', 'never') as watch:\n"
+        "    os.write(2, b'it failed')\n"
+        "    print(sorted(watch.seen(wait=True)))\n"
+        "    os.write(2, b', for a longer reason')\n"
+        "    print(sorted(watch.seen(wait=True)))\n"
+    )
+    assert done.stdout.decode().splitlines() == ["['failed']", "['a longer reason', 'failed']"], done.stderr
+
+
 @pytest.mark.parametrize(
     "pieces", [["a planted failure here\n"], ["a plan", "ted fail", "ure\n"], [*"planted failure"]]
 )
@@ -49,12 +60,12 @@ def test_the_text_is_noticed_in_chunks_of_any_size(pieces: list[str]) -> None:
     done = run(
         "with StderrWatch('planted failure') as watch:\n"
         "    os.write(2, b'a planted fail, but not more\\n')\n"
-        "    print(watch.has_seen(wait=True))\n"
+        "    print(bool(watch.seen(wait=True)))\n"
         f"    for piece in {pieces!r}:\n"
         "        os.write(2, piece.encode())\n"
-        "        watch.has_seen(wait=True)\n"
-        "    print(watch.has_seen(wait=True))\n"
-        "print(watch.has_seen())\n"
+        "        watch.seen(wait=True)\n"
+        "    print(bool(watch.seen(wait=True)))\n"
+        "print(bool(watch.seen()))\n"
     )
     assert done.stdout.split() == [b"False", b"True", b"True"], done.stderr
     assert done.stderr == b"a planted fail, but not more\n" + "".join(pieces).encode()
@@ -64,7 +75,7 @@ def test_output_of_a_child_is_noticed() -> None:
     done = run(
         "with StderrWatch('planted failure') as watch:\n"
         "    subprocess.run(['sh', '-c', 'echo planted failure >&2'])\n"
-        "    print(watch.has_seen(wait=True))\n"
+        "    print(bool(watch.seen(wait=True)))\n"
     )
     assert done.stdout == b"True\n"
 
@@ -90,7 +101,7 @@ def test_ctrl_c_leaves_the_relay_alone() -> None:
         "with StderrWatch('planted failure') as watch:\n"
         "    os.killpg(0, signal.SIGINT); time.sleep(0.3)\n"
         "    print('planted failure', file=sys.stderr)\n"
-        "    print(watch.has_seen(wait=True))\n"
+        "    print(bool(watch.seen(wait=True)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600, start_new_session=True)
     assert done.stdout == b"True\n", done.stderr
@@ -123,7 +134,7 @@ def test_a_relay_that_is_killed_gives_standard_error_back() -> None:
     done = run(
         "with StderrWatch('x') as watch:\n"
         "    watch._relay.kill(); watch._relay.wait()\n"
-        "    assert watch.has_seen() is False\n"
+        "    assert not watch.seen()\n"
         "    print('still heard', file=sys.stderr)\n"
     )
     assert done.returncode == 0, done.stderr
@@ -145,7 +156,7 @@ def test_forked_process_may_outlive_the_stderr_watch() -> None:
 
 
 def test_without_standard_error_nothing_changes() -> None:
-    done = run("os.close(2)\nwith StderrWatch('x') as watch: print(watch.has_seen(wait=True))\n")
+    done = run("os.close(2)\nwith StderrWatch('x') as watch: print(bool(watch.seen(wait=True)))\n")
     assert done.stdout == b"False\n"
 
 

@@ -251,3 +251,18 @@ def test_all_checks_pass_on_the_cpu() -> None:
     assert not [check for check in result.checks if check.verdict == "skipped"]
     assert len(result.checks) > 150
     assert len(report_bytes(result)) < 64_000, "small enough to read before sending"
+
+
+@pytest.mark.parametrize(("bits", "found"), [(23, "fp32"), (10, "tf32"), (7, "bf16"), (4, "less than bf16")])
+def test_products_that_use_fewer_bits_are_found(bits: int, found: str) -> None:
+    class Rounding:
+        """Stands for a device that rounds the factors of a product (simulated)."""
+
+        def put(self, tensor: torch.Tensor) -> torch.Tensor:
+            mantissa, exponent = torch.frexp(tensor)
+            return torch.ldexp((mantissa * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent)
+
+    finding = speeds._fp32_products(Rounding())  # type: ignore[arg-type]
+    assert finding.figures["format"] == found
+    assert finding.figures["bits_at_1024"] == bits
+    assert (finding.verdict == "good") == (bits == 23)

@@ -207,6 +207,8 @@ def test_other_errors_stay_as_they_are(python) -> None:
 
 METAL = "Error: command buffer exited with error status.\\n\\tInsufficient Memory (00000008)\\n"
 FAILING = (
+    # As up to torch 2.14, which does not look at the status of a command buffer.
+    "from whet.device import mps; mps.torch_release = lambda: (2, 14)\n"
     "model, calls = net(), []\n"
     "def loss(micro):\n"
     "    calls.append(1)\n"
@@ -221,7 +223,7 @@ FAILING = (
 def test_a_simulated_failure_of_the_gpu_stops_the_run_before_it_is_saved(python, tmp_path: Path) -> None:
     done = python(START + FAILING.replace("FAIL_AT", "5"))
     assert done.returncode == 1, done.stderr
-    assert "the GPU failed, and its results since then are invalid" in done.stdout
+    assert "the GPU ran out of memory, and its results since then are invalid" in done.stdout
     assert "Insufficient Memory" in done.stderr, "Metal's own words pass through"
     run = tmp_path / "run"
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -230,6 +232,80 @@ def test_a_simulated_failure_of_the_gpu_stops_the_run_before_it_is_saved(python,
     again = python(START + FAILING.replace("FAIL_AT", "-1"))
     assert again.returncode == 0, again.stdout + again.stderr
     assert max(event.step for event in events(run, "step")) == 12
+
+
+PLANTED = (
+    "from whet.device.virtual_mac import DriverGrowth, GpuFailure, simulate\n"
+    "model, calls = net(), []\n"
+    "def loss(micro):\n"
+    "    calls.append(1)\n"
+    "    if len(calls) == 5: simulate(FAULT)\n"
+    "    return ((model(micro.x) - micro.y) ** 2).mean()\n"
+    "overrides = {'checkpoint_steps': 1, 'micro_batch': 16, 'verify': 'off'}\n"
+    "fit(model, data(), loss=loss, epochs=3, run='run', overrides=overrides)\n"
+)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["torch 2.14", "torch 2.15"])
+def test_a_simulated_watchdog_is_answered_with_what_helps(python, tmp_path: Path, raises: bool) -> None:
+    version = f"from whet.device import mps; mps.torch_release = lambda: (2, {15 if raises else 14})\n"
+    done = python(START + version + PLANTED.replace("FAULT", f"GpuFailure(cause='watchdog', raises={raises})"))
+    assert done.returncode == 1, done.stderr
+    assert "macOS stopped the GPU's work because the display had to wait for it" in done.stdout
+    assert "a display that sleeps, or SSH" in done.stdout
+    assert "micro_batch" not in done.stdout, "smaller batches do not help"
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved[-1] == "step-000000004", "step 5 was computed by a GPU that had failed"
+    assert "the display had to wait" in str(events(tmp_path / "run", "end")[-1].get("reason"))
+
+
+def test_a_simulated_command_buffer_error_of_torch_2_15_is_memory_that_ran_out(python, tmp_path: Path) -> None:
+    """Reported late, so that the run goes back to its last checkpoint; the second time with a smaller micro-batch."""
+    code = "from whet.device import mps; mps.torch_release = lambda: (2, 15)\n" + PLANTED.replace(
+        "FAULT", "GpuFailure('addmm', raises=True)"
+    ).replace("    return ((model", "    if len(calls) >= 5: model(micro.x).sum().item()\n    return ((model")
+    done = python(START + code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    (oom,) = events(run, "oom")
+    assert "MPS command buffer execution failed: Insufficient Memory" in oom.get("reason")
+    assert any("the GPU ran out of memory at step 5 or before" in str(e.fields) for e in events(run, "resume"))
+    assert max(event.step for event in events(run, "step")) == 12
+
+
+def test_driver_memory_that_grows_tenfold_in_simulation_is_returned_within_a_few_steps(python, tmp_path: Path) -> None:
+    code = PLANTED.replace("FAULT", "DriverGrowth(2**29)") + ("print(torch.mps.driver_allocated_memory() < 2**33)\n")
+    done = python(START + code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [event for event in events(tmp_path / "run", "warning") if "the GPU's driver held " in event.get("reason")]
+    first = said[0]
+    assert first.step <= 8, "it began in step 5"
+    assert "its cache was emptied in " in first.get("reason")
+    assert "and the next step took " in first.get("reason")
+    assert done.stdout.splitlines()[-1] == "True"
+
+
+def test_steady_memory_is_left_alone(python, tmp_path: Path) -> None:
+    done = python(START + "fit(net(), data(), epochs=3, run='run')")
+    assert done.returncode == 0, done.stderr
+    assert not events(tmp_path / "run", "warning")
+
+
+def test_many_shapes_of_the_users_own_data_are_counted_and_fewer_advised(python, tmp_path: Path) -> None:
+    code = (
+        "from whet.training.callbacks import device_cache\n"
+        "rows = [(torch.randn(3 + n // 4, 4), torch.randn(1)) for n in range(4 * 70)]\n"
+        "model = nn.Linear(4, 1)\n"
+        "loader = torch.utils.data.DataLoader(rows, batch_size=4)\n"
+        "whet.train(model, loader, loss=lambda b: ((model(b[0]).mean(1) - b[1]) ** 2).mean(), run='run',\n"
+        "    device='mps', on_event=None, overrides={'verify': 'off'},\n"
+        "    optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))\n"
+    )
+    done = python(START + code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (advice,) = events(tmp_path / "run", "warning")
+    assert "64 shapes of micro-batches in 64 steps" in advice.get("reason")
+    assert "pad to few lengths" in advice.get("reason")
 
 
 # --- CPU fallbacks ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,16 @@ def test_a_simulated_miscompute_is_met_in_the_threads_of_autograd(python) -> Non
 
 def test_the_page_shows_every_simulated_fault() -> None:
     shown = " ".join(examples())
-    for name in ("HeldMemory", "GraphCache", "GpuFailure", "Miscompute", "Heat", "SystemState", "KilledByPressure"):
+    for name in (
+        "HeldMemory",
+        "GraphCache",
+        "DriverGrowth",
+        "GpuFailure",
+        "Miscompute",
+        "Heat",
+        "SystemState",
+        "KilledByPressure",
+    ):
         assert f"{name}(" in shown
 
 

@@ -1,4 +1,4 @@
-"""Recognize out-of-memory errors, explain MPS errors, and hide warnings that whet handles."""
+"""Recognize out-of-memory errors and GPU failures, explain MPS errors, and hide warnings that whet handles."""
 
 import re
 import traceback
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.origin import code_origin
+from whet.device.environment import HIGH
 
 OUT_OF_MEMORY_TEXTS = (
     "MPS backend out of memory",
@@ -28,6 +29,12 @@ FALLBACK_WARNING = r"The operator '[\w:.]+' is not currently supported on the MP
 """Hidden, because it names only the first operator. The report of a run lists all operators and their cost."""
 PIN_MEMORY_WARNING = r"'pin_memory' argument is set as true but not supported on MPS"
 """Hidden, because rule L4 already reports that nothing is pinned."""
+
+COMMAND_BUFFER_TEXT = "MPS command buffer execution failed"
+"""Start of the error that torch raises since 2.15 if the GPU has failed, at the next point that waits for the GPU."""
+WATCHDOG_TEXTS = ("ImpactingInteractivity", "Impacting Interactivity")
+"""macOS has ended a command buffer because the display had to wait for it (ml-explore/mlx#3267)."""
+GPU_MEMORY_TEXTS = ("Insufficient Memory", "ErrorOutOfMemory")
 
 _MISSING_OPERATOR = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
 _NO_FLOAT64 = "MPS framework doesn't support float64"
@@ -47,10 +54,61 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
+    if text.startswith(COMMAND_BUFFER_TEXT):
+        return any(word in text for word in GPU_MEMORY_TEXTS)
     # The message of the CPU allocator follows a source location: "[enforce fail at alloc_cpu.cpp:118] . ...".
     return text.startswith(OUT_OF_MEMORY_TEXTS) or (
         text.startswith("[enforce fail at") and "DefaultCPUAllocator:" in text
     )
+
+
+def is_gpu_failure(error: BaseException | None) -> bool:
+    """Whether torch reports that the GPU has failed, in work that may be older than the current step.
+
+    What was computed since the last wait for the GPU is invalid, so a step cannot be undone or repeated by itself.
+    """
+    return any(str(one).startswith(COMMAND_BUFFER_TEXT) for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+class GpuFailedError(WhetError):
+    """The GPU has failed, and its results since then are invalid."""
+
+    def __init__(self, report: str) -> None:
+        """Explain a failure from the words of torch or Metal."""
+        kept = "the same command resumes from the last checkpoint, which is from before the failure"
+        if any(word in report for word in WATCHDOG_TEXTS):
+            # Smaller batches do not help: the display waits for the sum of the work, not for one kernel.
+            super().__init__(
+                "macOS stopped the GPU's work because the display had to wait for it",
+                got=f"{report}; the results since then are invalid",
+                try_=f"a display that sleeps, or SSH from another computer with nobody logged in at the screen; {kept}",
+            )
+        elif any(word in report for word in GPU_MEMORY_TEXTS):
+            super().__init__(
+                "the GPU ran out of memory, and its results since then are invalid",
+                got=report,
+                try_=f"a smaller micro_batch, without {HIGH}=0.0; {kept}",
+            )
+        else:
+            super().__init__(
+                "the GPU failed, and its results since then are invalid",
+                got=report,
+                try_=f"{kept}; whet doctor, if it fails again",
+            )
+
+
+def explain_gpu_failure(error: BaseException | None) -> GpuFailedError | None:
+    """Return an explanation if torch reports that the GPU has failed; None for other errors."""
+    if isinstance(error, GpuFailedError):
+        return None
+    reported = next((str(one) for one in _chain(error) if str(one).startswith(COMMAND_BUFFER_TEXT)), None)
+    return None if reported is None else GpuFailedError(reported.partition(". This error may have been")[0])
 
 
 class WideDtypeError(UsageError):
@@ -81,7 +139,13 @@ def explain_mps_errors() -> Iterator[None]:
     """Convert MPS errors of the model's code into WhetErrors with a hint. Other errors are not changed."""
     try:
         yield
-    except (NotImplementedError, TypeError) as error:
+    except RuntimeError as error:
+        # NotImplementedError is one too. Memory that ran out is handled where the step can be repeated with less.
+        explained = None if is_out_of_memory(error) else explain_gpu_failure(error) or _explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+    except TypeError as error:
         explained = _explain(error)
         if explained is None:
             raise

@@ -13,18 +13,25 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError
 from whet.base.units import format_seconds
 from whet.device.abstract import AbstractDevice, DeviceMemory, DeviceMonitor, MemoryUsage
-from whet.device.environment import HIGH, configure_mps_memory
-from whet.device.errors import check_dtype, explain_mps_errors, ignore_handled_warnings
+from whet.device.environment import configure_mps_memory
+from whet.device.errors import (
+    GPU_MEMORY_TEXTS,
+    WATCHDOG_TEXTS,
+    GpuFailedError,
+    check_dtype,
+    explain_mps_errors,
+    ignore_handled_warnings,
+)
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
 from whet.machine.facts import TorchFacts
 from whet.machine.probe import oldest_macos
 
 METAL_FAILURE_TEXT = "command buffer exited with error status"
-"""The only report of a GPU failure. Metal prints it; torch 2.13 does not check the status (MPSStream.mm)."""
+"""The only report of a GPU failure before torch 2.15. Metal prints it; torch does not check the status."""
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -156,6 +163,7 @@ class MpsMonitor(DeviceMonitor):
     def __init__(self, sync: Callable[[], None]) -> None:
         self._sync = sync
         self._watch: StderrWatch | None = None
+        self._raises_failures = False
         self._timer: FallbackTimer | None = None
         self._events: list[tuple[str, dict[str, Any]]] = []
 
@@ -164,8 +172,11 @@ class MpsMonitor(DeviceMonitor):
         with ExitStack() as stack:
             stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
             self._timer = FallbackTimer(sync=self._sync) if has_fallback else None
-            # Metal reports a failed command buffer only on standard error.
-            self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
+            self._raises_failures = torch_release() >= (2, 15)
+            if not self._raises_failures:
+                # Metal reports a failed command buffer only on standard error.
+                texts = METAL_FAILURE_TEXT, *GPU_MEMORY_TEXTS, *WATCHDOG_TEXTS
+                self._watch = stack.enter_context(StderrWatch(*texts))
             yield
 
     @contextmanager
@@ -178,12 +189,15 @@ class MpsMonitor(DeviceMonitor):
             yield
 
     def check(self, *, wait: bool = False) -> None:
-        if self._watch is not None and self._watch.has_seen(wait=wait):
-            raise WhetError(
-                "the GPU failed, and its results since then are invalid",
-                got=f"Metal's {METAL_FAILURE_TEXT!r} on standard error; often the GPU ran out of memory",
-                try_=f"a smaller micro_batch, without {HIGH}=0.0; the last checkpoint is from before the failure",
-            )
+        if wait and self._raises_failures:
+            # torch raises what the GPU has reported at the next wait for it.
+            self._sync()
+        if self._watch is None or METAL_FAILURE_TEXT not in self._watch.seen(wait=wait):
+            return
+        # The reason follows in other lines.
+        seen = self._watch.seen(wait=True)
+        reasons = " and ".join(repr(text) for text in (*WATCHDOG_TEXTS, *GPU_MEMORY_TEXTS) if text in seen)
+        raise GpuFailedError(f"Metal's {METAL_FAILURE_TEXT!r} on standard error, with {reasons or 'no reason'}")
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         result = None if self._timer is None else self._timer.result()

@@ -1,4 +1,4 @@
-"""Watch standard error for a text. Native libraries report some errors only there.
+"""Watch standard error for texts. Native libraries report some errors only there.
 
 During a watch, file descriptor 2 is a pipe to a relay process, which runs this file as a program. The relay copies all
 output unchanged and in order. This includes the output of child processes and the last output of a crashing process.
@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-# Protocol of the relay: MARK requests a PASSED once everything before it was examined. SEEN reports the text.
+# Protocol: MARK requests a PASSED once everything before it was examined. A text is reported as its number.
 MARK = b"\0whet\0"
-SEEN = b"!"
 PASSED = b"."
 
 _STDERR = 2
@@ -26,11 +25,12 @@ _CHUNK = 65_536
 
 @final
 class StderrWatch:
-    """Detects a text on standard error. Does nothing if the relay cannot be started."""
+    """Detects texts on standard error. Does nothing if the relay cannot be started."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._has_seen = False
+    def __init__(self, *texts: str) -> None:
+        assert len(texts) <= 10, "a text is reported by one digit"
+        self._texts = texts
+        self._seen: set[str] = set()
         self._relay: subprocess.Popen[bytes] | None = None
         self._original = self._answers = -1
 
@@ -50,7 +50,7 @@ class StderrWatch:
             try:
                 # Isolated and without site-packages, the relay starts in milliseconds. A new session protects it
                 # from Ctrl-C.
-                command = [sys.executable, "-I", "-S", str(Path(__file__)), self._text]
+                command = [sys.executable, "-I", "-S", str(Path(__file__)), *self._texts]
                 relay = subprocess.Popen(command, stdin=source, stdout=answer_to, start_new_session=True)
                 os.dup2(target, _STDERR)
             finally:
@@ -63,13 +63,15 @@ class StderrWatch:
         if self._relay is None:
             return
         _flush()
-        self.has_seen(wait=True)
-        self._stop()
+        self.seen(wait=True)
+        # A relay that has exited was stopped there.
+        if self._relay is not None:
+            self._stop()
 
-    def has_seen(self, *, wait: bool = False) -> bool:
-        """Whether the text has appeared. With `wait`, first wait until all output so far was examined."""
-        if self._relay is None or self._has_seen:
-            return self._has_seen
+    def seen(self, *, wait: bool = False) -> frozenset[str]:
+        """Return the texts that have appeared. With `wait`, first wait until all output so far was examined."""
+        if self._relay is None:
+            return frozenset(self._seen)
         if wait:
             _flush()
             with contextlib.suppress(OSError):
@@ -78,7 +80,7 @@ class StderrWatch:
         is_passed = not wait
         while select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
             answer = os.read(self._answers, 1024)
-            self._has_seen |= SEEN in answer
+            self._seen.update(text for number, text in enumerate(self._texts) if b"%d" % number in answer)
             is_passed |= PASSED in answer
             if not answer:
                 # The relay has exited. Reconnect standard error.
@@ -86,7 +88,7 @@ class StderrWatch:
                 break
             if is_passed and wait:
                 break
-        return self._has_seen
+        return frozenset(self._seen)
 
     def _stop(self) -> None:
         relay, self._relay = self._relay, None
@@ -108,12 +110,13 @@ def _flush() -> None:
 # The relay copies stdin to stderr and reports on stdout.
 
 
-def relay(text: bytes) -> None:
-    """Copy until every writer has closed the pipe. Report SEEN for the text, and PASSED for each MARK.
+def relay(texts: list[bytes]) -> None:
+    """Copy until every writer has closed the pipe. Report the number of each text, and PASSED for each MARK.
 
     Marks are removed from the output.
     """
     held, window = b"", b""
+    longest = max(map(len, texts))
     while arrived := os.read(0, _CHUNK):
         data = held + arrived
         num_marks = data.count(MARK)
@@ -122,10 +125,11 @@ def relay(text: bytes) -> None:
         data = data[: len(data) - len(held)]
         _write_through(data)
         window += data
-        if text in window:
-            _answer(SEEN)
-        # Keep the end of the window, which may be the start of the text.
-        window = window[len(window) - len(text) + 1 :] if len(window) >= len(text) else window
+        for number, text in enumerate(texts):
+            if text in window:
+                _answer(b"%d" % number)
+        # Keep the end of the window, which may be the start of a text.
+        window = window[len(window) - longest + 1 :] if len(window) >= longest else window
         _answer(PASSED * num_marks)
     _write_through(held)
 
@@ -152,4 +156,4 @@ def _answer(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    relay(sys.argv[1].encode())
+    relay([text.encode() for text in sys.argv[1:]])

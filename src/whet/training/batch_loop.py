@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whet.base.errors import DivergedError, UsageError
 from whet.data.batch import GlobalBatch
+from whet.device.errors import is_gpu_failure
 from whet.step.loss import BatchLoss
 from whet.training import checks
 from whet.training.batch_steps import MANUAL, BatchSteps
@@ -175,6 +176,7 @@ class BatchLoop:
         number = state.step + 1
         state.lr = run.rates.set_for(number)
         micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))
+        run.executor.count_shapes(micro)
         if not run.has_users_gradients:
             # Those of the last session.step: the user's code expects the gradients that it has computed itself.
             for stepper in run.steppers.values():
@@ -229,8 +231,9 @@ class BatchLoop:
         run = self.run
         # The final save is skipped if the loop was left inside a step or between two steps of a batch, by an error or
         # by `break`: the last checkpoint is the newest state that an uninterrupted run would have too. It is also
-        # skipped on a second Ctrl-C (not an Exception), and if this rank holds only a shard.
-        can_save = error is None or (isinstance(error, Exception) and run.stepper.strategy.has_full_model)
+        # skipped on a second Ctrl-C (not an Exception), if this rank holds only a shard, and if the GPU has failed.
+        is_usable = isinstance(error, Exception) and not is_gpu_failure(error)
+        can_save = error is None or (is_usable and run.stepper.strategy.has_full_model)
         is_whole = can_save and not self._is_in_step and not self.steps.is_pending
         unsaved: Exception | None = None
         try:

@@ -16,7 +16,7 @@ from whet.base.process import freeze_live_objects
 from whet.data.batch import GlobalBatch, MicroBatch, Shapes, micro_batch_shapes
 from whet.data.order import mix_seed
 from whet.data.split import LengthMode, RankShare
-from whet.device.errors import is_out_of_memory
+from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.device.rng import seed_everything
 from whet.distributed.strategies import RetryStepError
 from whet.plan.plan import Plan, make_plan, with_runtime_changes, with_smaller_eval_batch
@@ -177,16 +177,20 @@ class Executor:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                # Reported late, by work that may belong to an earlier step: then no weights can be trusted.
+                is_late = is_gpu_failure(error)
                 # The traceback holds the frames of the failed step, and with them its activations.
                 problem = release_traceback(error)
                 self._check_single_rank(problem)
             # Outside the except block: the exception keeps its tensors alive until the block ends.
-            is_undone = not stepper.is_updating and rollback.restore()
+            is_undone = not is_late and not stepper.is_updating and rollback.restore()
             stepper.abort()
             if run.plan.graph == "on" and stepper.graph_obstacle is None:
                 stepper.release_graphs("memory ran out, and graphs hold some")
             self._log_graph_refusal(stepper, number)
             self._reduce_memory(problem, loss, batch, number=number)
+            if is_late:
+                raise RollbackRequiredError(f"the GPU ran out of memory at step {number:,} or before: {problem}")
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
         self._log_graph_refusal(stepper, number)
@@ -227,9 +231,13 @@ class Executor:
         # A sampler may yield batches that are larger than the global batch size.
         size = max(sizes.micro_batch, len(batch)) if sizes.is_whole else sizes.micro_batch
         for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=sizes.length_mode):
-            if len(self.shapes) < _MAX_SHAPES:
-                self.shapes.add(micro_batch_shapes(micro))
+            self.count_shapes(micro)
             yield micro
+
+    def count_shapes(self, micro: MicroBatch) -> None:
+        """Remember the shapes of a micro-batch."""
+        if len(self.shapes) < _MAX_SHAPES:
+            self.shapes.add(micro_batch_shapes(micro))
 
     def _batch_sizes(self) -> "_BatchSizes":
         """Return how the current plan splits batches. It is read from the plan once, because every step needs it."""
@@ -258,7 +266,8 @@ class Executor:
             try:
                 return self._evaluator.run(evaluate, data)
             except Exception as error:
-                if not is_out_of_memory(error):
+                # A failure of the GPU may come from the steps before: a smaller evaluation batch is no answer.
+                if not is_out_of_memory(error) or is_gpu_failure(error):
                     raise
                 problem = release_traceback(error)
                 self._check_single_rank(problem)

@@ -25,6 +25,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.options import SchedulerObject
 from whet.data.batch import GlobalBatch
+from whet.device.errors import explain_gpu_failure
 from whet.distributed.group import current_group
 from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan
@@ -201,6 +202,10 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # torch reports a failed GPU wherever something waits for it next, also in the user's own code.
+        explained = explain_gpu_failure(error)
+        if explained is not None:
+            explained.__cause__ = error
         try:
             failure = self._loop.final_save(error) or self.run.callbacks.error
             # on_end runs after the final save, so a failing callback cannot cost the last checkpoint.
@@ -208,7 +213,7 @@ class Session:
                 self.run.callbacks.on_end(self.state, error or failure)
             except Exception as raised:
                 failure = failure or raised
-            error_to_log = error or failure
+            error_to_log = explained or error or failure
             with contextlib.suppress(Exception) if error_to_log is not None else contextlib.nullcontext():
                 self._end_reason = describe_end(self.state, self.config, error_to_log)
                 self.run.log.end(self.state, error_to_log, reason=self._end_reason)
@@ -220,6 +225,8 @@ class Session:
             # Suppress errors of the clean-up if the session is failing already: the first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
                 self._exit_stack.close()
+        if explained is not None:
+            raise explained from error
         if error is None and (interception := intercept.active()) is not None:
             interception.after_session(self.config)
         if error is None and not self.is_finished and self.run.stop_signals.signal == signal.SIGINT and is_notebook():

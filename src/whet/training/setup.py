@@ -50,6 +50,7 @@ from whet.training import checks
 from whet.training.callback import Action, Callback, CallbackList, State
 from whet.training.callbacks.basic import EarlyStopping, GarbageCollection, KeepAwake
 from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
+from whet.training.callbacks.device_cache import DeviceCache
 from whet.training.callbacks.event_log import EventHandler, Recorder
 from whet.training.callbacks.health import Health
 from whet.training.callbacks.stop_signals import StopSignals
@@ -616,6 +617,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
         *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
+        DeviceCache(),
         KeepAwake(),
         run.stop_signals,
         thermal,

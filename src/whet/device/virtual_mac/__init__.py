@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whet.device.virtual_mac.faults import DriverGrowth as DriverGrowth
     from whet.device.virtual_mac.faults import GpuFailure as GpuFailure
     from whet.device.virtual_mac.faults import GraphCache as GraphCache
     from whet.device.virtual_mac.faults import Heat as Heat
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "installation": ("FallbackStats", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
     "faults": (
-        "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation", "SystemState",
-        "has_strided_weight", "hold_memory", "reduces_over", "simulate", "system_state",
+        "DriverGrowth", "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute",
+        "Simulation", "SystemState", "has_strided_weight", "hold_memory", "reduces_over", "simulate", "system_state",
     ),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

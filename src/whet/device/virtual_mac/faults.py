@@ -49,16 +49,33 @@ class GraphCache:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverGrowth:
+    """Metal keeps memory that no tensor needs, more with every kernel, until `torch.mps.empty_cache()`."""
+
+    bytes_per_kernel: int
+
+    def start(self) -> Undo:
+        fault = native().start_driver_growth(self.bytes_per_kernel)
+        return lambda: native().end_fault(fault)
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFailure:
-    """A kernel fails as Metal does without memory: a line on stderr, garbage in the result, no error."""
+    """A kernel fails as Metal's do: lines on stderr, and garbage in the result."""
 
     operator: str | None = None
     """Operator whose kernels fail, such as "mm"; None for all operators."""
     after_kernels: int = 0
     times: int = 1
+    cause: Literal["memory", "watchdog"] = "memory"
+    """"watchdog": macOS ends work that the display has to wait for."""
+    raises: bool | None = None
+    """Whether the next wait for the GPU raises an error; None for what this version of torch does (since 2.15)."""
 
     def start(self) -> Undo:
-        fault = native().start_gpu_failure(_kernel(self.operator), self.after_kernels, self.times)
+        raises = native().reports_failures if self.raises is None else self.raises
+        is_watchdog = self.cause == "watchdog"
+        fault = native().start_gpu_failure(_kernel(self.operator), self.after_kernels, self.times, is_watchdog, raises)
         return lambda: native().end_fault(fault)
 
 

@@ -14,7 +14,7 @@ import torch
 from whet.base.units import format_bytes, format_seconds
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
-from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, good, not_applicable
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, differs, good, not_applicable
 from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
 
@@ -198,8 +198,34 @@ def _memory(target: DeviceUnderTest) -> CheckFinding:
     return good(what, empty_cache_seconds=cost, limit_bytes=limit)
 
 
+# Bits after the first of a factor in each format.
+_FACTOR_BITS = {"fp32": 23, "tf32": 10, "bf16": 7}
+
+
+def _fp32_products(target: DeviceUnderTest) -> CheckFinding:
+    """Find out how many bits of a float32 factor a product uses: 23, or 10 if it is computed as tf32.
+
+    MLX computes float32 products as tf32 on M5 (ml-explore/mlx#3534). Small and large products may use different units.
+    """
+    exponents = torch.arange(1, 24, dtype=torch.float64)
+    bits = {}
+    for size in (32, 1_024):
+        factors = (1 + 2**-exponents).float()[torch.arange(size) % len(exponents)].repeat(size, 1).T.contiguous()
+        # Times one and zero: nothing is rounded but the factors themselves.
+        product = (target.put(factors) @ target.put(torch.eye(size))).cpu()
+        is_kept = (product == factors).all(1)[: len(exponents)].tolist()
+        bits[size] = is_kept.index(False) if False in is_kept else len(is_kept)
+    found = next((name for name, kept in _FACTOR_BITS.items() if min(bits.values()) >= kept), "less than bf16")
+    figures: dict[str, Figure] = {f"bits_at_{size}": kept for size, kept in bits.items()}
+    what = f"products of fp32 tensors are computed as {found}"
+    if found == "fp32":
+        return good(what, format=found, **figures)
+    return differs(f"{what}: {min(bits.values())} bits of a factor are used, not 23", format=found, **figures)
+
+
 CHECKS: list[Check] = [
     Check(name="matrix product", run=_matmul, is_quick=True),
+    Check(name="precision of fp32 products", run=_fp32_products, is_quick=True),
     Check(name="memory bandwidth", run=_bandwidth),
     Check(name="copies from and to the host", run=_copies),
     Check(name="launching a kernel", run=_launches),

@@ -216,13 +216,17 @@ def choose_empty_cache(context: RuleContext) -> Decision:
     """When cached memory is returned to the system.
 
     Why: it waits for the GPU and discards buffers that the next step needs; on MPS it also drops compiled graphs
-    (from torch 2.13 on), which bounds their growth. Once an epoch has no measurable cost.
-    When wrong: data with very many shapes and long epochs.
+    (from torch 2.13 on), which bounds their growth. Once an epoch has no measurable cost. With varying shapes, the
+    driver of a Mac has held 72 GB beside 6.7 GB of tensors within five steps, and steps took 12 times as long: so
+    the memory is also returned as soon as the driver holds three times the peak of the tensors and 1 GiB more, for at
+    most a twentieth of the time. The log says what that cost.
+    When wrong: where another library in the same process holds GPU memory that torch cannot return.
     Override: none.
-    Sources: pytorch/pytorch#165522, #181485; public advice calls it at every log line.
+    Sources: pytorch/pytorch#165522, #181485; kyutai-labs/pocket-tts#255; public advice calls it at every log line.
     """
     is_mps = context.device_type == "mps"
-    value, reason = ("per epoch", "bounds the graph cache") if is_mps else ("never", "it only costs time")
+    reason = "each epoch, and when the driver holds far more than the tensors need" if is_mps else "it only costs time"
+    value = "as needed" if is_mps else "never"
     return Decision(value=value, reason=reason, evidence={"device": context.device_type})
 
 

@@ -33,7 +33,7 @@ class GarbageCollection(Callback):
 
     def on_epoch_end(self, state: State) -> Action:  # noqa: ARG002
         gc.collect()
-        if self._run.plan.empty_cache == "per epoch":
+        if self._run.plan.empty_cache == "as needed":
             self._run.device.memory.empty_cache()
         return Action.NONE
 

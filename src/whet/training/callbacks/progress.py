@@ -311,7 +311,8 @@ class ProgressLine:
 def _message(kind: str, fields: dict[str, Any]) -> str | None:
     """Return the message for an event; None if it needs no message."""
     if kind == "warning":
-        return f"{fields['reason']}; tried again {fields['retry']}; training continues"
+        retry = "" if fields["retry"] == "never" else f"; tried again {fields['retry']}"
+        return f"{fields['reason']}{retry}; training continues"
     if kind == "oom":
         return f"out of memory at step {fields['step']:,}; {fields['action']}"
     if kind in ("skip", "spike"):

@@ -146,7 +146,8 @@ class Widened {
   static bool helps(const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     return text.find("not implemented for 'Half'") != std::string::npos ||
-           text.find("not implemented for 'BFloat16'") != std::string::npos;
+           text.find("not implemented for 'BFloat16'") != std::string::npos ||
+           text.find("not implemented for 'ComplexHalf'") != std::string::npos;
   }
 
   c10::IValue in(const c10::IValue& value) {
@@ -168,10 +169,12 @@ class Widened {
 
  private:
   at::Tensor widen(const at::Tensor& tensor) {
-    if (!tensor.defined() || (tensor.scalar_type() != at::kHalf && tensor.scalar_type() != at::kBFloat16)) return tensor;
-    narrow_type_ = tensor.scalar_type();
+    if (!tensor.defined()) return tensor;
+    const at::ScalarType type = tensor.scalar_type();
+    if (type != at::kHalf && type != at::kBFloat16 && type != at::kComplexHalf) return tensor;
+    if (type != at::kComplexHalf) narrow_type_ = type;
     narrow_.push_back(tensor);
-    wide_.push_back(tensor.to(at::kFloat));
+    wide_.push_back(tensor.to(type == at::kComplexHalf ? at::kComplexFloat : at::kFloat));
     return wide_.back();
   }
 
@@ -181,7 +184,9 @@ class Widened {
       if (narrow_[i].sizes() != result.sizes()) narrow_[i].resize_(result.sizes());
       return narrow_[i].copy_(result);
     }
-    return result.defined() && result.scalar_type() == at::kFloat ? result.to(narrow_type_) : result;
+    if (!result.defined()) return result;
+    if (result.scalar_type() == at::kComplexFloat) return result.to(at::kComplexHalf);
+    return result.scalar_type() == at::kFloat ? result.to(narrow_type_) : result;
   }
 
   at::ScalarType narrow_type_ = at::kHalf;

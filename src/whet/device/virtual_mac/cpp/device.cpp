@@ -108,8 +108,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream) const override { return the_stream(); }
   c10::DeviceIndex deviceCount() const noexcept override { return settings().is_available ? 1 : 0; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { ++counters().num_syncs; }
-  void synchronizeDevice(const c10::DeviceIndex) const override { ++counters().num_syncs; }
+  void synchronizeStream(const c10::Stream&) const override { wait_for_gpu(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_gpu(); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 
   using Time = Clock::time_point;
@@ -120,7 +120,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Time*>(event); }
-  void synchronizeEvent(void*) const override { ++counters().num_syncs; }
+  void synchronizeEvent(void*) const override { wait_for_gpu(); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(*static_cast<Time*>(end) - *static_cast<Time*>(start)).count();
   }
@@ -159,7 +159,7 @@ struct Hooks final : at::MPSHooksInterface {
   size_t getMaxBufferLength() const override { return settings().max_buffer_bytes; }
   void setMemoryFraction(double ratio) const override { set_high_watermark(ratio); }
 
-  void deviceSynchronize() const override { ++counters().num_syncs; }
+  void deviceSynchronize() const override { wait_for_gpu(); }
   void commitStream() const override {}
   void profilerStartTrace(const std::string&, bool) const override {}
   void profilerStopTrace() const override {}
@@ -178,7 +178,7 @@ struct Hooks final : at::MPSHooksInterface {
     events_.at(event) = Clock::now();
   }
   void waitForEvent(uint32_t) const override {}
-  void synchronizeEvent(uint32_t) const override { ++counters().num_syncs; }
+  void synchronizeEvent(uint32_t) const override { wait_for_gpu(); }
   bool queryEvent(uint32_t) const override { return true; }
   double elapsedTimeOfEvents(uint32_t start, uint32_t end) const override {
     std::lock_guard<std::mutex> lock(mutex_);

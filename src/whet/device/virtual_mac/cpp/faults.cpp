@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 #include <thread>
 
@@ -30,12 +31,18 @@ class Miscompute final : public Fault {
   Condition when_;
 };
 
-// MPSStream.mm of torch 2.13 never looks at the status of a command buffer: Metal writes to stderr, Python goes on.
+// Metal writes to stderr. Up to torch 2.14, MPSStream.mm never looks at the status of a command buffer, and Python goes on.
 constexpr std::string_view kMetalError =
     "Error: command buffer exited with error status.\n"
     "\tThe Metal Performance Shaders operations encoded on it may not have completed.\n"
-    "\tError: \n\t(null)\n"
-    "\tInsufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)\n";
+    "\tError: \n\t(null)\n\t";
+constexpr std::string_view kNoMemory = "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)";
+constexpr std::string_view kWatchdog =
+    "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)";
+
+// Since torch 2.15, the first error waits for the next point at which something waits for the GPU.
+std::mutex pending_mutex;
+std::optional<std::string> pending_error;  // guarded by pending_mutex
 
 void fill_with_garbage(const at::Tensor& result) {
   if (!result.defined() || result.layout() != at::kStrided) return;
@@ -52,18 +59,33 @@ void fill_with_garbage(const at::Tensor& result) {
 
 class GpuFailure final : public Fault {
  public:
-  GpuFailure(std::string operator_name, int64_t after_kernels, int64_t times)
-      : operator_name_(std::move(operator_name)), good_(after_kernels), bad_(times) {}
+  GpuFailure(std::string operator_name, int64_t after_kernels, int64_t times, bool is_watchdog, bool raises)
+      : operator_name_(std::move(operator_name)), reason_(is_watchdog ? kWatchdog : kNoMemory), raises_(raises),
+        good_(after_kernels), bad_(times) {}
 
   void after(const KernelCall& call, const std::vector<at::Tensor>& results) override {
     if (!call.is_of(operator_name_) || good_-- > 0 || bad_-- <= 0) return;
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMetalError.data(), kMetalError.size());
+    const std::string text = std::string(kMetalError) + std::string(reason_) + "\n";
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
     for (const at::Tensor& result : results) fill_with_garbage(result);
+    std::lock_guard<std::mutex> lock(pending_mutex);
+    if (raises_ && !pending_error) pending_error = std::string(reason_);
   }
 
  private:
   std::string operator_name_;
+  std::string_view reason_;
+  bool raises_;
   std::atomic<int64_t> good_, bad_;
+};
+
+class DriverGrowth final : public Fault {
+ public:
+  explicit DriverGrowth(size_t bytes) : bytes_(bytes) {}
+  void after(const KernelCall&, const std::vector<at::Tensor>&) override { reserve_more(bytes_); }
+
+ private:
+  size_t bytes_;
 };
 
 std::atomic<double> slowdown{1};
@@ -104,8 +126,26 @@ std::shared_ptr<Fault> miscompute(std::string operator_name, double relative_err
   return std::make_shared<Miscompute>(std::move(operator_name), relative_error, std::move(when));
 }
 
-std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times) {
-  return std::make_shared<GpuFailure>(std::move(operator_name), after_kernels, times);
+std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times, bool is_watchdog,
+                                   bool raises) {
+  return std::make_shared<GpuFailure>(std::move(operator_name), after_kernels, times, is_watchdog, raises);
+}
+
+std::shared_ptr<Fault> driver_growth(size_t bytes) { return std::make_shared<DriverGrowth>(bytes); }
+
+void wait_for_gpu() {
+  ++counters().num_syncs;
+  std::optional<std::string> failed;
+  {
+    std::lock_guard<std::mutex> lock(pending_mutex);
+    failed.swap(pending_error);
+  }
+  if (!failed) return;
+  // Words: MPSStream.mm of torch 2.15.
+  const std::string text = "MPS command buffer execution failed: " + *failed +
+                           ". This error may have been asynchronously reported, so the stack trace below might be incorrect.";
+  if (*failed == kNoMemory) throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, text);
 }
 
 std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds) {

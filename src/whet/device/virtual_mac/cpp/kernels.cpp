@@ -107,7 +107,7 @@ at::Tensor& set_to_nothing(at::Tensor& self) {
 // Within the device, to it and from it; the last waits for the GPU on a Mac.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   if (self.is_same(source) || source.numel() == 0) return self;
-  if (self.device().is_cpu()) ++counters().num_syncs;
+  if (self.device().is_cpu()) wait_for_gpu();
   on_cpu(self).copy_(on_cpu(source));
   return self;
 }
@@ -123,7 +123,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 }
 
 at::Scalar one_value(const at::Tensor& self) {
-  ++counters().num_syncs;
+  wait_for_gpu();
   return at::_local_scalar_dense(cpu_alias(self));
 }
 

@@ -88,6 +88,11 @@ class HostMemory final : public c10::DeviceAllocator {
     return {allocated_.current, allocated_.peak, static_cast<int64_t>(reserved()), num_allocations_};
   }
 
+  void reserve_more(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pools_.back().reserved += bytes;
+  }
+
   void hold_more(int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     held_by_others_ += static_cast<size_t>(bytes);
@@ -200,6 +205,7 @@ void HostMemory::release(void* data) {
 c10::DeviceAllocator& allocator() { return memory(); }
 MemoryNumbers memory_numbers() { return memory().numbers(); }
 size_t driver_bytes() { return memory().driver(); }
+void reserve_more(size_t bytes) { memory().reserve_more(bytes); }
 void hold_more(int64_t bytes) { memory().hold_more(bytes); }
 void kill_above(size_t bytes) { memory().kill_above(bytes); }
 void set_high_watermark(double ratio) { memory().set_high_watermark(ratio); }

@@ -2,6 +2,7 @@
 #include "virtual_mac.h"
 
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 namespace virtual_mac {
 namespace {
@@ -60,9 +61,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("start_miscompute", [](std::string operator_name, double relative_error, py::object when) {
     return start_fault(miscompute(std::move(operator_name), relative_error, asks_python(std::move(when))));
   });
-  m.def("start_gpu_failure", [](std::string operator_name, int64_t after_kernels, int64_t times) {
-    return start_fault(gpu_failure(std::move(operator_name), after_kernels, times));
-  });
+  m.def("start_gpu_failure",
+        [](std::string operator_name, int64_t after_kernels, int64_t times, bool is_watchdog, bool raises) {
+          return start_fault(gpu_failure(std::move(operator_name), after_kernels, times, is_watchdog, raises));
+        });
+  m.def("start_driver_growth", [](size_t bytes) { return start_fault(driver_growth(bytes)); });
+  m.attr("reports_failures") = std::make_pair(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR) >= std::make_pair(2, 15);
   m.def("start_heat", [](double slowdown, double after, double over, bool in_seconds) {
     return start_fault(heat(slowdown, after, over, in_seconds));
   });

@@ -66,6 +66,7 @@ struct MemoryNumbers {
 c10::DeviceAllocator& allocator();
 MemoryNumbers memory_numbers();
 size_t driver_bytes();                      // heaps and what is held by others
+void reserve_more(size_t bytes);            // heaps that nothing uses, until the cache is emptied
 void hold_more(int64_t bytes);              // taken by others: more than before, or less
 void kill_above(size_t bytes);              // SIGKILL when more is taken; 0 is never
 void set_high_watermark(double ratio);      // torch.mps.set_per_process_memory_fraction
@@ -128,7 +129,10 @@ void end_fault(int64_t fault);
 // faults.cpp
 using Condition = std::function<bool(const std::vector<at::Tensor>& inputs)>;
 std::shared_ptr<Fault> miscompute(std::string operator_name, double relative_error, Condition when);
-std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times);
+std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times, bool is_watchdog,
+                                   bool raises);
+std::shared_ptr<Fault> driver_growth(size_t bytes);  // by each kernel
+void wait_for_gpu();  // counts the wait, and raises what a failed kernel has left
 std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds);
 double slowdown_now();  // how many times slower than at first; 1 without heat
 

@@ -1,0 +1,96 @@
+"""Return memory that the device's driver holds but no tensor needs, and advise fewer shapes.
+
+MPS compiles a graph and keeps buffers for each combination of operator and shapes. With varying shapes, the driver can
+hold ten times the memory of the tensors within a few steps, and the machine swaps (kyutai-labs/pocket-tts#255).
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from whet.base.units import GB, format_bytes, format_seconds
+from whet.step.step import Outcome
+from whet.training.callback import Action, Callback, State
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+CHECK_EVERY = 2
+"""Steps between readings of the counters. A reading does not wait for the device."""
+MAX_RATIO, SLACK_BYTES = 3.0, GB
+"""The driver may hold this many times the peak of the tensors, and one heap more."""
+MAX_TIME_SHARE = 0.05
+"""The largest share of the time that emptying may take."""
+MANY_SHAPES = 64
+"""Number of shapes of micro-batches that is worth a warning: a column of bucketed lengths has twelve."""
+
+
+class DeviceCache(Callback):
+    """Empties the cache of the device when its driver holds far more than the tensors need."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._not_before = 0.0
+        self._has_warned_of_shapes = False
+        self._emptied: tuple[float, float, str] | None = None
+        """When the cache was emptied, the seconds of the step before, and what to say; until the next step ends."""
+        self._step_seconds = 0.0
+        self._last_step_at: float | None = None
+
+    def on_start(self, run: "RunContext") -> None:
+        self._run = run
+
+    def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
+        now = self._clock()
+        if self._emptied is not None:
+            self._report_cost(state.step, now)
+        elif self._last_step_at is not None:
+            self._step_seconds = now - self._last_step_at
+        self._last_step_at = now
+        if self._run.plan.empty_cache == "as needed" and state.step % CHECK_EVERY == 0:
+            self._check(state.step, now)
+        return Action.NONE
+
+    def _check(self, step: int, now: float) -> None:
+        num_shapes = len(self._run.executor.shapes)
+        if num_shapes >= MANY_SHAPES and not self._has_warned_of_shapes:
+            self._has_warned_of_shapes = True
+            self._warn(step, f"{num_shapes} shapes of micro-batches in {step:,} steps: {_FEW_SHAPES}")
+        usage = self._run.device.memory.usage()
+        if usage.reserved is None or now < self._not_before:
+            return
+        needed = max(usage.peak or 0, usage.allocated or 0)
+        if usage.reserved <= MAX_RATIO * needed + SLACK_BYTES:
+            return
+        self._run.device.memory.empty_cache()
+        done, left = self._clock(), self._run.device.memory.usage().reserved or 0
+        said = (
+            f"the GPU's driver held {format_bytes(usage.reserved)} beside {format_bytes(needed)} that tensors need at "
+            f"most; its cache was emptied in {format_seconds(done - now)}, which returned "
+            f"{format_bytes(max(0, usage.reserved - left))}"
+        )
+        self._emptied = done, self._step_seconds, said
+        self._not_before = done + (done - now) / MAX_TIME_SHARE
+        self._last_step_at = done
+
+    def _report_cost(self, step: int, now: float) -> None:
+        """Log what emptying has cost: the next step compiles its graphs again."""
+        assert self._emptied is not None
+        done, before, said = self._emptied
+        self._emptied = None
+        extra = max(0.0, now - done - before)
+        self._not_before += extra / MAX_TIME_SHARE
+        advice = f"; {len(self._run.executor.shapes)} shapes so far: {_FEW_SHAPES}" if self._has_many_shapes() else ""
+        self._warn(step, f"{said}, and the next step took {format_seconds(extra)} longer{advice}")
+
+    def _warn(self, step: int, reason: str) -> None:
+        self._run.log.event("warning", step=step, reason=reason, retry="never")
+
+    def _has_many_shapes(self) -> bool:
+        return len(self._run.executor.shapes) >= MANY_SHAPES // 4
+
+
+_FEW_SHAPES = (
+    "MPS compiles a graph and keeps memory for each; pad to few lengths (lengths=bucketed for tokenized samples, "
+    "multiples of 64 in your own collate function) and drop or pad the last batch"
+)
