@@ -315,6 +315,16 @@ class HiddenDraws(nn.Linear):
         return super().forward(x) * np.random.default_rng().uniform(0.5, 1.5)
 
 
+class HiddenNumber(nn.Linear):
+    """Draws as often as a generator decides that nobody can seed."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        for _ in range(np.random.default_rng().integers(1, 200)):
+            x = x + torch.rand_like(x)
+        return x
+
+
 class KernelDraws(nn.Linear):
     def forward(self, x):
         return f.rrelu(super().forward(x), training=True)
@@ -339,6 +349,7 @@ class Infinite(nn.Linear):
     ("kind", "why"),
     [
         (HiddenDraws, "two passes on the CPU differ by"),
+        (HiddenNumber, "its random numbers cannot be repeated"),
         (KernelDraws, "its random numbers cannot be repeated: aten.rrelu_with_noise draws inside a kernel"),
         (Infinite, "its loss on the CPU is"),
     ],

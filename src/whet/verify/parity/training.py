@@ -118,6 +118,8 @@ class ReplicaFactory:
         difference = max(relative_errors(passes[1], passes[0]).values())
         if difference <= MIN_BOUNDS["loss"]:
             return None
+        # What is not repeated may also decide how often the model draws.
+        self.draws = None
         return (
             f"two passes on the CPU differ by {difference:.1e}, from the same weights, samples and draws: "
             "it draws from a generator that torch does not know, or keeps state of its own"
