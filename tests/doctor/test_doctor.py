@@ -58,6 +58,7 @@ def test_check_that_raises_dies_hangs_or_complains_is_a_result(examined: DoctorR
         "fine": ("good", None),
         "raises": ("failed", "raised"),
         "complains": ("failed", "silent fault"),
+        "is stopped": ("failed", "silent fault"),
         "aborts": ("failed", "died"),
         "hangs": ("failed", "hung"),
         "fine again": ("good", None),
@@ -65,10 +66,11 @@ def test_check_that_raises_dies_hangs_or_complains_is_a_result(examined: DoctorR
     assert "SIGABRT" in result["aborts"].what
     assert "failed assertion" in result["aborts"].what
     assert "command buffer" in result["complains"].what
+    assert "with the display asleep, or through SSH" in result["is stopped"].what
     assert result["fine"].issue == 1
     assert result["fine"].figures == {"error": "nan", "speed": 0.3333}
     assert "second line" not in result["raises"].what
-    assert {c.name for c in examined.problems} == {"raises", "complains", "aborts", "hangs"}
+    assert {c.name for c in examined.problems} == {"raises", "complains", "is stopped", "aborts", "hangs"}
 
 
 def test_checks_that_cannot_be_imported_are_a_result() -> None:

@@ -39,10 +39,20 @@ def complains(_: DeviceUnderTest) -> CheckFinding:
     return good("all is well, it thinks")
 
 
+def is_stopped(_: DeviceUnderTest) -> CheckFinding:
+    """As macOS does with work that the display waits for."""
+    complains(_)
+    print(
+        "\tImpacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", file=sys.stderr
+    )
+    return good("all is well, it thinks")
+
+
 CASES = [
     Check(name="fine", run=fine, is_quick=True, issue=1),
     Check(name="raises", run=raises, is_quick=True),
     Check(name="complains", run=complains),
+    Check(name="is stopped", run=is_stopped),
     Check(name="aborts", run=aborts),
     Check(name="hangs", run=hangs, limit_seconds=1.0),
     Check(name="fine again", run=fine),

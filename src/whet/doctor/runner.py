@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 START_SECONDS = 90.0
 # Metal prints these messages and lets the program continue with undefined memory contents (MPSStream.mm, torch 2.13).
 _SILENT_FAULTS = ("command buffer exited with error status", "Execution of the command buffer was aborted")
+# The reason follows in a line of its own. The display's watchdog is no fault of the device (ml-explore/mlx#3267).
+_WATCHDOG = "ImpactingInteractivity"
 
 
 class CheckListing(FrozenModel):
@@ -158,6 +160,8 @@ def _finding(response: dict[str, Any], worker: JsonWorker) -> CheckFinding:
     fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in _SILENT_FAULTS)), None)
     if fault is None:
         return finding
+    if any(_WATCHDOG in line for line in lines):
+        fault = "macOS stopped its work for the display; try again with the display asleep, or through SSH"
     return failed(f"the GPU reported: {fault}", **{**finding.figures, "outcome": "silent fault"})
 
 
