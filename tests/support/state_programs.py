@@ -44,7 +44,7 @@ def mlp() -> nn.Module:
 
 
 class At(whet.Callback):
-    """Changes something after a step."""
+    """Changes something after a step. Step 2 is before the first checkpoint, so that a resume must restore it."""
 
     def __init__(self, step: int, change: Callable[[], Any]) -> None:
         self.step, self.change = step, change
@@ -318,7 +318,7 @@ def extra_state() -> Program:
 def unfrozen_in_the_middle() -> Program:
     model = mlp()
     model[0].requires_grad_(False)
-    return training(model, callbacks=[At(6, lambda: model[0].requires_grad_(True))])
+    return training(model, callbacks=[At(2, lambda: model[0].requires_grad_(True))])
 
 
 @program
@@ -329,7 +329,7 @@ def flags_changed_in_the_middle() -> Program:
         model[1].eval()
         model[2].p = 0.4
 
-    return training(model, ema=True, callbacks=[At(6, change)])
+    return training(model, ema=True, callbacks=[At(2, change)])
 
 
 class Attributes(nn.Module):
@@ -419,7 +419,7 @@ def pruned_in_the_middle() -> Program:
     def change() -> None:
         prune.l1_unstructured(model[0], "weight", 0.3)
 
-    return training(model, ema=True, callbacks=[At(6, change), At(13, change)])
+    return training(model, ema=True, callbacks=[At(2, change), At(13, change)])
 
 
 class SparseEmbedding(nn.Module):
