@@ -35,7 +35,7 @@ _TITLES = [guide.partition("\n")[0] for guide in GUIDES]
 def commands(guide: str) -> list[tuple[list[str], dict[str, str], bool]]:
     """Return words, variables and whether the page calls it refused, of each command in the right column."""
     found = []
-    for line in guide.splitlines():
+    for line in (line for line in guide.splitlines() if line.startswith("|")):
         for match in _COMMAND.finditer(line):
             words = shlex.split(match[1])
             variables = dict(word.split("=") for word in words[: words.index("whet")])
@@ -125,7 +125,7 @@ def test_all_commands_run_in_their_order(guide: str, folder: Path, whet: Run, wa
     write_model(guide)
     for words, variables, is_refused in commands(guide):
         given = ["--help"] if words[0] in _INTERACTIVE else list(_SHORTER.get(words[0], ()))
-        given = [] if words[1].endswith(".json") else given
+        given = [] if words[-1].endswith(".json") and "--out" not in words else given
         if words[0] == "prove" and words[1] in BUILT_IN:
             given.append("threads=1")
         done = whet(*words, *given, *(["--budget=20"] if "--measure" in words else []), **variables)
