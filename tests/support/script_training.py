@@ -71,6 +71,22 @@ def with_hidden_state() -> None:
     fit(model, make_data(), loss, "runs/hidden")
 
 
+def with_hidden_loop_state() -> None:
+    """A mistake: a variable of the loop carries state from step to step."""
+    model, carried, seen = make_model(), None, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"global_batch_size": 16, "run": "runs/carried", "overrides": {"threads": 1}}
+    with whet.Session(model, optimizer, make_data(), **options) as session:
+        for batch in session:
+            with session.manual(batch) as (x, y):
+                output = model(x)
+                carried = output.detach().mean(0) if carried is None else 0.9 * carried + 0.1 * output.detach().mean(0)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(output - carried, y).backward()
+                optimizer.step()
+                seen += len(x)
+
+
 def with_unseeded_data() -> None:
     """A mistake: each process draws other data."""
     model = make_model()

@@ -2,10 +2,11 @@
 
 import itertools
 import random
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,7 @@ class ProofRunner:
         self._target = training.target
         self._arguments = {**training.arguments, "steps": steps, "every": every}
         self._numbers = itertools.count()
+        self._processes: list[TrainingProcess] = []
 
     def start(self, run: Path, *, launcher: Launcher | None = None, **death: int) -> TrainingProcess:
         """Start or resume a run. `death` names the disk call at which the process is killed (see ProcessOrder)."""
@@ -133,7 +135,8 @@ class ProofRunner:
             output=self.scratch / f"output-{number}",
             **death,
         )
-        return (launcher or self.launcher).start(order)
+        self._processes.append((launcher or self.launcher).start(order))
+        return self._processes[-1]
 
     def run_uninterrupted(self, run: Path, *, launcher: Launcher | None = None) -> TrainingProcess:
         """Run a training to its end. A failure without a kill is an error."""
@@ -166,9 +169,56 @@ class ProofRunner:
         assert self.expected is not None
         difference = first_difference(self.expected, read_result(run), ignored_metrics=self.ignored_metrics)
         if difference is not None:
-            raise ProofFailure(difference.model_copy(update={"kills": kills}))
+            update = {"kills": kills, "not_restored": self._variables_not_restored(run)}
+            raise ProofFailure(difference.model_copy(update=update))
         self.num_compared += 1
         shutil.rmtree(run)
+
+    def _variables_not_restored(self, run: Path) -> tuple[str, ...]:
+        """Return the variables of the user that differed where a process resumed the run, by name.
+
+        The uninterrupted runs are the first processes. What differs between those two is left out, such as times.
+        """
+        whole, second = (_variables(process) for process in self._processes[:2])
+        names: dict[str, None] = {}
+        for process in self._processes[2:]:
+            step = process.resumed_from
+            now = _variables(process).get(step)
+            if process.order.run == run and now is not None and step in whole:
+                before, again = whole[step], second.get(step, {})
+                # A variable that is not bound yet cannot be read before the loop assigns it.
+                bound = {(_variable(name), name.rpartition("` of ")[2]) for name in now}
+                steady = [
+                    name
+                    for name in {**before, **now}
+                    if before.get(name) == again.get(name) and (_variable(name), name.rpartition("` of ")[2]) in bound
+                ]
+                names |= dict.fromkeys(name for name in steady if before.get(name) != now.get(name))
+        return tuple(_without_parts(names))
+
+
+def _variables(process: TrainingProcess) -> dict[int, dict[str, str]]:
+    return {message["step"]: message["digests"] for message in process.messages("variables")}
+
+
+def _variable(name: str) -> str:
+    """Return the variable of a name.
+
+    >>> _variable("`len(carried[0].h)` of main()")
+    'carried'
+    """
+    return re.split(r"[\[.(]", name[1:].removeprefix("len("), maxsplit=1)[0].partition("`")[0]
+
+
+def _without_parts(names: Iterable[str]) -> list[str]:
+    """Name each variable once, by the first of its parts that differs."""
+    first: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"^`len\((.*)\)`", r"`\1`", name)
+        # Attributes of `self` are variables of their own.
+        key = plain if _variable(name) == "self" else _variable(name)
+        first.setdefault(key, plain)
+    return list(first.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,7 @@ TRIAL_STEPS = 8
 # The target duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
 DISK_SECONDS = 60.0
+MAX_NAMES = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,6 +232,10 @@ def render_proof(proof: Proof) -> list[str]:
     if proof.difference is not None:
         where = f"; after {proof.difference.kills}" if proof.difference.kills else ""
         lines.append(_line("differs", proof.difference.what + where))
+        if names := proof.difference.not_restored:
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+            how = 'session.register("name", object), or register={"name": object}'
+            lines.append(_line("not restored", f"{', '.join(names[:MAX_NAMES])}{more}; {how} saves an object"))
     training = f"{proof.steps} steps on {proof.device}"
     lines.append(_line("training", training + "".join(f"; {change}" for change in proof.shortened)))
     lines.append(_line("at random", _render_counts(proof.at_random)))

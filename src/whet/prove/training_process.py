@@ -124,6 +124,8 @@ def run_training(order: ProcessOrder) -> int:
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
             log("ready", step=fields["step"], exactness=fields.get("exactness"))
+        elif kind == "variables":
+            log("variables", **fields)
 
     disk = CountingDisk(log=log, die_at=order.die_at, die_after=order.die_after, die_in_draft=order.die_in_draft)
     # All durable writes of this process go through the counting disk from here on.

@@ -64,6 +64,8 @@ class ProofDifference(StrictModel):
     """First step whose loss differs."""
     kills: str | None = None
     """Kills before the difference, such as "disk call 17" or "random kill 3 to 9"."""
+    not_restored: tuple[str, ...] = ()
+    """Variables of the user's program that a resumed process did not have as the uninterrupted one did."""
 
 
 class Proof(StrictModel):

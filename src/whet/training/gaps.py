@@ -3,6 +3,7 @@
 A gap is named in a warning, in all later checkpoints and in the message of a resume.
 """
 
+import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,14 @@ from torch.utils.data import DataLoader
 from whet.checkpoint.state_json import NotEncodableError, StateEncoder
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
-from whet.verify.hidden_state import StateWalk, changed_names, class_references, module_attributes, reachable
+from whet.verify.hidden_state import (
+    StateWalk,
+    changed_names,
+    class_references,
+    frame_variables,
+    module_attributes,
+    reachable,
+)
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
@@ -68,8 +76,7 @@ class GapDetector:
             return
         for gap in self._optimizers.unknown(self._run):
             self._run.note_gap(gap)
-        roots = dict(self._roots())
-        roots |= {self._loss_label(key): [(_name_of(loss), loss)] for key, loss in self._losses.items()}
+        roots = self._all_roots()
         rebound = {self._loss_label(key): {*getattr(key, "co_freevars", ())} for key in self._recreated}
         for owner, now in self._fingerprints(roots).items():
             before = self._before.setdefault(owner, now)
@@ -80,6 +87,19 @@ class GapDetector:
                 more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
                 listed = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
                 self._run.note_gap(f"{listed}{more} of {owner}", is_variable=True)
+
+    def variables(self, frame: types.FrameType | None) -> dict[str, str]:
+        """Return hashes of all variables of the user by name, also of those in the functions that are running.
+
+        Names and hashes are the same in every process. `frame` is where the session was called.
+        """
+        roots = self._all_roots() | dict(frame_variables(frame))
+        found = self._fingerprints(roots)
+        return {f"`{name}` of {owner}": d.hex() for owner, digests in found.items() for name, d in digests.items()}
+
+    def _all_roots(self) -> dict[str, list[tuple[str, Any]]]:
+        losses = {self._loss_label(key): [(_name_of(loss), loss)] for key, loss in self._losses.items()}
+        return {**dict(self._roots()), **losses}
 
     def _loss_label(self, key: Hashable) -> str:
         # Two losses may have one name; they are numbered in the order in which they were first called.

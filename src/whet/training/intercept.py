@@ -5,6 +5,7 @@
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from whet.base.errors import UsageError
 if TYPE_CHECKING:
     from whet.step.loss import LossFunction
     from whet.training.callbacks.event_log import EventHandler
-    from whet.training.setup import RunConfig
+    from whet.training.setup import RunConfig, RunContext
 
 
 class FirstStepReached(BaseException):
@@ -80,10 +81,19 @@ class Interception:
         )
         return self._owner
 
-    def before_step(self, config: "RunConfig", loss: "LossFunction") -> None:
-        """Raise FirstStepReached, unless a segment is trained."""
-        if self._segment is None:
+    def before_step(self, config: "RunConfig", loss: "LossFunction", *, run: "RunContext | None" = None) -> None:
+        """Raise FirstStepReached, unless a segment is trained.
+
+        Where the segment may have been interrupted, report the variables of the user: a proof compares them.
+        """
+        segment = self._segment
+        if segment is None:
             raise FirstStepReached(config, loss)
+        if run is None or run.gaps is None or config is not self._owner or run.state.step % segment.every:
+            return
+        run.gaps.add_loss(loss)
+        variables = run.gaps.variables(sys._getframe(1))
+        segment.on_event("variables", {"step": run.state.step, "digests": variables})
 
     def after_session(self, config: "RunConfig") -> None:
         """Raise SegmentEnded after the session of the segment."""

@@ -261,7 +261,7 @@ class Session:
         """
         self._entered_run()
         if (interception := intercept.active()) is not None:
-            interception.before_step(self.config, loss)
+            interception.before_step(self.config, loss, run=self.run)
         self._loop.step(self._adapted(loss), batch, optimizer=optimizer, every=every)
 
     def manual(self, batch: GlobalBatch) -> contextlib.AbstractContextManager[Any]:
@@ -278,7 +278,7 @@ class Session:
         """
         self._entered_run()
         if (interception := intercept.active()) is not None:
-            interception.before_step(self.config, checks.manual_loss)
+            interception.before_step(self.config, checks.manual_loss, run=self.run)
         return self._loop.manual(batch)
 
     def log_loss(self, loss: Tensor) -> None:

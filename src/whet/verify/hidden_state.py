@@ -178,6 +178,21 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield variable, value
 
 
+def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield the variables of the user's functions that are running, by function, from the innermost one outward."""
+    while frame is not None:
+        code, name = frame.f_code, frame.f_globals.get("__name__")
+        if not _is_skipped_package(name) and not _is_installed(sys.modules.get(name or "")):
+            # The variables of a module are those that its own code names; all others belong to its functions.
+            is_module = code.co_name == "<module>"
+            names = {*_code_names(code)}
+            local = {} if is_module else frame.f_locals
+            shared = {key: value for key, value in frame.f_globals.items() if key in names and not key.startswith("__")}
+            variables = {k: v for k, v in {**shared, **local}.items() if not isinstance(v, types.ModuleType)}
+            yield str(name) if is_module else f"{code.co_name}()", list(variables.items())
+        frame = frame.f_back
+
+
 def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of a module: no parameters, buffers, submodules, hooks or flags of torch."""
     machinery = _module_machinery()
