@@ -25,6 +25,7 @@ CHANGES: dict[str, Any] = {
     "platform": "macOS 15.1 arm64",
     "cpu_kernels": "DEFAULT",
     "deterministic": True,
+    "MKL_CBWR": "COMPATIBLE",
 }
 
 

@@ -14,6 +14,7 @@ import whet
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.run import durable
+from whet.run.events import read_events
 from whet.training import state_check
 
 pytestmark = pytest.mark.torch
@@ -168,3 +169,19 @@ def test_a_full_disk_does_not_stop_the_check(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(store, "save_checkpoint", full)
     assert train(tmp_path / "run")
     assert not [path for path in (tmp_path / "run").iterdir() if durable.is_leftover(path)]
+
+
+class Ignoring(Forgetful):
+    """Its load_state_dict does nothing, which shows only in a new process."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_a_resume_did_not_restore_is_named(tmp_path: Path) -> None:
+    first, second = Ignoring(), Ignoring()
+    train(tmp_path / "run", max_steps=2, register={"mine": first})
+    second.count = 1
+    train(tmp_path / "run", register={"mine": second})
+    (event,) = read_events(tmp_path / "run", kinds=("resume",))
+    assert event.get("exactness").startswith("not bit-exact: not restored: registered.mine.count 3 -> 1")

@@ -207,7 +207,7 @@ def _variable(name: str) -> str:
     >>> _variable("`len(carried[0].h)` of main()")
     'carried'
     """
-    return re.split(r"[\[.(]", name[1:].removeprefix("len("), maxsplit=1)[0].partition("`")[0]
+    return re.split(r"[\[.(]", name[1:].removeprefix("len("), maxsplit=1)[0].partition("`")[0].removesuffix(")")
 
 
 def _without_parts(names: Iterable[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from whet.base import env
 from whet.base.errors import DataChangedError, UsageError, WhetError
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
@@ -19,6 +20,7 @@ from whet.plan.plan import Plan
 from whet.run.event import INCIDENT_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
+from whet.training.state_check import list_names, restored_differences
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
@@ -39,6 +41,14 @@ _ROUNDING_SETTINGS = (
 """Settings of the plan that change the order of sums or the rounding, and so the last bits of the result."""
 
 
+_CPU_VARIABLES = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
+_CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Environment variables that change the last bits and that no setting of the plan covers.
+
+OMP_NUM_THREADS and MKL_NUM_THREADS are not among them: what they decide is recorded as `threads`.
+"""
+
+
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
     """Return everything besides the training options that affects the last bits of the result."""
     accelerator = plan.machine.accelerator(device.kind)
@@ -57,6 +67,8 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
         "world_size": world_size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        **{name: env.read(name) for name in _CPU_VARIABLES + (_CUDA_VARIABLES if device.kind == "cuda" else ())},
     }
 
 
@@ -160,6 +172,12 @@ def restore_run(
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
+    if not reasons and run.group.is_single_process:
+        # The state is compared with the checkpoint, so that only what was restored completely is called exact.
+        is_pending = not snapshot.facts["registered"].keys() <= run.registered.objects.keys()
+        names = restored_differences(snapshot, run)
+        names = [name for name in names if not (is_pending and name.startswith("registered"))]
+        reasons += [f"not restored: {list_names(names)}"] if names else []
     reasons += snapshot.info.gaps
     unregistered = snapshot.info.unregistered
     if not run.config.is_own_loop:
