@@ -59,12 +59,15 @@ def test_the_same_command_again_finds_the_run_done(run: Callable[[Path], str]) -
     assert run(EXAMPLES / "three_lines.py") == first
 
 
-def test_state_outside_of_buffers_is_not_resumed(run: Callable[[Path], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "is_resumed"), [(r"self.\1 = \2", True), (r"type(self).\1 = \2", False)])
+def test_state_is_resumed_in_attributes_but_not_in_classes(
+    place: str, is_resumed: bool, run: Callable[[Path], str], tmp_path: Path
+) -> None:
     text = (EXAMPLES / "lstm_carried_state.py").read_text()
-    planted = re.sub(r'self.register_buffer\("(\w+)", (.*)\)', r"self.\1 = \2", text)
+    planted = re.sub(r'self.register_buffer\("(\w+)", (.*)\)', place, text)
     assert planted != text
     (tmp_path / "lstm.py").write_text(planted)
-    assert "as without a stop: False" in run(tmp_path / "lstm.py")
+    assert f"as without a stop: {is_resumed}" in run(tmp_path / "lstm.py")
 
 
 @pytest.mark.parametrize(("name", "epochs"), [("gan.py", 3), ("reinforcement.py", 30)])
