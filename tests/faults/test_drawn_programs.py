@@ -16,7 +16,7 @@ from whet.run.events import read_events
 
 pytestmark = pytest.mark.torch
 
-NUM_PROGRAMS = {"bounded": 12, "all": 300}
+NUM_PROGRAMS = {"bounded": 6, "all": 300}
 NUM_HIDDEN = {"bounded": 12, "all": 60}
 OWN_LOOP = "session state restored exactly; your own variables only if registered"
 
@@ -57,7 +57,11 @@ def test_programs_with_registered_state_resume_exactly(
         whole = json.loads(run_program(fork_server, folder, seed, "known", "whole", 0, 0).read_text())
         claim = OWN_LOOP if program.is_loop else "bit-exact"
         for number in (signal.SIGINT, signal.SIGKILL):
-            digest, said = interrupted(fork_server, folder, seed, "known", number)
+            try:
+                digest, said = interrupted(fork_server, folder, seed, "known", number)
+            except AssertionError as error:
+                problems.append(str(error)[-1500:])
+                continue
             different = [name for name in {**whole, **digest} if whole.get(name) != digest.get(name)]
             if different or said != claim:
                 problems.append(f"{program}: {signal.Signals(number).name}: {said!r}, different: {different}")

@@ -147,6 +147,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
 }
 
+_NOT_AVERAGED = ("late buffer", "growing buffer", "expanded buffer")
+"""torch's AveragedModel cannot be updated with buffers of other shapes, or load expanded ones."""
+
 # --- changes in the middle of a run -----------------------------------------------------------------------------------
 
 
@@ -402,9 +405,8 @@ def draw_program(seed: int, *, hidden: bool = False) -> Program:
     scheduler = "constant" if has_two else draw.choice([*SCHEDULES])
     chosen = HIDDEN[seed % len(HIDDEN)] if hidden else None
     modules = draw.sample([*MODULES], k=draw.randint(1, 4))
-    if registers and "expanded buffer" in modules:
-        # torch's load_state_dict cannot write to an expanded buffer, so an averaged model of it cannot be restored.
-        modules = [name for name in modules if name != "expanded buffer"] or ["dropout"]
+    if registers:
+        modules = [name for name in modules if name not in _NOT_AVERAGED] or ["dropout"]
     return Program(
         seed=seed,
         is_loop=is_loop,
