@@ -13,6 +13,7 @@ from whet.device.environment import has_fallback
 from whet.device.operators import MAX_BUFFER_SHARE, mps_kernels, read_operators
 from whet.device.virtual_mac import faults
 from whet.device.virtual_mac.native import load_extension, native, state
+from whet.device.virtual_mac.streams import stream_patches
 from whet.machine.facts import Accelerator, Machine, TorchFacts
 from whet.machine.known import load_machine
 
@@ -229,6 +230,7 @@ def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
         (torch._C, "_mps_isCaptureEnabled", lambda: False),
         (torch._C, "_mps_isCapturing", lambda: False),
         *((torch._C, name, _no_metal) for name in _METAL_FUNCTIONS),
+        *stream_patches(),
         (torch.storage._StorageBase, "mps", _storage_to_mps),
         (torch.UntypedStorage, "mps", _storage_to_mps),
     ]

@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_available", [](bool is_available) { settings().is_available = is_available; });
   m.def("cpu_alias", &cpu_alias);
   m.def("is_accelerator", &is_accelerator);
+  m.def("wait_for_gpu", &wait_for_gpu);
   m.def("set_native_operators",
         [](std::vector<std::string> names) { settings().native_operators = {names.begin(), names.end()}; });
   m.def("register_kernels", &register_kernels, py::arg("operators"), py::kw_only(), py::arg("is_sparse"));
