@@ -19,7 +19,7 @@ def stream_patches() -> list[tuple[Any, str, Any]]:
     current, pool = [0], itertools.cycle(range(1, _NUM_POOLED + 1))
 
     def make(cls: type, *_args: object, stream_id: int | None = None, **_kwargs: object) -> Any:
-        stream = object.__new__(cls)
+        stream: Any = object.__new__(cls)
         # Not an attribute of this name: torch's class has a property that asks its base.
         stream.__dict__["_number"] = next(pool) if stream_id is None else stream_id
         return stream
