@@ -53,6 +53,7 @@ def plan(
     from whet.base.errors import UsageError
     from whet.cli import output
     from whet.distributed.ranks import check_not_mps
+    from whet.plan.estimate import estimate_speed
     from whet.plan.render import explain_setting, plan_lines
 
     check_not_mps(nproc, device=device, is_mac=False, command=f"whet train {target}")
@@ -66,14 +67,19 @@ def plan(
         )
     if measure and machine is not None:
         raise UsageError("only this machine can be measured", got=f"--machine {machine}", try_="--measure alone")
-    # The duration of an existing run is in `whet report`.
-    note = "" if made else "\nno estimate of the duration: nothing has been measured; add --measure"
+    # The duration of an existing run is in `whet report`, and that of a measured plan was measured.
+    is_estimated, note = not made and not measure, ""
     if measure:
         made, note = _measured_plan(target, settings, config, device, budget=budget)
     made = made or _new_plan(target, settings, config, machine, device, nproc)
     check_not_mps(nproc, device=device, is_mac=made.device == "mps", command=f"whet train {target}")
+    estimate = estimate_speed(made) if is_estimated else None
+    if is_estimated:
+        note = "\n" + (estimate.line if estimate else "no estimate of the duration: the device is not in the tables")
+        if machine is None:
+            note += "; add --measure"
     if json:
-        output.result_json(made.as_json())
+        output.result_json({**made.as_json(), **({"estimate": estimate.as_json()} if estimate else {})})
     elif why is not None:
         output.result(explain_setting(made, why))
     else:

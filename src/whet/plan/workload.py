@@ -80,6 +80,10 @@ class Workload(FrozenModel):
     """Size of one sample on the device."""
     activation_bytes: PositiveInt | None = None
     """Bytes that one sample of the maximum length keeps for the backward pass, in float32."""
+    flops_per_sample: PositiveFloat | None = None
+    """Operations of one sample of full length, forward and backward; None if each weight is used once per row."""
+    num_operators: PositiveInt | None = None
+    """About how many operators a step runs on one micro-batch, forward, backward and update."""
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     can_pack: bool = False

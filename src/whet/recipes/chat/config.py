@@ -128,6 +128,8 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
         mean_length=float(arch.seq_len),
         sample_bytes=6 * arch.seq_len + 8,
         activation_bytes=activation_bytes(arch, arch.seq_len, vocab_size),
+        flops_per_sample=float(arch.seq_len * arch.training_flops(vocab_size)),
+        num_operators=20 * arch.applications + 40 * arch.applications_with_gradient + 100,
         has_dropout=config.dropout > 0,
         is_causal=True,
         layers=_layers(arch),

@@ -135,6 +135,9 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         max_length=size * size if config.arch.num_attention_blocks else 1,
         sample_bytes=size * size + _LABEL_BYTES,
         activation_bytes=activation_bytes(config.arch, size=size),
+        # Almost all weights belong to convolutions, which use them at every cell.
+        flops_per_sample=6.0 * count_parameters(config.arch) * size**2,
+        num_operators=50 * config.arch.depth + 80,
         has_dropout=config.dropout > 0,
         has_batchnorm=config.arch.norm == "batch",
         layers=_layers(config.arch, num_cells=size * size),

@@ -198,8 +198,25 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
         num_steps=min(filter(None, (steps, config.max_steps)), default=None),
         max_length=sizes.length + config.arch.puzzle_emb_len,
         sample_bytes=4 * sizes.length + 8,
+        **_cost(config.arch, sizes),
         layers=_layers(config.arch, num_positions=sizes.length + config.arch.puzzle_emb_len),
     )
+
+
+def _cost(arch: PuzzleArch, sizes: Sizes) -> dict[str, float | int]:
+    """Return the operations of a sample and the operators of a step: every cycle runs, the last one with gradients."""
+    width, positions = arch.hidden_size, arch.puzzle_emb_len + sizes.length
+    if arch.mlp_t:
+        mixer = 2 * _feed_forward(positions, arch) * width
+    else:
+        mixer = 2 * 4 * width**2 * positions + 4 * positions**2 * width
+    block = mixer + 2 * _feed_forward(width, arch) * positions
+    with_gradient = arch.L_layers * (arch.L_cycles + 1)
+    applications = arch.H_cycles * with_gradient
+    return {
+        "flops_per_sample": float(block * (applications + 2 * with_gradient)),
+        "num_operators": 20 * applications + 40 * with_gradient + 100,
+    }
 
 
 def _layers(arch: PuzzleArch, *, num_positions: int) -> tuple[str, ...]:

@@ -219,9 +219,21 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         # Each sample has int64 token ids and a label.
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
+        **_cost(config.arch.layers, config.arch.hidden_size, max_length)
+        if backbone is None
+        else _cost(backbone.layers, backbone.width, max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,
         layers=_layers(config, backbone),
     )
+
+
+def _cost(layers: int, width: int, length: int) -> dict[str, float | int]:
+    """Return the operations and operators of an encoder: 12 width^2 weights per block, attention over all tokens."""
+    return {
+        "flops_per_sample": 6.0 * layers * length * (12 * width**2 + 2 * length * width),
+        # A block runs about 20 operators forward and 40 backward.
+        "num_operators": 60 * layers + 60,
+    }
 
 
 def describe_data(

@@ -1,0 +1,176 @@
+"""Estimate how fast a plan trains on a machine, from published figures of its chip. Nothing is measured.
+
+A step takes the time of three parts, one after the other:
+
+    operations / (published peak x EFFICIENCY)      arithmetic
+  + bytes      / (published bandwidth x 0.7)        weights, optimizer state and activations
+  + operators  x seconds per operator               what Python, the driver and a small kernel take
+
+The constants were chosen once, so that the steps in docs/bench lie near the middle. Models differ by a factor that no
+simple formula knows, so the result is a range: from half to twice the time, which is a factor of 4.
+"""
+
+import math
+from typing import NamedTuple
+
+from whet.base.model import FrozenModel
+from whet.base.units import format_seconds
+from whet.machine.chips import find_chip
+from whet.machine.facts import Accelerator, Machine
+from whet.plan.plan import Plan
+from whet.plan.workload import Workload
+
+SPREAD = 2.0
+"""The range goes from the estimate divided by this to the estimate multiplied by it."""
+
+# Share of the published peak that training reaches: 0.36 to 0.67 of measured products on an H200, 0.34 to 0.60 on two
+# cores of a server (docs/bench/peers*). On Macs, public figures are lower: 0.2 for a small GPT (minimind#852, M5 Pro).
+_EFFICIENCY = {"cuda": 0.5, "mps": 0.3, "cpu": 0.6}
+_BANDWIDTH_SHARE = 0.7
+# An operator in eager mode; in a captured graph, its kernel alone. Sources: docs/bench/graphs_h200 (38 and 12 ms a step
+# with some 2,500 operators); MPS: 249 us for a GRUCell of about 10 operators (pytorch/pytorch#138898).
+_OPERATOR_SECONDS = {"cuda": 12e-6, "mps": 20e-6, "cpu": 12e-6}
+_CAPTURED_SECONDS = 3e-6
+# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers. The
+# bandwidth is not that of the memory: exponentials and norms of one core pass about 4 GB/s of activations.
+_CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 4e9
+
+# Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.
+_BYTES_PER_PARAMETER = 28
+# Activations are written, read in the backward pass, and met once more as gradients.
+_ACTIVATION_PASSES = 3
+_UNKNOWN_OPERATORS = 500
+_UNKNOWN_LENGTH_SHARE = 0.35
+"""Assumed mean length where lengths vary and the data was not read: 46 of 128 and 19 of 64 tokens in docs/bench."""
+_HALF = ("bf16", "fp16")
+
+
+class _Card(NamedTuple):
+    """Published figures of a CUDA card: dense TFLOPS of its matrix units, and GB/s."""
+
+    half: float
+    tf32: float
+    fp32: float
+    bandwidth: float
+
+
+# NVIDIA's data sheets. The first name that the card's name contains is taken.
+_CARDS = {
+    "H200": _Card(989, 494, 67, 4800),
+    "H100": _Card(989, 494, 67, 3350),
+    "A100": _Card(312, 156, 19.5, 1935),
+    "RTX 4090": _Card(165, 82.6, 82.6, 1008),
+    "RTX 3090": _Card(71, 35.6, 35.6, 936),
+    "L40S": _Card(362, 183, 91.6, 864),
+    "L4": _Card(121, 60, 30.3, 300),
+    "A10": _Card(125, 62.5, 31.2, 600),
+    "T4": _Card(65, 8.1, 8.1, 320),
+}
+
+
+class DeviceSpeed(NamedTuple):
+    """Published figures of a device, in operations and bytes per second."""
+
+    flops: float
+    bandwidth: float
+    source: str
+
+
+class SpeedEstimate(FrozenModel):
+    """The estimated range of a run without evaluations. It was never measured on such a machine."""
+
+    samples_per_second: tuple[float, float]
+    step_seconds: tuple[float, float]
+    total_seconds: tuple[float, float] | None = None
+    """Seconds of all steps; None if their number is unknown."""
+    source: str
+    """The published figures behind the estimate."""
+
+    @property
+    def line(self) -> str:
+        """The range in one line."""
+        low, high = self.samples_per_second
+        text = f"speed     {_short(low)} to {_short(high)} samples/s"
+        if self.total_seconds is not None:
+            first, last = map(format_seconds, self.total_seconds)
+            text += f", {first} to {last} for all steps"
+        return f"{text}; estimated from {self.source}, never measured on such a machine"
+
+
+def estimate_speed(plan: Plan) -> SpeedEstimate | None:
+    """Estimate the speed of a plan; None if no figures of its device are published in the tables."""
+    device = plan.device.partition(":")[0]
+    speed = device_speed(plan.machine, device, precision=plan.precision, threads=plan.threads)
+    if speed is None:
+        return None
+    workload, share = plan.workload, plan.workload.share
+    # Where the memory of a sample is unknown, the run measures it first and usually does not split the batch.
+    parts = 1 if workload.activation_bytes is None else math.ceil(share / plan.micro_batch)
+    half = 0.5 if plan.precision in _HALF else 1.0
+    length = _length_share(workload, plan.lengths)
+    arithmetic = share * length * _sample_flops(workload) / (speed.flops * _EFFICIENCY[device])
+    activations = share * length * (workload.activation_bytes or 0) * half * _ACTIVATION_PASSES
+    weights = workload.num_parameters * _BYTES_PER_PARAMETER + workload.num_frozen * 4
+    memory = (activations + weights) / (speed.bandwidth * _BANDWIDTH_SHARE)
+    per_operator = _CAPTURED_SECONDS if device == "cuda" and plan.graph == "on" else _OPERATOR_SECONDS[device]
+    launches = parts * (workload.num_operators or _UNKNOWN_OPERATORS) * per_operator
+    seconds = arithmetic + memory + launches
+    fast, slow = seconds / SPREAD, seconds * SPREAD
+    steps = workload.num_steps
+    return SpeedEstimate(
+        samples_per_second=(workload.global_batch_size / slow, workload.global_batch_size / fast),
+        step_seconds=(fast, slow),
+        total_seconds=None if steps is None else (steps * fast, steps * slow),
+        source=speed.source,
+    )
+
+
+def device_speed(machine: Machine, device: str, *, precision: str, threads: int | str | None) -> DeviceSpeed | None:
+    """Return the published figures of a machine's device; None if it is not in the tables."""
+    gpu = machine.accelerator(device)
+    if device == "mps" and gpu is not None:
+        return _apple_speed(machine, gpu)
+    if device == "cuda" and gpu is not None:
+        card = next((card for name, card in _CARDS.items() if name in (gpu.name or "")), None)
+        if card is None:
+            return None
+        tflops = card.half if precision in _HALF else card.tf32 if precision == "tf32" else card.fp32
+        source = f"{tflops:g} TFLOPS and {card.bandwidth:,.0f} GB/s of {gpu.name}"
+        return DeviceSpeed(tflops * 1e12, card.bandwidth * 1e9, source)
+    if device != "cpu":
+        return None
+    cores = threads if isinstance(threads, int) else machine.torch.num_threads or machine.cpu.physical_cores or 1
+    source = f"{cores} cores with 32 operations per cycle at 3 GHz"
+    return DeviceSpeed(cores * _CPU_FLOPS_PER_CORE, cores * _CPU_BANDWIDTH_PER_CORE, source)
+
+
+def _apple_speed(machine: Machine, gpu: Accelerator) -> DeviceSpeed | None:
+    chip = find_chip(machine.chip)
+    if chip is None:
+        return None
+    share = (gpu.num_cores or chip.gpu_cores[-1]) / chip.gpu_cores[-1]
+    # Half precision has the rate of float32 outside the matrix units, which no training product is known to use.
+    tflops = share * sum(chip.fp32_tflops) / 2
+    bandwidth = chip.bandwidth[-1] if gpu.num_cores == chip.gpu_cores[-1] else chip.bandwidth[0]
+    return DeviceSpeed(tflops * 1e12, bandwidth * 1e9, f"{tflops:.1f} TFLOPS and {bandwidth} GB/s of {chip.name}")
+
+
+def _sample_flops(workload: Workload) -> float:
+    """Return the operations of a sample of full length: those of the recipe, or of a model that uses weights once."""
+    if workload.flops_per_sample is not None:
+        return workload.flops_per_sample
+    # Two for the forward pass and four for the backward pass; frozen weights need no gradient of their own.
+    return (6.0 * workload.num_parameters + 4.0 * workload.num_frozen) * workload.max_length
+
+
+def _length_share(workload: Workload, lengths: str) -> float:
+    """Return the computed share of a full-length sample. Without packed or sorted batches, padding is computed too."""
+    if not workload.lengths_vary or lengths == "fixed":
+        return 1.0
+    if workload.mean_length is None:
+        return _UNKNOWN_LENGTH_SHARE
+    return workload.mean_length / workload.max_length
+
+
+def _short(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
