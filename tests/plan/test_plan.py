@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import GB
 from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, SystemState, TorchFacts
-from whet.machine.known import known_machine_names, load_machine
+from whet.machine.known import example_machine_names, load_machine
 from whet.plan.kernel_support import SHORT_ROTARY_ATTENTION, SPAN_ATTENTION
 from whet.plan.memory import predict_memory
 from whet.plan.plan import Plan, make_plan, override, read_plan
@@ -56,7 +56,7 @@ def mac(*, usable_gb: float = 5.33, family: str = "apple8", torch: str = "2.13.0
     )
 
 
-@pytest.mark.parametrize("name", known_machine_names())
+@pytest.mark.parametrize("name", example_machine_names())
 @pytest.mark.parametrize("workload", [TEXT, BERT], ids=["text", "bert"])
 def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequest) -> None:
     """Rewrite them with `WHET_REWRITE_GOLDEN=1 make test` and read the difference before committing it."""
@@ -73,7 +73,7 @@ def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequ
 
 
 def test_every_setting_has_a_reason_on_every_known_machine() -> None:
-    for name in known_machine_names():
+    for name in example_machine_names():
         for setting in make_plan(load_machine(name), TEXT).settings.values():
             assert setting.reason
             assert setting.source == "rule"
@@ -352,7 +352,7 @@ _workloads = st.builds(
 )
 
 
-@given(_workloads, st.sampled_from([*known_machine_names(), "nothing"]))
+@given(_workloads, st.sampled_from([*example_machine_names(), "nothing"]))
 def test_any_workload_gets_a_valid_plan(workload: Workload, name: str) -> None:
     plan = make_plan(Machine(name="nothing") if name == "nothing" else load_machine(name), workload)
     micro, cuts, limit = plan.micro_batch, plan.accumulation, plan.memory_gb

@@ -67,6 +67,9 @@ MEASURED = {
         workload("chat", f"{SMALL_TRM} global_batch_size=8", vocab_size=512, longest=64, num_rows=512),
         {"threads": 2},
     ),
+    # CPU seconds of one thread, because the machine was busy; docs/measure.md
+    "puzzle default linux-2core": (207, workload("puzzle", ""), {"threads": 1}),
+    "chat default linux-2core": (14.8, workload("chat", ""), {"threads": 1}),
     # text_linux-2core_2026-11-15, one thread, mean length 19
     "text default linux-2core": (696, workload("text", "", mean_length=19.0), {"threads": 1}),
 }

@@ -109,7 +109,8 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
     half = 0.5 if plan.precision in _HALF else 1.0
     length = _length_share(workload, plan.lengths)
     arithmetic = share * length * _sample_flops(workload) / (speed.flops * _EFFICIENCY[device])
-    activations = share * length * (workload.activation_bytes or 0) * half * _ACTIVATION_PASSES
+    sample_bytes = workload.activation_bytes or workload.moved_bytes or 0
+    activations = share * length * sample_bytes * half * _ACTIVATION_PASSES
     weights = workload.num_parameters * _BYTES_PER_PARAMETER + workload.num_frozen * 4
     memory = (activations + weights) / (speed.bandwidth * _BANDWIDTH_SHARE)
     per_operator = _CAPTURED_SECONDS if device == "cuda" and plan.graph == "on" else _OPERATOR_SECONDS[device]

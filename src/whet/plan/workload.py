@@ -82,6 +82,8 @@ class Workload(FrozenModel):
     """Bytes that one sample of the maximum length keeps for the backward pass, in float32."""
     flops_per_sample: PositiveFloat | None = None
     """Operations of one sample of full length, forward and backward; None if each weight is used once per row."""
+    moved_bytes: PositiveInt | None = None
+    """Bytes of a sample's activations in float32, for estimates of time where `activation_bytes` is left to the run."""
     num_operators: PositiveInt | None = None
     """About how many operators a step runs on one micro-batch, forward, backward and update."""
     optimizer_bytes: int = ADAM_STATE_BYTES

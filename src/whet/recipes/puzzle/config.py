@@ -204,7 +204,7 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
 
 
 def _cost(arch: PuzzleArch, sizes: Sizes) -> dict[str, float | int]:
-    """Return the operations of a sample and the operators of a step: every cycle runs, the last one with gradients."""
+    """Return the operations, bytes and operators of a step: every cycle runs, the last one with gradients."""
     width, positions = arch.hidden_size, arch.puzzle_emb_len + sizes.length
     if arch.mlp_t:
         mixer = 2 * _feed_forward(positions, arch) * width
@@ -215,6 +215,8 @@ def _cost(arch: PuzzleArch, sizes: Sizes) -> dict[str, float | int]:
     applications = arch.H_cycles * with_gradient
     return {
         "flops_per_sample": float(block * (applications + 2 * with_gradient)),
+        # As for the chat model: 16 times the width and 5 times the inner width of a block, in float32.
+        "moved_bytes": 4 * positions * with_gradient * (16 * width + 5 * _feed_forward(width, arch) // (3 * width)),
         "num_operators": 20 * applications + 40 * with_gradient + 100,
     }
 
