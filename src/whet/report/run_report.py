@@ -177,6 +177,8 @@ class RunReport(RunStatus):
     """Result of `whet prove` in one line, or None if it was not run."""
     inexact_since: int | None = None
     """Step since which the run is not bit-exact, or None if no inexact step was recorded."""
+    exactness: str | None = None
+    """What the last resume claims about its state; None if the run was never resumed."""
     inexact_reason: str | None = None
     damaged_lines: int = 0
     """Number of lines of events.jsonl that could not be read."""
@@ -308,12 +310,14 @@ def _time_fields(history: History) -> dict[str, Any]:
 
 def _exactness_fields(history: History) -> dict[str, Any]:
     kinds = {kind for block in history.layout.blocks for kind in block.kinds} | EVENT_KINDS
-    events = history.events(kinds=kinds - {"step", "health"})
+    events = list(history.events(kinds=kinds - {"step", "health"}))
+    claims = [str(e.get("exactness")) for e in events if e.kind == "resume" and e.get("exactness")]
+    fields = {"exactness": claims[-1]} if claims else {}
     inexact = min((e for e in events if e.get("exact") is False), key=lambda event: event.step, default=None)
     if inexact is None:
-        return {}
+        return fields
     reason = str(inexact.get("action") or inexact.get("reason") or inexact.kind)
-    return {"inexact_since": inexact.step, "inexact_reason": reason}
+    return {**fields, "inexact_since": inexact.step, "inexact_reason": reason}
 
 
 def _epoch(event: Event) -> EpochSummary:

@@ -64,6 +64,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "proof", report.proof
     if report.inexact_since is not None:
         yield "exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"
+    elif report.exactness is not None:
+        yield "exact", report.exactness
     if report.damaged_lines:
         yield "damage", f"skipped {report.damaged_lines:,} unreadable lines of events.jsonl"
 

@@ -16,7 +16,7 @@ export function provenancePart(report) {
     [
       "exact",
       report.inexact_since === null
-        ? "bit-exact on the same machine, as far as the run knows"
+        ? (report.exactness ?? "never resumed")
         : `until step ${formatCount(report.inexact_since)}`,
     ],
     ...(report.proof ? [["proof", report.proof]] : []),
