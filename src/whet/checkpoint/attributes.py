@@ -49,8 +49,8 @@ def attribute_owners(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> I
 def _plain_names(owner: Any) -> list[str]:
     """Return the names of the attributes that belong to the user's class."""
     if isinstance(owner, nn.Module):
-        # Pruning and weight_norm compute such an attribute from parameters in every forward pass.
-        computed = {name.rpartition("_")[0] for name in owner._parameters}
+        # Pruning, weight_norm and spectral_norm compute `weight` from `weight_orig`, or `weight_g` and `weight_v`.
+        computed = {name.rpartition("_")[0] for name in owner._parameters if name.endswith(("_orig", "_g", "_v"))}
         return [name for name in vars(owner) if name not in _module_names() and name not in computed]
     is_torchs = type(owner).__module__.startswith("torch.optim")
     return [n for n in vars(owner) if n not in _optimizer_names() and not (is_torchs and n.startswith("_"))]
