@@ -105,7 +105,7 @@ def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
         opened = open_run(Path(scratch) / "run")
         events = {name: event for event in read_events(opened, kinds=("eval",)) for name in event.fields}
         plan = json.loads((opened.path / "plan.json").read_text())
-        baseline = opened.kept["baseline"]
+        baseline = opened.metadata["baseline"]
     gc.collect()
     val, test = (scores(np.array(events[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
     shown = {setting: plan_value(plan, setting) for setting in ("device", "precision", "lengths", "micro_batch")}

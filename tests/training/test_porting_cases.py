@@ -258,7 +258,6 @@ def test_the_plan_shows_what_the_environment_has_decided(monkeypatch: pytest.Mon
     assert (plan.high_watermark, plan.low_watermark) == (0.7, 0.5)
 
 
-@pytest.mark.xfail(strict=True, reason="transformers makes an empty tokenizer up, and it is used")
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     from tiny_bert import write_tiny_bert
     from whet.recipes.text.tokenizer import PretrainedTokenizer

@@ -22,6 +22,8 @@ _HIGH_HEAT_SHARE = 0.2
 _SHORT_SECONDS = 30.0
 _NEARLY_FULL = 0.9
 _MIN_EVALUATIONS = 3
+# A trained model that is better than a trivial one by less has learned little.
+_SMALL_GAIN = 0.02
 # Suffixes of metrics for which lower values are better.
 _LOWER_IS_BETTER = ("loss", "cross_entropy", "perplexity", "error")
 
@@ -44,6 +46,7 @@ def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneT
         *_too_short(trials),
         *_unclear(trials),
         *_evaluating_and_saving(report, phases),
+        *_near_baseline(report),
         *_overfitting(report),
         *_heat(report),
         *_memory(report),
@@ -110,6 +113,17 @@ def _evaluating_and_saving(report: "RunReport", phases: Mapping[str, PhaseTime])
     if saving is not None and saving.share > _HIGH_SAVE_SHARE and report.saving.count > 1 and is_long:
         took = f"{report.saving.count:,} saves paused training for {100 * saving.share:.0f} % of the time"
         yield Advice(try_="checkpoint_minutes or checkpoint_steps twice as large", measured=took)
+
+
+def _near_baseline(report: "RunReport") -> Iterator[Advice]:
+    """Yield a suggestion if a trivial model is nearly as good, or better, on the test split."""
+    tested = report.metrics.get(f"test_{report.goal}")
+    if tested is None or not report.baseline or report.goal_mode != "max":
+        return
+    name, best = max(report.baseline.items(), key=lambda pair: pair[1])
+    if tested < best + _SMALL_GAIN:
+        compared = f"{name} has a {report.goal} of {best:.4g} on the test split, this model {tested:.4g}"
+        yield Advice(try_="more data, a check of the data, or a pretrained model", measured=compared)
 
 
 def _overfitting(report: "RunReport") -> Iterator[Advice]:

@@ -9,7 +9,7 @@ import pytest
 
 from whet.base.errors import UsageError
 from whet.recipes.text.corpus_reader import read_files
-from whet.recipes.text.data import baseline_accuracy
+from whet.recipes.text.data import baseline_metrics
 
 pytestmark = pytest.mark.torch
 
@@ -147,4 +147,4 @@ def test_scicite_is_read() -> None:
     assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (7320, 916, 1861)
     assert corpus.classes == ("background", "method", "result")
     assert round(Counter(corpus.test.labels)[0] / len(corpus.test), 3) == 0.536
-    assert baseline_accuracy(corpus) > 0.75
+    assert baseline_metrics(corpus)["naive Bayes"]["accuracy"] > 0.75

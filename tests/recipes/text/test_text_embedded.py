@@ -14,7 +14,7 @@ from whet.base.errors import WhetError
 from whet.recipes.text import embedded
 from whet.recipes.text.config import EMBEDDED_CLASSES, TextConfig, describe
 from whet.recipes.text.corpus import Corpus, Examples, split
-from whet.recipes.text.data import baseline_accuracy
+from whet.recipes.text.data import baseline_metrics
 from whet.recipes.text.embedded import LIBRARIES, read_docstrings, remove_library_names
 
 pytestmark = pytest.mark.torch
@@ -85,7 +85,7 @@ def test_library_names_are_removed(text: str, hidden: str) -> None:
 
 
 def test_the_baseline_is_neither_trivial_nor_random(corpus: Corpus) -> None:
-    assert 0.5 < baseline_accuracy(corpus) < 0.95
+    assert 0.5 < baseline_metrics(corpus)["naive Bayes"]["accuracy"] < 0.95
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_full_corpus_is_read_quickly_without_imports(home: Path) -> None:
     assert imported.strip() == "[]"
     full = read_docstrings()  # The child has filled the cache.
     assert [text for text in all_texts(full) if names_a_library(text)] == []
-    assert 0.7 < baseline_accuracy(full) < 0.9
+    assert 0.7 < baseline_metrics(full)["naive Bayes"]["accuracy"] < 0.9
 
 
 # --- reproducibility --------------------------------------------------------------------------------------------------

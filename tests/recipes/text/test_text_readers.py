@@ -325,6 +325,8 @@ def test_notes_before_a_training(tmp_path: Path) -> None:
     notes = load_corpus(TextConfig(data=str(tmp_path))).notes
     assert notes[0] == "read 163 + 24 + 24 rows of JSON lines; text = text, label = label, 5 classes"
     assert notes[1].startswith("warning: labels that are probably misspelled: 1")
-    assert notes[2] == "warning: held-out texts that also occur in another split: 4"
+    assert notes[2] == (
+        "warning: held-out texts that also occur in another split: 4 (val in train 2, test in train 2, test in val 2)"
+    )
     assert notes[3].startswith("warning: rows whose text has another label in another row: 2 (whet data text ")
     assert len(notes) == 4

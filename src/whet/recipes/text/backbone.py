@@ -17,6 +17,8 @@ from whet.recipes.hub import explain_hub_error
 
 SMALL = "small"
 """The value of `model` for the encoder that is trained from scratch."""
+LINEAR = "linear"
+"""The value of `model` for the linear classifier of n-grams."""
 
 BERT_ACTIVATIONS = {
     "gelu": ("gelu", "none"),

@@ -18,7 +18,7 @@ from whet.base.errors import UsageError
 from whet.config.options import CommonConfig
 from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
 from whet.plan.workload import Workload
-from whet.recipes.text.backbone import SMALL, Backbone, read_backbone
+from whet.recipes.text.backbone import LINEAR, SMALL, Backbone, read_backbone
 from whet.recipes.text.corpus import ClassWeights, read_class_weights
 from whet.recipes.text.readers.samples import ColumnOverrides
 
@@ -33,6 +33,24 @@ FROZEN_LR = 1e-3
 LORA_LR = 2e-4
 """LoRA starts from a zero update and has few weights, so its learning rate is ten times that of full fine-tuning."""
 FINE_TUNING_LENGTH = 256
+LINEAR_TRAINING = {
+    "optimizer": "sgd",
+    "lr": 0.5,
+    "weight_decay": 7e-4,
+    "epochs": 20,
+    "global_batch_size": 128,
+    "dropout": 0.0,
+    "word_dropout": 0.0,
+}
+"""Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and learns them by heart.
+
+The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md).
+"""
+LINEAR_NGRAMS = 8_192
+"""The linear classifier reads this many n-grams of a text. Longer texts are truncated."""
+_TYPICAL_NGRAMS = 50_000
+"""The n-grams of some thousand sentences: assumed until the data is read."""
+_ENCODER_KEYS = ("arch", "dropout", "word_dropout", "init_from")
 
 
 class TextArch(BaseModel):
@@ -69,12 +87,17 @@ class TextConfig(CommonConfig):
     # Chosen on the embedded texts by validation accuracy over three seeds. Many neighbors are equal within the noise.
     defaults: ClassVar[Mapping[str, Any]] = {"epochs": 10, "lr": 1e-3}
     descriptions: ClassVar[Mapping[str, str]] = {
-        "epochs": "passes over the training data; 4 for a pretrained model, SciBERT's best were 2 or 4",
-        "lr": "learning rate after the warm-up; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
+        "epochs": "passes over the training data; linear 20; 4 for a pretrained model, SciBERT's best were 2 or 4",
+        "lr": "learning rate; linear 0.5; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
+        "global_batch_size": "samples per optimizer step; linear 128; auto measures a size and scales lr",
+        "optimizer": "how weights are updated; linear sgd",
+        "weight_decay": "decay of weights; linear 7e-4; biases and norms are excluded, except with adam_atan2",
     }
 
     model: str = Field(
-        SMALL, description="small: an encoder from scratch; or a folder or hub name (NAME@REVISION) of transformers"
+        "auto",
+        description="linear: TF-IDF n-grams; small: an encoder from scratch; or a folder or hub name (NAME@REVISION) "
+        "of transformers; auto: linear for given data, small for the embedded texts or with arch, dropout, init_from",
     )
     freeze: Literal["none", "embeddings", "encoder"] | NonNegativeInt = Field(
         "none", description="frozen part of a pretrained model; N: the embeddings and the first N layers"
@@ -85,8 +108,9 @@ class TextConfig(CommonConfig):
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as for BERT"
     )
-    goal: Literal["accuracy", "macro_f1", "micro_f1", "cross_entropy"] = Field(
-        "accuracy", description="validation metric that selects the best weights; cross_entropy: lower is better"
+    goal: Literal["auto", "accuracy", "macro_f1", "micro_f1", "cross_entropy"] = Field(
+        "auto",
+        description="validation metric that selects the best weights; auto: accuracy, macro_f1 if uneven classes",
     )
     word_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.5, description="share of tokens that model=small drops in training; 0 with dropout=0"
@@ -105,7 +129,9 @@ class TextConfig(CommonConfig):
         "auto", description="separator between several labels of a text; auto: detected; null: none"
     )
     class_weights: Annotated[ClassWeights, BeforeValidator(read_class_weights)] = Field(
-        "none", description="none, balanced (each class has the same share of the loss), or '{name: weight, ...}'"
+        "auto",
+        description="none, balanced (each class has the same share of the loss), or '{name: weight, ...}'; auto: "
+        "balanced for model=linear, else none",
     )
     split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="selects the held-out rows when the data has no validation or test split"
@@ -117,7 +143,12 @@ class TextConfig(CommonConfig):
     @property
     def is_pretrained(self) -> bool:
         """Whether a transformers model is fine-tuned."""
-        return self.model != SMALL
+        return self.model not in (LINEAR, SMALL)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the linear classifier of n-grams is trained."""
+        return self.model == LINEAR
 
     @property
     def is_embedded(self) -> bool:
@@ -134,10 +165,16 @@ class TextConfig(CommonConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dependent_defaults(cls, given: Any) -> Any:
-        """Apply the defaults for pretrained models and for dropout=0. Explicit values take precedence."""
+        """Choose the model and apply its defaults. Explicit values take precedence."""
         if not isinstance(given, dict):
             return given
-        if given.get("model", SMALL) == SMALL:
+        if given.get("model", "auto") == "auto":
+            is_given = bool(given.get("data") or given.get("data_paths"))
+            is_encoder = any(given.get(key) for key in _ENCODER_KEYS)
+            given = {**given, "model": LINEAR if is_given and not is_encoder else SMALL}
+        if given["model"] == LINEAR:
+            return {**LINEAR_TRAINING, **given}
+        if given["model"] == SMALL:
             # dropout=0 requests a deterministic forward pass, so disable word dropout too.
             return {"word_dropout": 0.0, **given} if given.get("dropout") == 0 else given
         rate = FROZEN_LR if given.get("freeze") == "encoder" else LORA_LR if given.get("lora") else FINE_TUNING["lr"]
@@ -148,8 +185,9 @@ class TextConfig(CommonConfig):
     @model_validator(mode="after")
     def check_model_options(self) -> "TextConfig":
         """Reject options that the chosen model does not have."""
+        if self.is_pretrained or self.is_linear:
+            self._check_no_encoder_options()
         if self.is_pretrained:
-            self._check_pretrained_options()
             return self
         pretrained_only = {
             "freeze": self.freeze != "none",
@@ -158,20 +196,25 @@ class TextConfig(CommonConfig):
         }
         for key, is_given in pretrained_only.items():
             if is_given:
-                raise UsageError(f"{key} needs a pretrained model", got=f"{key} and model=small", try_="model=FOLDER")
+                raise UsageError(
+                    f"{key} needs a pretrained model", got=f"{key} and model={self.model}", try_="model=FOLDER"
+                )
         return self
 
-    def _check_pretrained_options(self) -> None:
-        for key in ("hidden_size", "layers", "heads", "vocab_size"):
+    def _check_no_encoder_options(self) -> None:
+        own = ("hidden_size", "layers", "heads", "vocab_size")
+        for key in (*own, "max_length") if self.is_linear else own:
             if getattr(self.arch, key) != getattr(_DEFAULT_ARCH, key):
                 raise UsageError(
                     f"arch.{key} applies to model=small only",
                     got=f"model={self.model}",
                     try_=f"remove arch.{key}: the model's own size is used",
                 )
-        if self.word_dropout:
+        if self.word_dropout or (self.is_linear and self.dropout):
             raise UsageError(
-                "word_dropout applies to model=small only", got=f"word_dropout={self.word_dropout}", try_="dropout=0.1"
+                f"{'word_dropout' if self.word_dropout else 'dropout'} does not apply to this model",
+                got=f"model={self.model} dropout={self.dropout} word_dropout={self.word_dropout}",
+                try_="weight_decay=1e-3" if self.is_linear else "dropout=0.1",
             )
         if self.lora is not None and self.freeze != "none":
             raise UsageError(
@@ -206,6 +249,8 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
             got=f"model={config.model} lora={config.lora} freeze={config.freeze}",
             try_="lengths=sorted, or auto",
         )
+    if config.is_linear:
+        return _describe_linear(config)
     max_length = config.arch.max_length if backbone is None else min(config.arch.max_length, backbone.max_tokens)
     return Workload(
         recipe="text",
@@ -236,12 +281,35 @@ def _cost(layers: int, width: int, length: int) -> dict[str, float | int]:
     }
 
 
+def _describe_linear(config: TextConfig) -> Workload:
+    """Describe the linear classifier. The number of n-grams is unknown until the data is read."""
+    return Workload(
+        recipe="text",
+        **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
+        global_batch_size=config.global_batch_size,
+        num_steps=_num_steps(config, None),
+        max_length=LINEAR_NGRAMS,
+        lengths_vary=True,
+        can_pack=True,
+        sample_bytes=8 * (LINEAR_NGRAMS + 1),
+        # Each n-gram keeps its id, its weights and its rows of the table.
+        activation_bytes=LINEAR_NGRAMS * (32 + 8 * EMBEDDED_CLASSES),
+        layers=("linear",),
+    )
+
+
 def describe_data(
-    workload: Workload, config: TextConfig, *, num_samples: int, mean_length: float, classes: Sequence[str]
+    workload: Workload,
+    config: TextConfig,
+    *,
+    num_samples: int,
+    mean_length: float,
+    classes: Sequence[str],
+    vocab_size: int,
 ) -> Workload:
     """Add the facts that are known once the data has been read."""
     known = {
-        **_num_parameters(config, num_classes=len(classes)),
+        **_num_parameters(config, num_classes=len(classes), vocab_size=vocab_size),
         "num_samples": num_samples,
         "num_steps": _num_steps(config, num_samples),
         "mean_length": mean_length,
@@ -285,8 +353,10 @@ def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:
     )
 
 
-def _num_parameters(config: TextConfig, *, num_classes: int) -> dict[str, int]:
+def _num_parameters(config: TextConfig, *, num_classes: int, vocab_size: int = _TYPICAL_NGRAMS) -> dict[str, int]:
     """Return the trained and frozen parameters. They are counted again once the model exists."""
+    if config.is_linear:
+        return {"num_parameters": (vocab_size + 1) * num_classes, "num_frozen": 0}
     if not config.is_pretrained:
         return {"num_parameters": count_parameters(config.arch, num_classes=num_classes), "num_frozen": 0}
     backbone = read_backbone(config.model)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from whet.base.errors import UsageError, closest_match
 
-ClassWeights = Literal["none", "balanced"] | dict[str, float]
+ClassWeights = Literal["auto", "none", "balanced"] | dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +217,7 @@ def _split_items(text: str) -> list[str]:
 
 def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:
     """Return the weight of each class, 1 for classes that are not named; None if all weights are equal."""
-    if option == "none":
+    if option in ("auto", "none"):
         return None
     if option == "balanced":
         return balanced_weights(corpus.train.label_sets or corpus.train.labels, num_classes=len(corpus.classes))
@@ -233,6 +233,15 @@ def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | N
         if not 0 <= weight < float("inf"):
             raise UsageError("a class weight must be 0 or more", got=f"{name}: {weight}", try_=f"{{{name}: 1}}")
     return tuple(float(option.get(name, 1.0)) for name in corpus.classes)
+
+
+def rare_classes(corpus: Corpus) -> list[str]:
+    """Return the classes with less than half of an even share of the training rows; none for multi-label data."""
+    if corpus.is_multi_label:
+        return []
+    counts = Counter(corpus.train.labels)
+    limit = len(corpus.train) / len(corpus.classes) / 2
+    return [name for index, name in enumerate(corpus.classes) if counts[index] < limit]
 
 
 def balanced_weights(labels: Sequence[int] | Sequence[tuple[int, ...]], *, num_classes: int) -> tuple[float, ...]:

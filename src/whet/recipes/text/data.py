@@ -13,9 +13,11 @@ from torch import Tensor
 
 from whet.data.batch import Ragged
 from whet.recipes.text.corpus import Corpus, Examples
+from whet.recipes.text.evaluation import Scores
+from whet.recipes.text.ngrams import NgramVocabulary
 from whet.recipes.text.tokenizer import PAD_ID, PretrainedTokenizer, Tokenizer
 
-AnyTokenizer = Tokenizer | PretrainedTokenizer
+AnyTokenizer = Tokenizer | NgramVocabulary | PretrainedTokenizer
 _WORD = re.compile(r"\w+")
 
 
@@ -47,8 +49,10 @@ class TextData:
     """The mean number of tokens of a training text."""
     has_pairs: bool
     """Whether a sample is a pair of texts."""
-    baseline: float | None
-    """The test accuracy of naive Bayes; None for multi-label data."""
+    baselines: dict[str, dict[str, float]]
+    """The test metrics of trivial classifiers by name; empty for multi-label data."""
+    is_uneven: bool = False
+    """Whether a class has less than half of an even share of the training rows."""
     notes: tuple[str, ...] = ()
     """How the data was interpreted, and its defects. Shown before training starts."""
 
@@ -85,7 +89,7 @@ def tokenize(
         max_length=max_length,
         fingerprint=corpus.fingerprint,
         has_pairs=corpus.has_pairs,
-        baseline=None if corpus.is_multi_label else baseline_accuracy(corpus),
+        baselines={} if corpus.is_multi_label else baseline_metrics(corpus),
         mean_length=float(train["tokens"].lengths.double().mean()),
     )
 
@@ -131,8 +135,21 @@ def token_column(
 # --- baseline ---------------------------------------------------------------------------------------------------------
 
 
-def baseline_accuracy(corpus: Corpus) -> float:
-    """Return the test accuracy of multinomial naive Bayes on the word counts of the training texts."""
+def baseline_metrics(corpus: Corpus) -> dict[str, dict[str, float]]:
+    """Return the test metrics of naive Bayes, and of always predicting the most frequent class."""
+    frequent = Counter(corpus.train.labels).most_common(1)[0][0]
+    predictions = {"naive Bayes": _naive_bayes(corpus), "most frequent class": [frequent] * len(corpus.test)}
+    result = {}
+    for name, predicted in predictions.items():
+        scores = Scores(len(corpus.classes), is_multi_label=False)
+        scores.add(np.eye(len(corpus.classes))[predicted], corpus.test.labels)
+        metrics = scores.metrics()
+        result[name] = {metric: float(metrics[metric]) for metric in ("accuracy", "macro_f1", "micro_f1")}
+    return result
+
+
+def _naive_bayes(corpus: Corpus) -> list[int]:
+    """Return the test predictions of multinomial naive Bayes on the word counts of the training texts."""
     num_classes = len(corpus.classes)
     vocabulary: dict[str, int] = {}
     for text in _full_texts(corpus.train):
@@ -149,11 +166,11 @@ def baseline_accuracy(corpus: Corpus) -> float:
     log_prior = np.array(
         [math.log(frequency[label]) if frequency[label] else -math.inf for label in range(num_classes)]
     )
-    num_right = 0
-    for text, label in zip(_full_texts(corpus.test), corpus.test.labels, strict=True):
+    predicted = []
+    for text in _full_texts(corpus.test):
         known = [vocabulary[word] for word in _words(text) if word in vocabulary]
-        num_right += int(np.argmax(log_prior + log_likelihood[known].sum(0))) == label
-    return num_right / len(corpus.test)
+        predicted.append(int(np.argmax(log_prior + log_likelihood[known].sum(0))))
+    return predicted
 
 
 def _full_texts(examples: Examples) -> list[str]:

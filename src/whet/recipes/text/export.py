@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Padded
-from whet.recipes.text.bert import Bert
 from whet.recipes.text.factory import load_tokenizer
 from whet.recipes.text.model import Encoder
-from whet.recipes.text.pretrained import Pretrained, as_pretrained, merge_lora, save_transformers
+from whet.recipes.text.ngrams import NgramClassifier
+from whet.recipes.text.pretrained import as_pretrained, merge_lora, save_transformers
 from whet.recipes.text.tokenizer import PretrainedTokenizer, write_files
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def write_model_files(model: "Classifier", metadata: dict[str, Any], folder: Pat
     if to == "transformers":
         if not isinstance(tokenizer, PretrainedTokenizer):
             raise UsageError(
-                "the small encoder is not a transformers model",
-                got="a run of model=small",
+                "the model is not a transformers model",
+                got="a run of model=linear or model=small",
                 try_="--to onnx; or a run of model=FOLDER",
             )
-        assert not isinstance(model, Encoder)
+        assert not isinstance(model, Encoder | NgramClassifier)
         save_transformers(model, tokenizer, folder)
         return facts
     inputs = save_onnx(model, folder, max_length=int(metadata["max_length"]), vocab_size=tokenizer.vocab_size)
@@ -100,10 +100,10 @@ def check_onnx_installed() -> None:
         )
 
 
-class _SmallEncoderOnnx(nn.Module):
-    """The small encoder with the usual inputs of ONNX text models."""
+class _BuiltInOnnx(nn.Module):
+    """A built-in model with the usual inputs of ONNX text models."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder | NgramClassifier) -> None:
         super().__init__()
         self.encoder = encoder
 
@@ -125,10 +125,10 @@ class _TransformersOnnx(nn.Module):
         return logits
 
 
-def _with_onnx_inputs(model: Encoder | Bert | Pretrained) -> tuple[nn.Module, list[str]]:
+def _with_onnx_inputs(model: "Classifier") -> tuple[nn.Module, list[str]]:
     names = ["input_ids", "attention_mask"]
-    if isinstance(model, Encoder):
-        return _SmallEncoderOnnx(model).eval(), names
+    if isinstance(model, Encoder | NgramClassifier):
+        return _BuiltInOnnx(model).eval(), names
     network = _TransformersOnnx(merge_lora(as_pretrained(model).network)).eval()
     return network, [*names, "token_type_ids"] if model.has_segments else names
 

@@ -5,20 +5,23 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
 from whet.recipes.text.backbone import Backbone, backbone_of, model_folder, read_backbone
-from whet.recipes.text.config import TextConfig, can_read_packed
+from whet.recipes.text.config import LINEAR_NGRAMS, TextConfig, can_read_packed
 from whet.recipes.text.corpus import Corpus
 from whet.recipes.text.data import AnyTokenizer, TextData
 from whet.recipes.text.model import Encoder
+from whet.recipes.text.ngrams import NgramClassifier, NgramVocabulary
 from whet.recipes.text.tokenizer import PretrainedTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from whet.recipes.text.bert import Bert
     from whet.recipes.text.pretrained import FineTuning, Pretrained
 
-    Classifier = Encoder | Bert | Pretrained
+    Classifier = Encoder | NgramClassifier | Bert | Pretrained
 
 MODEL_CONFIG = "model_config"
 """The metadata key for the config of a pretrained model."""
+IS_LINEAR = "is_linear"
+"""The metadata key that marks a run of the linear classifier."""
 
 
 def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, Any] | None) -> AnyTokenizer:
@@ -28,8 +31,8 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
         metadata: The metadata of the `init_from` run; None without one.
     """
     if metadata is not None:
-        # Only runs of pretrained models have this key.
-        if (MODEL_CONFIG in metadata) != config.is_pretrained:
+        # Only runs of pretrained models have the first key, and only those of linear models the second.
+        if ((MODEL_CONFIG in metadata), bool(metadata.get(IS_LINEAR))) != (config.is_pretrained, config.is_linear):
             raise UsageError(
                 "init_from is a run of another model",
                 got=f"init_from={config.init_from} model={config.model}",
@@ -37,18 +40,34 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
             )
         return load_tokenizer(metadata)
     if config.is_pretrained:
-        return PretrainedTokenizer.load(model_folder(config.model))
+        folder = model_folder(config.model)
+        tokenizer = PretrainedTokenizer.load(folder)
+        num_rows = read_backbone(str(folder)).vocab_size
+        if tokenizer.max_id >= num_rows:
+            raise UsageError(
+                "the tokenizer has more words than the model's embedding has rows",
+                got=f"{folder}: token ids up to {tokenizer.max_id:,}, vocab_size {num_rows:,}",
+                try_="the tokenizer of this model; or model.resize_token_embeddings, then save_pretrained",
+            )
+        return tokenizer
+    if config.is_linear:
+        pairs = corpus.train.pairs or ("",) * len(corpus.train)
+        return NgramVocabulary.train(f"{one}\n{two}" for one, two in zip(corpus.train.texts, pairs, strict=True))
     return Tokenizer.train((*corpus.train.texts, *corpus.train.pairs), vocab_size=config.arch.vocab_size)
 
 
 def load_tokenizer(metadata: dict[str, Any]) -> AnyTokenizer:
     """Load the tokenizer of a run."""
-    tokenizer_type = PretrainedTokenizer if MODEL_CONFIG in metadata else Tokenizer
-    return tokenizer_type.from_json(str(metadata.get("tokenizer")))
+    saved = str(metadata.get("tokenizer"))
+    if metadata.get(IS_LINEAR):
+        return NgramVocabulary.from_json(saved)
+    return PretrainedTokenizer.from_json(saved) if MODEL_CONFIG in metadata else Tokenizer.from_json(saved)
 
 
 def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
     """Return `arch.max_length`, limited to the positions of a pretrained model."""
+    if isinstance(tokenizer, NgramVocabulary):
+        return LINEAR_NGRAMS
     if not isinstance(tokenizer, PretrainedTokenizer):
         return config.arch.max_length
     # Both may limit the length: the positions of the model, and the declared maximum of the tokenizer.
@@ -58,6 +77,8 @@ def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
 
 def make_model(config: TextConfig, data: TextData) -> "Classifier":
     """Build the model with its initial weights. New weights are drawn from torch's generator."""
+    if isinstance(data.tokenizer, NgramVocabulary):
+        return NgramClassifier(data.tokenizer, num_classes=len(data.classes))
     if not config.is_pretrained:
         return _small_encoder(config, num_classes=len(data.classes))
     from whet.recipes.text.pretrained import load_pretrained
@@ -72,7 +93,7 @@ def make_model(config: TextConfig, data: TextData) -> "Classifier":
 def model_metadata(config: TextConfig, data: TextData) -> dict[str, Any]:
     """Return the metadata to rebuild the model; empty for the small encoder, whose sizes are options."""
     if not config.is_pretrained:
-        return {}
+        return {IS_LINEAR: True} if config.is_linear else {}
     from whet.recipes.text.pretrained import pretrained_config
 
     saved = pretrained_config(
@@ -86,6 +107,9 @@ def model_metadata(config: TextConfig, data: TextData) -> dict[str, Any]:
 
 def load_model(config: TextConfig, metadata: dict[str, Any]) -> "Classifier":
     """Build the model of a run without its weights. Needs neither the hub nor the original folder."""
+    if metadata.get(IS_LINEAR):
+        vocabulary = NgramVocabulary.from_json(str(metadata.get("tokenizer")))
+        return NgramClassifier(vocabulary, num_classes=len(metadata["classes"]))
     if MODEL_CONFIG not in metadata:
         return _small_encoder(config, num_classes=len(metadata["classes"]))
     from whet.recipes.text.pretrained import empty_pretrained

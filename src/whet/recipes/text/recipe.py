@@ -48,7 +48,12 @@ class TextRecipe(Recipe):
         # A hub model has been downloaded at this point.
         workload = text_config.describe(config, model_folder(config.model) if config.is_pretrained else None)
         return text_config.describe_data(
-            workload, config, num_samples=len(data.train["label"]), mean_length=data.mean_length, classes=data.classes
+            workload,
+            config,
+            num_samples=len(data.train["label"]),
+            mean_length=data.mean_length,
+            classes=data.classes,
+            vocab_size=data.tokenizer.vocab_size,
         )
 
     def assumptions(self, config: TextConfig) -> tuple[str, ...]:
@@ -58,7 +63,7 @@ class TextRecipe(Recipe):
         return (f"model={config.model} is not a local folder, so the plan assumes BERT base; training uses real sizes",)
 
     def data(self, config: TextConfig) -> "TextData":
-        from whet.recipes.text.corpus import class_weights
+        from whet.recipes.text.corpus import class_weights, rare_classes
         from whet.recipes.text.corpus_reader import load_corpus
         from whet.recipes.text.data import tokenize, truncation_notes
         from whet.recipes.text.factory import effective_max_length, make_tokenizer
@@ -71,15 +76,24 @@ class TextRecipe(Recipe):
             metadata = open_run(config.init_from).metadata
             _check_same_classes(corpus.classes, metadata.get("classes"), where=config.init_from)
         tokenizer = make_tokenizer(config, corpus, metadata=metadata)
+        rare = rare_classes(corpus)
+        is_balanced = config.class_weights == "auto" and config.is_linear
         data = tokenize(
             corpus,
             tokenizer=tokenizer,
             max_length=effective_max_length(config, tokenizer),
-            class_weights=class_weights(config.class_weights, corpus),
+            class_weights=class_weights("balanced" if is_balanced else config.class_weights, corpus),
         )
         # The embedded dataset is always the same and needs no notes.
-        self._data = replace(data, notes=(*loaded.notes, *truncation_notes(data))) if loaded.notes else data
+        notes = (*loaded.notes, *truncation_notes(data), *_uneven_notes(config, rare)) if loaded.notes else ()
+        self._data = replace(data, notes=notes, is_uneven=bool(rare))
         return self._data
+
+    def selected_goal(self, config: TextConfig) -> str:
+        """Return the metric that selects the best weights; auto: macro-F1 if some classes are rare, else accuracy."""
+        if config.goal != "auto":
+            return config.goal
+        return "macro_f1" if self._data is not None and self._data.is_uneven else "accuracy"
 
     def model(self, config: TextConfig, data: "TextData") -> "Classifier":
         from whet.recipes.text.factory import make_model
@@ -114,7 +128,11 @@ class TextRecipe(Recipe):
             "max_length": data.max_length,
             "tokenizer": data.tokenizer.to_json(),
             "data": data.fingerprint,
-            "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
+            "baseline": {
+                name: metrics[goal]
+                for name, metrics in data.baselines.items()
+                if (goal := self.selected_goal(config)) in metrics
+            },
             "is_multi_label": data.is_multi_label,
             "has_pairs": data.has_pairs,
             **model_metadata(config, data),
@@ -161,6 +179,18 @@ class TextRecipe(Recipe):
         from whet.recipes.text.export import write_model_files
 
         return write_model_files(model, metadata, folder, to=to)
+
+
+def _uneven_notes(config: TextConfig, rare: Sequence[str]) -> list[str]:
+    """Report what was chosen because some classes are rare, or advise it."""
+    if not rare or "auto" not in (config.class_weights, config.goal):
+        return []
+    shown = ", ".join(rare[:3]) + (f" and {len(rare) - 3} more" if len(rare) > 3 else "")
+    weights = "class_weights=balanced" if config.class_weights == "auto" and config.is_linear else ""
+    goal = "goal=macro_f1" if config.goal == "auto" else ""
+    chosen = " and ".join(filter(None, (weights, goal)))
+    advised = "; try class_weights=balanced" if config.class_weights == "auto" and not config.is_linear else ""
+    return [f"rare classes ({shown})" + (f": {chosen} by default" if chosen else "") + advised]
 
 
 def _check_not_imported(folder: str) -> None:

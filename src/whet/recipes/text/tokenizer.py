@@ -21,6 +21,16 @@ _PAD = "<pad>"
 SEGMENT_OFFSET = 1 << 24
 """The offset of token ids in the second segment, so that one column holds both. No vocabulary is that large."""
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+"""The files that contain a vocabulary. A model needs one of them."""
+
 # No path separators: a file name from a run folder must stay inside of its folder.
 _FILE_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
@@ -93,7 +103,12 @@ class PretrainedTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
         """Load the tokenizer from the folder of a model."""
+        # Without these files, transformers makes up a tokenizer that knows no word.
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise _missing_tokenizer_error(folder, "none of " + ", ".join(_TOKENIZER_FILES[:4]))
         engine = _load_transformers_tokenizer(folder)
+        if not set(engine.get_vocab()) - set(engine.all_special_tokens):
+            raise _missing_tokenizer_error(folder, "a vocabulary of special tokens only")
         if not engine.is_fast:
             raise UsageError(
                 "the model's tokenizer has no tokenizer.json", got=str(folder), try_="a model with a fast tokenizer"
@@ -125,6 +140,11 @@ class PretrainedTokenizer:
     def vocab_size(self) -> int:
         """The number of entries in the vocabulary, including special tokens."""
         return len(self._engine)
+
+    @property
+    def max_id(self) -> int:
+        """The highest token id. The embedding of the model must have a row for it."""
+        return int(max(self._engine.get_vocab().values()))
 
     @property
     def max_length(self) -> int:
@@ -184,6 +204,14 @@ def _load_transformers_tokenizer(folder: Path) -> Any:
                 got=f"{folder}: {str(error).strip().splitlines()[0][:160]}",
                 try_="a folder with tokenizer.json and tokenizer_config.json",
             ) from None
+
+
+def _missing_tokenizer_error(folder: Path, got: str) -> UsageError:
+    return UsageError(
+        "the model's folder has no tokenizer",
+        got=f"{folder}: {got}",
+        try_="copy tokenizer.json and tokenizer_config.json of the model into it (tokenizer.save_pretrained)",
+    )
 
 
 def _without_source_path(file: Path) -> str:

@@ -260,7 +260,7 @@ class DatasetInspector:
             labels=dict(sorted(label_totals(counts).items(), key=lambda pair: (-pair[1], pair[0]))),
             characters=length_stats(index.characters),
             words=length_stats(index.words),
-            findings=self._findings.findings(),
+            findings=self._findings.findings(self.index.hashes.breakdown()),
         )
 
 
@@ -359,7 +359,7 @@ def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
         findings.add(duplicate.kind)
     findings.add("misspelled-label", count=len(misspelled(counts)))
     findings.add("header", count=sum(counts[name] for name in header_labels(counts, label_column=None)))
-    return tuple(finding for finding in findings.findings() if finding.is_serious)
+    return tuple(finding for finding in findings.findings(hashes.breakdown()) if finding.is_serious)
 
 
 def _label_sets(part: Examples) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,9 @@
 """The data report: kinds of defects, findings, and their text form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from pydantic import Field
 
 from whet.base.model import FrozenModel
 from whet.base.units import format_plural
@@ -84,6 +86,13 @@ class DataFinding(FrozenModel):
     action: FixAction
     is_serious: bool
     examples: tuple[FindingExample, ...]
+    breakdown: dict[str, int] = Field(default_factory=dict)
+    """Leaks by pair of splits; contradicting labels by texts and by rows."""
+
+    @property
+    def breakdown_text(self) -> str:
+        """The breakdown as text, such as "test in train 47, test in val 2"."""
+        return ", ".join(f"{name} {count:,}" for name, count in self.breakdown.items())
 
 
 class SplitSummary(FrozenModel):
@@ -148,8 +157,9 @@ class FindingCollector:
         if example is not None and self.needs_example(kind):
             self._examples[kind].append(example)
 
-    def findings(self) -> tuple[DataFinding, ...]:
-        """Return the counted defects, in the order of `DEFECT_KINDS`."""
+    def findings(self, breakdown: Mapping[str, Mapping[str, int]] | None = None) -> tuple[DataFinding, ...]:
+        """Return the counted defects, in the order of `DEFECT_KINDS`, with the breakdown of some kinds."""
+        parts = breakdown or {}
         return tuple(
             DataFinding(
                 kind=kind,
@@ -158,6 +168,7 @@ class FindingCollector:
                 action=DEFECT_KINDS[kind].action,
                 is_serious=DEFECT_KINDS[kind].is_serious,
                 examples=tuple(self._examples[kind]),
+                breakdown=dict(parts.get(kind, {})),
             )
             for kind, count in self._counts.items()
             if count
@@ -189,7 +200,8 @@ def serious_lines(findings: Sequence[DataFinding], *, where: str, max_lines: int
     serious = [finding for finding in findings if finding.is_serious]
     if not serious:
         return []
-    lines = [f"{finding.description}: {finding.count:,}" for finding in serious]
+    parts = [f" ({finding.breakdown_text})" if finding.breakdown else "" for finding in serious]
+    lines = [f"{finding.description}: {finding.count:,}{part}" for finding, part in zip(serious, parts, strict=True)]
     if len(lines) > max_lines:
         lines = [*lines[: max_lines - 1], "; ".join(lines[max_lines - 1 :])]
     return [f"warning: {line}" for line in (*lines[:-1], f"{lines[-1]} (whet data text {where} lists the rows)")]
@@ -223,6 +235,8 @@ def _finding_lines(findings: Sequence[DataFinding]) -> Iterator[str]:
         mark = "!" if finding.is_serious else " "
         action = _ACTION_TEXT[finding.action]
         yield f"  {mark} {finding.kind:<{width}}  {finding.count:>7,}  {finding.description} ({action})"
+        if finding.breakdown:
+            yield f"      {finding.breakdown_text}"
         yield from (f"      {_example_text(example)}" for example in finding.examples)
 
 

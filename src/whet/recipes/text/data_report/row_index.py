@@ -20,6 +20,7 @@ from whet.recipes.text.readers.sources import file_names
 MAX_LABELS = 65_536
 TRAIN, VAL, TEST = 0, 1, 2
 """A text in two splits is kept in the higher one: held-out rows are scarcer than training rows."""
+_SPLIT_NAMES = ("train", "val", "test")
 
 
 class Duplicate(NamedTuple):
@@ -54,6 +55,21 @@ class TextHashes:
         """Yield every row that repeats another row."""
         for rows in self._equal_rows():
             yield from self._in_group(rows)
+
+    def breakdown(self) -> dict[str, Counter[str]]:
+        """Return the leaks of each pair of splits, and how many texts and rows have contradicting labels."""
+        result: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for rows in self._equal_rows():
+            texts: defaultdict[int, set[int]] = defaultdict(set)
+            for row in rows:
+                texts[self.split[row]].add(self.exact[row])
+            for row in rows:
+                for lower in sorted(split for split in texts if split < self.split[row]):
+                    kind = "leak" if self.exact[row] in texts[lower] else "near-leak"
+                    result[kind][f"{_SPLIT_NAMES[self.split[row]]} in {_SPLIT_NAMES[lower]}"] += 1
+            if len({self.label[row] for row in rows}) > 1:
+                result["two-labels"].update(texts=1, rows=len(rows))
+        return dict(result)
 
     def removable(self) -> Iterator[Duplicate]:
         """Yield the rows to remove, so that each text occurs once, in one split and with one label."""

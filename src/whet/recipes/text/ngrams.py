@@ -1,0 +1,152 @@
+"""The linear classifier: word and character n-grams, weighted by TF-IDF, and one weight for each class.
+
+Shapes: B texts, L n-grams of the longest text, F n-grams of the vocabulary, C classes.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.base.errors import WhetError
+from whet.data.batch import Packed, Padded
+from whet.recipes.text.attention import token_layout
+
+MAX_NGRAMS = 2**18
+"""The limit of the vocabulary. The n-grams of the most texts are kept."""
+_MIN_TEXTS = 2
+"""An n-gram of a single training text says nothing about others, but a linear model would learn that text by it."""
+_CHARACTERS = range(2, 6)
+"""The lengths of character n-grams."""
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class NgramVocabulary:
+    """The n-grams of the training texts: words and pairs of words, and the pieces of words. Id 0 is padding."""
+
+    def __init__(self, words: Sequence[str], characters: Sequence[str], frequencies: Sequence[int], num_texts: int):
+        self._words = {ngram: index for index, ngram in enumerate(words, start=1)}
+        self._characters = {ngram: index for index, ngram in enumerate(characters, start=len(words) + 1)}
+        self._names = ("", *words)
+        self._frequencies = frequencies
+        self._num_texts = num_texts
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> "NgramVocabulary":
+        """Collect the n-grams that occur in two texts or more. The result depends only on the texts."""
+        words: Counter[str] = Counter()
+        characters: Counter[str] = Counter()
+        num_texts = 0
+        for text in texts:
+            words.update(word_ngrams(text))
+            characters.update(character_ngrams(text))
+            num_texts += 1
+        kept = [
+            [(ngram, count) for ngram, count in counts.most_common(MAX_NGRAMS // 2) if count >= _MIN_TEXTS]
+            for counts in (words, characters)
+        ]
+        frequencies = [count for _, count in chain(*kept)]
+        return cls([ngram for ngram, _ in kept[0]], [ngram for ngram, _ in kept[1]], frequencies, num_texts)
+
+    @classmethod
+    def from_json(cls, text: str) -> "NgramVocabulary":
+        """Load a vocabulary written by `to_json`."""
+        try:
+            saved = json.loads(text)
+            return cls(saved["words"], saved["characters"], saved["frequencies"], saved["num_texts"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WhetError(
+                "cannot read a saved vocabulary", got=str(error)[:200], try_="the run's own file, unchanged"
+            ) from None
+
+    def to_json(self) -> str:
+        """Serialize the vocabulary for the run folder."""
+        saved = {"words": list(self._words), "characters": list(self._characters)}
+        return json.dumps({**saved, "frequencies": list(self._frequencies), "num_texts": self._num_texts})
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of n-grams, including padding."""
+        return len(self._words) + len(self._characters) + 1
+
+    @property
+    def num_words(self) -> int:
+        """The number of word n-grams. Their ids come first."""
+        return len(self._words)
+
+    def weights(self) -> list[float]:
+        """Return the inverse document frequency of each n-gram, 0 for padding."""
+        return [0.0, *(1 + math.log((1 + self._num_texts) / (1 + count)) for count in self._frequencies)]
+
+    def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
+        """Return the distinct known n-grams of each text, words first. A text without any becomes padding."""
+        return [self._ids(text)[:max_length] or [0] for text in texts]
+
+    def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
+        """Encode each pair of texts as one text of two lines."""
+        return self.encode([f"{one}\n{two}" for one, two in zip(texts, pairs, strict=True)], max_length=max_length)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the known words of a text in the order of their first occurrence."""
+        return " ".join(name for index in ids if index < len(self._names) and " " not in (name := self._names[index]))
+
+    def _ids(self, text: str) -> list[int]:
+        words = [self._words[ngram] for ngram in word_ngrams(text) if ngram in self._words]
+        return words + [self._characters[ngram] for ngram in character_ngrams(text) if ngram in self._characters]
+
+
+def word_ngrams(text: str) -> list[str]:
+    """Return the distinct words, then pairs of words.
+
+    >>> word_ngrams("To be, to")
+    ['to', 'be', ',', 'to be', 'be ,', ', to']
+    """
+    words = _WORD.findall(text.lower())
+    return list(dict.fromkeys([*words, *(f"{one} {two}" for one, two in pairwise(words))]))
+
+
+def character_ngrams(text: str) -> list[str]:
+    """Return the distinct pieces of two to five characters inside of words, with a space before and after each word.
+
+    >>> character_ngrams("to")
+    [' t', 'to', 'o ', ' to', 'to ', ' to ']
+    """
+    result: dict[str, None] = {}
+    for word in dict.fromkeys(text.lower().split()):
+        padded = f" {word} "
+        for size in _CHARACTERS:
+            for start in range(len(padded) - size + 1):
+                result[padded[start : start + size]] = None
+    return list(result)
+
+
+class NgramClassifier(nn.Module):
+    """Logits linear in the TF-IDF weights of a text's n-grams, normalized for words and for characters."""
+
+    idf: Tensor
+
+    def __init__(self, vocabulary: NgramVocabulary, *, num_classes: int) -> None:
+        super().__init__()
+        self.num_words = vocabulary.num_words
+        self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, num_classes))
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+        self.register_buffer("idf", torch.tensor(vocabulary.weights()))
+
+    def forward(self, tokens: Padded | Packed) -> Tensor:
+        """Return the logits, (B, C)."""
+        layout = token_layout(tokens)
+        ids = layout.to_padded(tokens.values) * layout.is_real
+        weights = self.idf[ids]
+        is_word = ids <= self.num_words
+        squares = weights.square()
+        words, characters = ((squares * of_kind).sum(1, keepdim=True) for of_kind in (is_word, ~is_word))
+        # The clamp keeps the gradient finite for a text without any known n-gram.
+        weights = weights / torch.where(is_word, words, characters).sqrt().clamp(min=1e-12)
+        logits = (functional.embedding(ids, self.weight) * weights[..., None]).sum(1)
+        return logits[: layout.num_texts] + self.bias

@@ -1,0 +1,114 @@
+"""The linear classifier of n-grams: vocabulary, logits, defaults, and a training on uneven classes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.base.errors import UsageError
+from whet.config.resolve import resolve_config
+from whet.data.batch import Ragged
+from whet.recipes.runner import train_recipe
+from whet.recipes.text.config import TextConfig
+from whet.recipes.text.corpus_reader import read_files
+from whet.recipes.text.data import baseline_metrics
+from whet.recipes.text.ngrams import NgramClassifier, NgramVocabulary
+from whet.recipes.text.recipe import recipe as text_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+TEXTS = ["the red fox", "the green fern", "the red fern", "a fox"]
+
+
+def write_uneven(path: Path, *, num_common: int = 190, num_rare: int = 14) -> Path:
+    """Write two classes that one word tells apart, among words that say nothing."""
+    labels = ["common"] * num_common + ["rare"] * num_rare
+    rows = [
+        {"text": f"item {n} of list {n % 7} is {'scarlet' if label == 'rare' else 'plain'}", "label": label}
+        for n, label in enumerate(labels)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_ngrams_of_one_text_are_left_out() -> None:
+    vocabulary = NgramVocabulary.train(TEXTS)
+    ids = vocabulary.encode(["the red green fox", "nothing known"], max_length=1_000)
+    assert vocabulary.decode(ids[0]) == "the red fox"  # "green" occurs in one training text only.
+    assert vocabulary.decode(ids[1]) == ""
+    assert max(ids[0]) < vocabulary.vocab_size == len(vocabulary.weights())
+    assert NgramVocabulary.from_json(vocabulary.to_json()).encode(TEXTS, max_length=9) == vocabulary.encode(
+        TEXTS, max_length=9
+    )
+
+
+def test_rare_ngrams_weigh_more() -> None:
+    vocabulary = NgramVocabulary.train(TEXTS)
+    (the,), (fox,) = (vocabulary.encode([word], max_length=1) for word in ("the", "fox"))
+    weights = vocabulary.weights()
+    assert weights[0] == 0 < weights[the[0]] < weights[fox[0]]
+
+
+def test_padded_and_packed_texts_have_the_same_logits() -> None:
+    vocabulary = NgramVocabulary.train(TEXTS)
+    model = NgramClassifier(vocabulary, num_classes=3)
+    torch.nn.init.normal_(model.weight)
+    column = Ragged.of([torch.tensor(ids) for ids in vocabulary.encode([*TEXTS, "!!"], max_length=1_000)])
+    rows, longest = torch.arange(5), int(column.lengths.max())
+    padded = model(column.padded(rows, length=longest + 3))
+    packed = model(column.packed(rows, max_length=longest, total=int(column.lengths.sum())))
+    torch.testing.assert_close(padded, packed)
+    torch.testing.assert_close(padded[4], model.bias)
+    # Both kinds of n-grams have norm 1, however long the text is.
+    assert padded[:4].abs().max() <= 2 * model.weight.norm(dim=0).max()
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ([], "small"),
+        (["data=FILE"], "linear"),
+        (["data=FILE", "arch.layers=2"], "small"),
+        (["data=FILE", "dropout=0.2"], "small"),
+        (["data=FILE", "model=small"], "small"),
+    ],
+)
+def test_the_model_that_is_trained_by_default(words: list[str], model: str) -> None:
+    config = resolve_config(TextConfig, words).config
+    assert (config.model, config.optimizer) == (model, "sgd" if model == "linear" else "adamw")
+
+
+@pytest.mark.parametrize("word", ["arch.layers=2", "arch.max_length=9", "word_dropout=0.1", "dropout=0.1", "lora=4"])
+def test_options_of_other_models_are_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=word.partition("=")[0].rpartition(".")[2]):
+        resolve_config(TextConfig, ["data=FILE", "model=linear", word])
+
+
+def test_uneven_classes(tmp_path: Path) -> None:
+    data = write_uneven(tmp_path / "rows.jsonl")
+    resolved = resolve_config(TextConfig, [f"data={data}", "threads=1"])
+    events: list[dict[str, object]] = []
+    run = tmp_path / "run"
+    result = train_recipe(
+        text_recipe(), resolved, run=run, device="cpu", on_event=lambda kind, fields: events.append({kind: fields})
+    )
+    assert result.state == "done"
+    assert "rare classes (rare): class_weights=balanced and goal=macro_f1 by default" in str(events)
+    tested = [event for event in read_events(open_run(run), kinds=("eval",)) if "test_macro_f1" in event.fields][-1]
+    # Without balanced weights, every text is called common: a macro-F1 of 0.49.
+    assert tested.fields["test_macro_f1"] == 1.0
+    baseline = open_run(run).metadata["baseline"]
+    assert 0.4 < baseline["most frequent class"] < 0.5
+    assert baseline == {name: scores["macro_f1"] for name, scores in baseline_metrics(read_files(data).corpus).items()}
+
+
+def test_other_models_are_advised(tmp_path: Path) -> None:
+    recipe = text_recipe()
+    config = resolve_config(TextConfig, [f"data={write_uneven(tmp_path / 'rows.jsonl')}", "model=small"]).config
+    data = recipe.data(config)
+    assert data.notes[-1] == "rare classes (rare): goal=macro_f1 by default; try class_weights=balanced"
+    assert "weight" not in data.train
+    assert recipe.selected_goal(config) == "macro_f1"
