@@ -36,7 +36,7 @@ from whet.run.events import read_events
 from whet.run.folder import open_run
 
 SETS = {"sci-cite": "SciCite", "csabstruct": "CSAbstruct"}
-SCRATCH = ("epochs=8", "lr=1e-3", "arch.max_length=128", "dropout=0.2")
+SCRATCH = ("model=small", "epochs=8", "lr=1e-3", "arch.max_length=128", "dropout=0.2")
 """Options of the encoder from scratch for texts of a few sentences."""
 TUNED = ("epochs=4",)
 """Options of a pretrained model: the recipe's defaults with a higher learning rate for small models."""
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=installed_minilm())
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
-    parser.add_argument("--models", nargs="+", default=["tuned", "scratch", "tfidf"])
+    parser.add_argument("--models", nargs="+", default=["tuned", "scratch", "default", "tfidf"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", nargs="+", default=["1e-4"], help="rates for the pretrained model")
     parser.add_argument("--words", nargs="+", default=[], help="more key=value for every training")
@@ -80,8 +80,8 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
     if model == "tfidf":
         corpus = load_corpus(resolve_config(text_recipe().Config, words).config).corpus
         return {"runs": [tfidf_scores(corpus)]}
-    if model == "scratch":
-        chosen = [*words, *(() if data is None else SCRATCH), *given.words]
+    if model in ("default", "scratch"):
+        chosen = [*words, *(SCRATCH if data is not None and model == "scratch" else ()), *given.words]
         return {"runs": [trained(chosen, seed=seed, device=given.device) for seed in range(given.seeds)]}
     tried = {}
     for lr in given.lr:

@@ -134,7 +134,8 @@ def import_weights(source: Path, out: Path, *, key: str | None = None) -> Import
     A torch file is a pickle, which can run code. This process inspects it without unpickling, a child process with
     resource limits loads it (`unpickle`), and this process reads the child's output like any untrusted file.
     """
-    if source.suffix.lower() not in SUFFIXES:
+    # Files without a suffix are read as torch files: the official TRM code names its checkpoints step_N.
+    if source.suffix.lower() not in (*SUFFIXES, ""):
         raise UsageError(
             "this file type cannot be imported", got=str(source), try_="a file that ends in " + ", ".join(SUFFIXES)
         )

@@ -13,7 +13,7 @@ _PROGRESS_SECONDS = 5
 
 def data(
     recipe_name: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="The recipe that the data is for: text, chat or hex.")
+        str, typer.Argument(metavar="RECIPE", help="The recipe that the data is for: text, chat, hex or puzzle.")
     ],
     path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The data, as in data=PATH.")],
     settings: Annotated[
@@ -191,3 +191,43 @@ def data_hex(
             output.note(f"written to {output_dir}; to train on it: whet train hex data={output_dir}")
     if strict and manifest.rejected:
         raise typer.Exit(1)
+
+
+def data_puzzle(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|DIR", help="train.csv and test.csv, or ARC *_challenges.json and _solutions."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
+    augment: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Augmented copies of each training puzzle. Default: 1000 for ARC, else none."),
+    ] = None,
+    subsample: Annotated[int | None, typer.Option(metavar="N", help="Training Sudokus or mazes to keep.")] = None,
+    min_difficulty: Annotated[int | None, typer.Option(metavar="N", help="The least rating of a Sudoku.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all draws.")] = 42,
+    json: Json = False,
+) -> None:
+    """Build a folder of puzzles in the format of the official TRM code.
+
+    \b
+    whet data puzzle sudoku-extreme/ --out data/sudoku --subsample 1000 --augment 1000
+    whet data puzzle maze-30x30-hard/ --out data/maze --augment 7
+    whet data puzzle arc-agi/ --out data/arc
+    whet train puzzle data=data/sudoku
+
+    Sudokus and mazes are CSV files with the columns question and answer, ARC tasks are JSON files. With the same seed
+    and input, the arrays are those of the official builders. The folder appears only when it is complete.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import output
+    from whet.recipes.puzzle.builders import BuildOptions, build_folder, summary_lines
+
+    if not path.exists():
+        raise UsageError("the data does not exist", got=path, try_="an existing file or folder")
+    options = BuildOptions(augment=augment, subsample=subsample, min_difficulty=min_difficulty, seed=seed)
+    summary = build_folder(path, out, options)
+    if json:
+        output.result_json(summary)
+    else:
+        output.result("\n".join(summary_lines(summary, out)))

@@ -64,6 +64,13 @@ def export(
 def import_weights(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .pt, .pth, .bin, .ckpt or .safetensors file.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="With --format trm: data=DIR, arch.* and others.")
+    ] = None,
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", metavar="trm", help="Make a run of a checkpoint of the official TRM code."),
+    ] = None,
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Key of the weights in the file, such as model or ema.shadow.")
     ] = None,
@@ -74,6 +81,10 @@ def import_weights(
     \b
     whet import model.pt --out imported/model
     whet train my_recipe.py init_from=imported/model
+    whet import checkpoints/step_65104 --format trm data=data/sudoku --out runs/trm
+
+    With --format trm, the result is a run of the puzzle recipe, evaluated on the data: whet predict answers with it,
+    whet train puzzle init_from=RUN fine-tunes it.
 
     A torch file is read by a separate process with resource limits, which accepts tensors only and rejects any file
     that contains other objects. This limits the risk but does not remove it: import only files that you trust. Nothing
@@ -83,6 +94,9 @@ def import_weights(
     from whet.checkpoint.importer import import_weights as convert
     from whet.cli import output
 
+    if format_ is not None or settings:
+        _import_trm(file, out, format_=format_, settings=settings or [], json=json)
+        return
     imported = convert(file, out, key=key)
     if json:
         output.result_json(imported.as_json())
@@ -97,6 +111,30 @@ def import_weights(
         lines.append(f"skipped   {names}{more}")
     lines.append(f"folder    {out}; init_from={out} starts a run with these weights")
     output.result("\n".join(lines))
+
+
+def _import_trm(file: Path, out: Path, *, format_: str | None, settings: list[str], json: bool) -> None:
+    from whet.base.errors import UsageError
+    from whet.cli import output
+
+    if format_ != "trm":
+        raise UsageError("no such format", got=f"--format {format_}", try_="--format trm, or neither --format nor keys")
+    from whet.recipes.puzzle.official import import_official
+
+    metrics = import_official(file, out, words=settings)
+    if json:
+        output.result_json({"run": str(out), "metrics": metrics})
+        return
+    shown = {name: value for name, value in metrics.items() if not name.rpartition("_")[2].isdigit()}
+    output.result(
+        "\n".join(
+            [
+                f"imported  {file} as the run {out}",
+                "metrics   " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()),
+                f"next      whet report {out}; whet train puzzle data=DIR init_from={out} fine-tunes it",
+            ]
+        )
+    )
 
 
 def forward(

@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "data": data.data,
         "data chat": data.data_chat,
         "data hex": data.data_hex,
+        "data puzzle": data.data_puzzle,
         "predict": predict.predict,
         "generate": chat.generate,
         "chat": chat.chat,

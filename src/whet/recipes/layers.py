@@ -86,7 +86,7 @@ def rotary_angles(positions: Tensor, size: int, *, base: float = _ROTARY_BASE) -
     """Return rotary angles for heads of `size` at positions (S) or (B, S), position * base^(-2 i / size) for pair i."""
     # Compute in float32: in bfloat16, positions above 256 would collide.
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions.to(torch.float32)[..., None] * base**-exponents
+    angles = positions.to(torch.float32)[..., None] * (1.0 / base**exponents)
     angles = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
         angles = angles[:, None]

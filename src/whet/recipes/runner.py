@@ -1,9 +1,9 @@
 """Train a recipe in a run folder with `train`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.keywords import SessionKeywords
 from whet.training.loop import TrainResult, train_run
+from whet.training.session import Session
+from whet.training.setup import make_run_config
 from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
 from whet.training.workload import count_parameters, describe_workload, layer_kinds
@@ -85,23 +87,15 @@ def train_recipe(
         _check_vocabulary(open_run(run).metadata, recipe.metadata(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         emit_event(on_event, "data", {"notes": notes})
-    keywords = SessionKeywords(
-        training=made.training,
-        run=run,
-        device=device,
-        overrides=resolved.overrides,
-        workload=made.workload.model_copy(update={"batch": resolved.batch}),
-        goal=recipe.selected_goal(config),
-        mode=recipe.mode,
-        recipe=recipe.name,
-        config=config.model_dump(mode="json"),
+    keywords = replace(
+        _session_keywords(recipe, resolved, made, run=run, device=device),
         command=command,
         init_from=config.init_from,
         allow=allow,
-        # The metadata of a resumed run is already in its folder and must not change.
-        attach={} if is_resumed else {RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
-        outputs=partial(recipe.outputs, made.model) if recipe.supports("outputs") else None,
     )
+    if is_resumed:
+        # The metadata of a resumed run is already in its folder and must not change.
+        keywords = replace(keywords, attach={})
     with _explain_changed_data(recipe, config, run):
         return train_run(
             made.model,
@@ -116,6 +110,38 @@ def train_recipe(
             measure=open_bench is not None,
             open_bench=open_bench,
         )
+
+
+def create_run(
+    recipe: Recipe, resolved: ResolvedConfig[Any], *, run: Path, load: Callable[[Any], None], device: str = "auto"
+) -> dict[str, float]:
+    """Create a run at step 0 with the weights that `load` gives its model, and return the metrics of val and test."""
+    made = prepare_recipe(recipe, resolved.config)
+    load(made.model)
+    keywords = _session_keywords(recipe, resolved, made, run=run, device=device)
+    evaluate = recipe_evaluation(recipe)
+    with Session.from_config(make_run_config(made.model, made.optimizer, made.data.train, keywords)) as session:
+        metrics = session.evaluate(evaluate, made.data.val)
+        return metrics | session.evaluate(evaluate, made.data.test, prefix="test_")
+
+
+def _session_keywords(
+    recipe: Recipe, resolved: ResolvedConfig[Any], made: PreparedRecipe, *, run: Path, device: str
+) -> SessionKeywords:
+    config = resolved.config
+    return SessionKeywords(
+        training=made.training,
+        run=run,
+        device=device,
+        overrides=resolved.overrides,
+        workload=made.workload.model_copy(update={"batch": resolved.batch}),
+        goal=recipe.selected_goal(config),
+        mode=recipe.mode,
+        recipe=recipe.name,
+        config=config.model_dump(mode="json"),
+        attach={RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
+        outputs=partial(recipe.outputs, made.model) if recipe.supports("outputs") else None,
+    )
 
 
 class SharedEvaluation:

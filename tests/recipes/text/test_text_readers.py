@@ -328,5 +328,7 @@ def test_notes_before_a_training(tmp_path: Path) -> None:
     assert notes[2] == (
         "warning: held-out texts that also occur in another split: 4 (val in train 2, test in train 2, test in val 2)"
     )
-    assert notes[3].startswith("warning: rows whose text has another label in another row: 2 (whet data text ")
+    assert notes[3].startswith(
+        "warning: rows whose text has another label in another row: 2 (texts 1, rows 2) (whet data text "
+    )
     assert len(notes) == 4

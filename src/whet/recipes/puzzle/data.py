@@ -264,7 +264,8 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
     if config.puzzles != "auto":
         splits[0] = splits[0].at(np.sort(rng.permutation(len(splits[0]))[: config.puzzles]))
     columns = [_columns(split.inputs, split.labels, split.puzzles) for split in splits]
-    return PuzzleData(train=columns[0], val=columns[1], test=columns[2], sizes=sizes, is_sudoku=False)
+    is_sudoku = sizes.num_puzzles == 1 and sizes.num_tokens - 2 == _SIDE_OF_LENGTH.get(sizes.length)
+    return PuzzleData(train=columns[0], val=columns[1], test=columns[2], sizes=sizes, is_sudoku=is_sudoku)
 
 
 def read_official(folder: Path) -> tuple[PuzzleRows, PuzzleRows | None, Sizes]:
@@ -323,7 +324,8 @@ def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Puz
         raise ValueError(f"a vocabulary of {sizes.num_tokens}, at most {_MAX_TOKENS}")
     labels = np.asarray(labels)
     if ignored is not None:
-        labels = np.where(labels == ignored, IGNORED_LABEL, labels)
+        # Widen first: uint8, which the ARC builder writes, cannot hold the ignored label.
+        labels = np.where(labels == ignored, IGNORED_LABEL, labels.astype(np.int32))
     for what, tokens in (("inputs", inputs), ("labels", np.where(labels == IGNORED_LABEL, 0, labels))):
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < sizes.num_tokens):
             raise ValueError(f"{what} have tokens outside of 0 to {sizes.num_tokens - 1}")
