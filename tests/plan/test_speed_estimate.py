@@ -70,6 +70,7 @@ MEASURED = {
     # CPU seconds of one thread, because the machine was busy; docs/measure.md
     "puzzle default linux-2core": (207, workload("puzzle", ""), {"threads": 1}),
     "chat default linux-2core": (14.8, workload("chat", ""), {"threads": 1}),
+    "hex default linux-2core": (4_402, workload("hex", ""), {"threads": 1}),
     # text_linux-2core_2026-11-15, one thread, mean length 19
     "text default linux-2core": (696, workload("text", "", mean_length=19.0), {"threads": 1}),
 }
