@@ -484,6 +484,7 @@ class Training:
         callbacks += [self.scaling] if program.has_callback else []
         self.options: dict[str, Any] = {
             "epochs": EPOCHS,
+            "max_steps": STEPS,
             "run": run,
             "schedule": schedule,
             "ema": program.uses_ema,
