@@ -29,14 +29,14 @@ def test_the_fall_back_runs_missing_operators_on_the_cpu(python) -> None:
         "import torch, warnings\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
-        "    values = torch.linalg.eigvalsh(torch.eye(3, device='mps'))\n"
-        "    torch.linalg.eigvalsh(torch.eye(300, device='mps'))\n"
+        "    values = torch.pdist(3.0 * torch.eye(3, device='mps'), p=1)\n"
+        "    torch.pdist(torch.eye(300, device='mps'))\n"
         "(name, cost), = virtual_mac.stats().fallbacks.items()\n"
         "print(values.device, values.tolist(), name, cost.calls, cost.seconds > 0, caught[0].message)\n"
     )
     done = python(code, PYTORCH_ENABLE_MPS_FALLBACK="1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("mps:0 [1.0, 1.0, 1.0] _linalg_eigh.eigenvalues 2 True The operator ")
+    assert done.stdout.startswith("mps:0 [6.0, 6.0, 6.0] _pdist_forward 2 True The operator ")
     assert "will fall back to run on the CPU" in done.stdout
 
 

@@ -120,10 +120,10 @@ def test_float64_is_refused_with_the_text_of_mps(make) -> None:
 
 def test_a_missing_operator_is_named_with_the_text_of_mps() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        torch.linalg.eigh(torch.eye(3, device="mps"))
+        torch.pdist(torch.eye(3, device="mps"))
     text = str(caught.value)
     assert text.startswith(
-        "The operator 'aten::_linalg_eigh.eigenvalues' is not currently implemented for the MPS device. If you want "
+        "The operator 'aten::_pdist_forward' is not currently implemented for the MPS device. If you want "
     )
     assert "`PYTORCH_ENABLE_MPS_FALLBACK=1`" in text
     assert not virtual_mac.stats().fallbacks
