@@ -77,7 +77,7 @@ def test_python_of_the_page_about_own_loops_runs_as_one_program(tmp_path: Path, 
     done = warm_python.run("-c", "\n".join(blocks), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Progress(step=16" in done.stdout
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"own", "gan", "manual"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"own", "gan", "manual", "teacher"}
 
 
 @pytest.mark.slow
