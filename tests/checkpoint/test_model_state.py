@@ -15,6 +15,7 @@ import whet
 from state_programs import At, LateBuffers, X, Y, mlp
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
+from whet.checkpoint.attributes import fingerprint_attributes
 from whet.checkpoint.comparison import compare_snapshots, describe_tensor, tensors_equal
 
 pytestmark = pytest.mark.torch
@@ -101,6 +102,16 @@ def test_large_tensors_in_attributes_are_a_gap(tmp_path: Path, monkeypatch: pyte
     assert "large is not saved: 4,000 bytes" in str(events(tmp_path / "run", "warning"))
     names = store.load_newest(tmp_path / "run" / "checkpoints").snapshot.tensors
     assert [name for name in names if name.startswith("attribute/")] == ["attribute/small"]
+
+
+@pytest.mark.parametrize("suffix", ["_g", "_v", "_orig"])
+def test_a_parameter_with_a_similar_name_does_not_hide_an_attribute(suffix: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter(f"scale{suffix}", nn.Parameter(torch.zeros(2)))
+    model.scale = 0.5  # type: ignore[assignment]
+    assert fingerprint_attributes(model, {}, max_bytes=100)[""]["scale"] == 0.5
+    prune.l1_unstructured(model, "weight", amount=1)
+    assert "weight" not in fingerprint_attributes(model, {}, max_bytes=100)[""]
 
 
 class Half(nn.Module):

@@ -49,15 +49,22 @@ def attribute_owners(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> I
 def _plain_names(owner: Any) -> list[str]:
     """Return the names of the attributes that belong to the user's class."""
     if isinstance(owner, nn.Module):
-        # Pruning, weight_norm and spectral_norm compute `weight` from `weight_orig`, or `weight_g` and `weight_v`.
-        computed = {name.rpartition("_")[0] for name in owner._parameters if name.endswith(("_orig", "_g", "_v"))}
-        return [name for name in vars(owner) if name not in _module_names() and name not in computed]
+        return [name for name in vars(owner) if name not in module_machinery() and not _is_computed(owner, name)]
     is_torchs = type(owner).__module__.startswith("torch.optim")
     return [n for n in vars(owner) if n not in _optimizer_names() and not (is_torchs and n.startswith("_"))]
 
 
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Return whether pruning, weight_norm or spectral_norm computes an attribute, such as `weight`, in each forward."""
+    parameters, buffers = module._parameters, module._buffers
+    if f"{name}_orig" in parameters:
+        return f"{name}_mask" in buffers or f"{name}_u" in buffers
+    return f"{name}_g" in parameters and f"{name}_v" in parameters
+
+
 @cache
-def _module_names() -> frozenset[str]:
+def module_machinery() -> frozenset[str]:
+    """Return the attributes of every nn.Module that torch itself manages."""
     return frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import loss_code
+from whet.verify.hidden_state import is_installed
 
 Hashes = dict[str, list[str]]
 """Hashes by the name of a function or class. Two lambdas can have one name."""
@@ -44,8 +45,8 @@ class SourceCode:
         return [f"the source code of {role} {name} has changed" for name in dict.fromkeys(changed)]
 
     def observe_loss(self, loss: Any) -> list[str]:
-        """Record the code of a loss and of the functions that it refers to. Code that was seen before costs nothing."""
-        # By its own code alone, which costs nothing: a loop may define its loss anew in each step.
+        """Record the code of a loss and of the functions that it refers to. Known code objects are skipped."""
+        # Identified by its code object, which is cheap: a loop may redefine its loss in every step.
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         key = loss_code(loss) if code is None else code
         if key in self._known:
@@ -98,5 +99,4 @@ def _hash(part: Any) -> tuple[str, str] | None:
 def _is_installed(part: Any) -> bool:
     # Versions of packages are recorded with the run, and reading the source of a large library takes long.
     module = getattr(part, "__module__", None) or ""
-    path = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module.split(".")[0] in ("whet", "torch") or "site-packages" in path or "dist-packages" in path
+    return module.split(".")[0] in ("whet", "torch") or is_installed(sys.modules.get(module))

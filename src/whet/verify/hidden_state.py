@@ -1,7 +1,7 @@
-"""Fingerprints of the state that user code reaches: closures, globals, attributes, generators and modules.
+"""Fingerprints of the state that user code refers to: closures, globals, attributes, generators and modules.
 
-What changes during training and is not part of a checkpoint is hidden state. The walk is bounded, reads no device
-memory but samples of tensors, and calls no code of the user.
+Hidden state is state that changes during training and that no checkpoint holds. The walk is bounded, copies only
+samples of tensors from the device, and calls no user code.
 """
 
 import collections
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from whet.checkpoint.attributes import module_machinery
+
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
 _MAX_ITEMS = 128
@@ -33,7 +35,7 @@ _MAX_ELEMENTS = 65_536
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-# Their state is saved with the run, is of no consequence for training, or cannot be read.
+# Their state is saved with the run, does not affect training, or cannot be read.
 _SKIPPED_TYPES = (Optimizer, DataLoader, types.CodeType, types.BuiltinFunctionType, types.FrameType, torch.dtype)
 _SKIPPED_PACKAGES = frozenset(
     {
@@ -46,10 +48,10 @@ _SKIPPED_PACKAGES = frozenset(
 
 @dataclass(kw_only=True, slots=True)
 class StateWalk:
-    """One walk over everything that some roots reach. `digests` maps the names of values to hashes of them."""
+    """A walk over the objects that are reachable from some roots. `digests` maps names of values to their hashes."""
 
     known: Mapping[int, Any] = field(default_factory=dict)
-    """Objects that are saved otherwise, by id; they are not entered."""
+    """Objects that checkpoints save anyway, by id. They are not entered."""
     follows_code: bool = True
     """Whether functions and classes are entered, for what their code refers to."""
     digests: dict[str, bytes] = field(default_factory=dict)
@@ -171,7 +173,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         value = space[variable]
         if isinstance(value, types.ModuleType):
             # A module of the user may hold variables too: those that the code names.
-            if not _is_skipped_package(value.__name__) and not _is_installed(value):
+            if not _is_skipped_package(value.__name__) and not is_installed(value):
                 inside = vars(value)
                 yield from ((f"{variable}.{key}", inside[key]) for key in sorted(names & inside.keys()))
         else:
@@ -182,7 +184,7 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
     """Yield the variables of the user's functions that are running, by function, from the innermost one outward."""
     while frame is not None:
         code, name = frame.f_code, frame.f_globals.get("__name__")
-        if not _is_skipped_package(name) and not _is_installed(sys.modules.get(name or "")):
+        if not _is_skipped_package(name) and not is_installed(sys.modules.get(name or "")):
             # The variables of a module are those that its own code names; all others belong to its functions.
             is_module = code.co_name == "<module>"
             names = {*_code_names(code)}
@@ -195,13 +197,8 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
 
 def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of a module: no parameters, buffers, submodules, hooks or flags of torch."""
-    machinery = _module_machinery()
+    machinery = module_machinery()
     yield from ((key, value) for key, value in vars(module).items() if key not in machinery)
-
-
-@functools.cache
-def _module_machinery() -> frozenset[str]:
-    return frozenset(vars(nn.Module()))
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
@@ -214,7 +211,7 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 def class_references(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the class attributes of the user's classes, and what their methods refer to."""
     for owner in kind.__mro__:
-        if not _is_skipped_package(owner.__module__) and not _is_installed(sys.modules.get(owner.__module__)):
+        if not _is_skipped_package(owner.__module__) and not is_installed(sys.modules.get(owner.__module__)):
             yield owner.__name__, owner
             for key, item in vars(owner).items():
                 function = inspect.unwrap(item) if isinstance(item, types.FunctionType) else None
@@ -229,16 +226,16 @@ def _is_machinery(key: str, item: Any) -> bool:
 def _is_skipped(value: Any) -> bool:
     if isinstance(value, _FUNCTIONS):
         return False
-    if isinstance(value, _SKIPPED_TYPES) or any(value is own for own in own_generators()):
+    if isinstance(value, _SKIPPED_TYPES) or any(value is own for own in _global_generators()):
         return True
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, type):
-        return _is_skipped_package(kind.__module__) or _is_installed(sys.modules.get(kind.__module__))
+        return _is_skipped_package(kind.__module__) or is_installed(sys.modules.get(kind.__module__))
     return not isinstance(value, _ENTERED) and _is_skipped_package(kind.__module__)
 
 
-def own_generators() -> tuple[Any, ...]:
-    """Return the global generators, which are saved with every run."""
+def _global_generators() -> tuple[Any, ...]:
+    """Return the global generators, which every checkpoint saves."""
     return torch.default_generator, random._inst, np.random.mtrand._rand
 
 
@@ -248,7 +245,8 @@ def _is_skipped_package(module: str | None) -> bool:
     return name in _SKIPPED_PACKAGES and name != "__main__"
 
 
-def _is_installed(module: types.ModuleType | None) -> bool:
+def is_installed(module: types.ModuleType | None) -> bool:
+    """Return whether a module belongs to an installed package, not to the user's own code."""
     path = getattr(module, "__file__", None) or ""
     return "site-packages" in path or "dist-packages" in path
 
@@ -269,7 +267,7 @@ _BUILTIN_ITERATORS: tuple[type, ...] = (
 _ENTERED = (
     list, tuple, set, frozenset, Mapping, collections.deque, types.GeneratorType, *_GENERATORS, *_BUILTIN_ITERATORS,
 )  # fmt: skip
-"""Kinds of the standard library that hold state of the user."""
+"""Types of the standard library that may hold the user's state."""
 
 
 def _iterator_state(iterator: Any) -> Any:
