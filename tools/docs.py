@@ -1,4 +1,4 @@
-"""Generate docs/rules/, keys.md, hazards.md, macs.md and config/keywords.py from the source; --check only compares.
+"""Generate docs/rules/, keys.md, hazards.md, macs.md and the keywords in signatures; --check only compares.
 
 Run it with `make docs`.
 """
