@@ -1,4 +1,4 @@
-"""`whet.load`: the weights of a run in a model; and the recipe and the trained model of a run."""
+"""Load what a run has trained: its weights into your model (`whet.load`), or its recipe with the trained model."""
 
 import shlex
 from collections.abc import Mapping

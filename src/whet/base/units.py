@@ -1,6 +1,7 @@
-"""Format bytes, seconds and counts for people, and remove control characters."""
+"""Format bytes, seconds, counts and lists for people, and remove control characters."""
 
 import math
+from collections.abc import Sequence
 
 # One GB is 2**30 bytes, as Apple and memory vendors count it: an "8 GB" Mac has 8 * GB.
 GB = 1024**3
@@ -73,6 +74,16 @@ def format_percent(share: float, digits: int = 0) -> str:
     ('50 %', '13.0 %')
     """
     return f"{100 * share:.{digits}f} %"
+
+
+def format_list(items: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
+    """Join the first items, and count the others.
+
+    >>> format_list(["0.weight", "0.bias", "1.weight", "1.bias"])
+    '0.weight, 0.bias, 1.weight and 1 more'
+    """
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
 
 
 def printable(text: str) -> str:

@@ -178,7 +178,9 @@ def check_format(path: Path, version: object) -> None:
 
 def damaged_error(what: str, path: Path, why: object = None) -> DamagedCheckpointError:
     """Return the error for a checkpoint that fails verification."""
-    return DamagedCheckpointError(what, got=str(path) if why is None else f"{path}: {why}", try_="an older one")
+    return DamagedCheckpointError(
+        what, got=str(path) if why is None else f"{path}: {why}", try_=f"an older checkpoint in {path.parent}"
+    )
 
 
 def _check_manifest(manifest: CheckpointManifest) -> None:

@@ -59,7 +59,7 @@ def _encode_parts(
             "values": {
                 key: encoder.encode(value, f"{prefix}@group/{number}.{key}")
                 for key, value in group.items()
-                # A function has no state, and the user's program makes it again.
+                # Functions are not saved: the user's program creates them again.
                 if key != "params" and not callable(value)
             },
         }
@@ -155,13 +155,21 @@ class OptimizerRestorer:
         groups = optimizer.param_groups
         if len(facts["groups"]) != len(groups):
             got = f"{len(groups)} parameter groups; the checkpoint has {len(facts['groups'])}"
-            raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
+            raise WhetError(
+                "the checkpoint's parameter groups differ",
+                got=got,
+                try_="the parameter groups the run was started with",
+            )
         for saved, group in zip(facts["groups"], groups, strict=True):
             order = [self._by_name.get(name) for name in saved["parameters"]]
             if {id(p) for p in order} != {id(p) for p in group["params"]}:
                 gone = " that are no parameters of this model" if None in order else ""
                 got = f"{len(order)} parameters{gone}"
-                raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
+                raise WhetError(
+                    "the checkpoint's parameter groups differ",
+                    got=got,
+                    try_="the parameter groups the run was started with",
+                )
 
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]
@@ -210,11 +218,11 @@ class OptimizerRestorer:
             # Shard the state like its parameter.
             sharded = torch.empty_like(parameter.detach(), dtype=saved.dtype)
             local_tensor(sharded).copy_(self._part_for(parameter, value["name"]))
-            self._decoder.use(value["name"], sharded)
+            self._decoder.set_tensor(value["name"], sharded)
         elif key == "step" and saved.dim() == 0:
             # torch keeps step counts on the CPU unless the optimizer is fused or capturable.
             device = parameter.device if steps_on_device else torch.device("cpu")
-            self._decoder.use(value["name"], saved.to(device, copy=True))
+            self._decoder.set_tensor(value["name"], saved.to(device, copy=True))
 
     @torch.no_grad()
     def _group_value(self, group: dict[str, Any], key: str, encoded: Any) -> Any:
@@ -225,7 +233,7 @@ class OptimizerRestorer:
             if isinstance(now, Tensor) and saved.shape == now.shape:
                 # Keep the tensor itself, because a captured graph may read it.
                 now.copy_(saved)
-                self._decoder.use(encoded["name"], now)
+                self._decoder.set_tensor(encoded["name"], now)
                 return now
             if isinstance(now, float) and saved.dim() == 0:
                 return float(saved)

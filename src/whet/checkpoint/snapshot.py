@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.units import format_list
 from whet.checkpoint.encoding import DTYPES
 from whet.checkpoint.manifest import CheckpointInfo
 from whet.checkpoint.model_state import (
@@ -25,10 +26,14 @@ from whet.checkpoint.optimizer_state import OptimizerRestorer, encode_optimizer
 from whet.checkpoint.shards import WantedRows
 from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder, overlaps_itself
 from whet.device.abstract import AbstractDevice
+from whet.device.errors import is_out_of_memory
 from whet.device.random_streams import RandomStreams
 from whet.device.rng import preserve_rng
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
+
+MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same command again"
+"""What to try if the newest checkpoint cannot be restored: the run resumes from the one before it."""
 
 
 class Stateful(Protocol):
@@ -138,7 +143,9 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             got = f"{name.removeprefix('model/')} has {tensor.dtype}"
-            raise UsageError("the model has a tensor that cannot be saved", got=got, try_="a buffer of another dtype")
+            raise UsageError(
+                "the model has a tensor that cannot be saved", got=got, try_="register_buffer(name, values.float())"
+            )
     return tensors
 
 
@@ -251,11 +258,11 @@ def restore_snapshot(
         rng.restore(snapshot.tensors, snapshot.facts["rng"])
         return RestoredState(progress, changes)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        if is_out_of_memory(error):
+            raise
         # The hashes match but the structure does not: another program wrote the checkpoint, or it was edited.
         what = f"{type(error).__name__} {error}"[:300]
-        raise WhetError(
-            "the checkpoint's state has an unknown structure", got=what, try_="an older checkpoint"
-        ) from error
+        raise WhetError("the checkpoint's state has an unknown structure", got=what, try_=MOVE_CHECKPOINT) from error
 
 
 def _decoder(snapshot: Snapshot, model: nn.Module, device: torch.device) -> StateDecoder:
@@ -354,16 +361,16 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dic
     missing, extra = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
     problems = []
     if missing:
-        problems.append(f"the model has {_listed(missing)}, which the checkpoint lacks")
+        problems.append(f"the model has {format_list(missing, most=5)}, which the checkpoint lacks")
     if extra and role == "model":
-        problems.append(f"the checkpoint has {_listed(extra)}, which the model lacks")
+        problems.append(f"the checkpoint has {format_list(extra, most=5)}, which the model lacks")
     differing = []
     for name, target in targets.items():
         before = name in saved and (_whole_shape(snapshot, f"{role}/{name}"), saved[name].dtype)
         now = tuple(target.shape), target.dtype
         if before and before != now:
             differing.append(f"{name} is {_form(*before)} in the checkpoint and {_form(*now)} in the model")
-    problems += [_listed(differing)] if differing else []
+    problems += [format_list(differing, most=5)] if differing else []
     # All problems at once, and before anything is copied.
     if problems:
         raise WhetError(
@@ -379,10 +386,6 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dic
         else:
             local_tensor(target.detach()).copy_(values)
     return replaced
-
-
-def _listed(names: list[str], *, most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:

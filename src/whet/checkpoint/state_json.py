@@ -8,10 +8,10 @@ a dict with text keys                 unchanged, with the key "$order" unless it
 any other dict                        {"$": "dict", "items": [[key, value], ...]}
 tuple, set, deque, bytes, ...         {"$": its type, ...}
 torch.Generator, random.Random, ...   {"$": its type, "state": ...}
-a tensor, kept outside of the JSON    {"$": "reference", "name": its path}
-a tensor that is another one          {"$": "same", "of": the path of the other}
-a tensor in the memory of another     {"$": "alias" or "view", "of": the path of the other}
-a tensor of up to 64, kept in JSON    {"$": "tensor", "dtype": "F32", "shape": [...], "items": [...]}
+a tensor, stored outside the JSON     {"$": "reference", "name": its path}
+the same tensor object again          {"$": "same", "of": the path of the first}
+a tensor that shares its memory       {"$": "alias" or "view", "of": the path of the first}
+a small tensor, stored in the JSON    {"$": "tensor", "dtype": "F32", "shape": [...], "items": [...]}
 """
 
 import base64
@@ -215,9 +215,9 @@ class _Kept(NamedTuple):
 
 
 class StateEncoder(Encoder):
-    """Encodes states whose tensors are kept outside of the JSON. `finish` returns the tensors by name.
+    """Encodes states and stores their tensors outside the JSON. `finish` returns the tensors by name.
 
-    `live` are the tensors of the model by name. They are kept elsewhere, and states may refer to them.
+    `live` are the tensors of the model by name. They are saved separately, and states may refer to them.
     """
 
     def __init__(self, live: Mapping[str, Tensor] | None = None) -> None:
@@ -269,7 +269,7 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
     live = [kept for kept in distinct.values() if kept.encoded is None]
     first = next(iter(distinct.values()))
     # Tensors of different extents in memory that the model does not own: keep the memory itself.
-    is_whole = not live and any(not _is_same_place(kept.tensor, first.tensor) for kept in distinct.values())
+    is_whole = not live and any(not _is_same_view(kept.tensor, first.tensor) for kept in distinct.values())
     if not live and not is_distributed(first.tensor):
         is_whole = is_whole or overlaps_itself(first.tensor)
     if is_whole:
@@ -281,9 +281,9 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
         if original is not kept:
             kept.encoded.update({_TAG: "same", "of": original.path})
         elif is_whole:
-            place = {"path": kept.path, "is_memory": True, **_place(kept.tensor, 0)}
+            place = {"path": kept.path, "is_memory": True, **_geometry(kept.tensor, 0)}
             kept.encoded.update({_TAG: "view", "of": first.path, **place})
-        elif (base := next((b for b in live or [first] if _is_same_place(kept.tensor, b.tensor)), None)) is not None:
+        elif (base := next((b for b in live or [first] if _is_same_view(kept.tensor, b.tensor)), None)) is not None:
             if base is kept:
                 tensors[kept.path] = kept.tensor
                 stride = {} if kept.tensor.is_contiguous() else {"stride": list(kept.tensor.stride())}
@@ -296,7 +296,7 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
             facts = {
                 "path": kept.path,
                 "base_stride": list(base.tensor.stride()),
-                **_place(kept.tensor, offset),
+                **_geometry(kept.tensor, offset),
             }
             kept.encoded.update({_TAG: "view", "of": base.path, **facts})
         else:
@@ -308,7 +308,7 @@ def _encode_group(group: list[_Kept], tensors: dict[str, Tensor]) -> None:
                 "size": live[0].tensor.untyped_storage().nbytes(),
             }
             kept.encoded.update(
-                {_TAG: "view", "of": live[0].path, "is_absolute": True, **facts, **_place(kept.tensor, 0)}
+                {_TAG: "view", "of": live[0].path, "is_absolute": True, **facts, **_geometry(kept.tensor, 0)}
             )
 
 
@@ -320,7 +320,7 @@ def memory_key(tensor: Tensor) -> Any:
     return (storage._cdata,) if storage.nbytes() else id(tensor)
 
 
-def _is_same_place(ours: Tensor, theirs: Tensor) -> bool:
+def _is_same_view(ours: Tensor, theirs: Tensor) -> bool:
     if ours is theirs:
         return True
     places = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (ours, theirs)]
@@ -355,7 +355,7 @@ def _whole_memory(tensor: Tensor) -> Tensor:
     return whole.set_(tensor.untyped_storage())
 
 
-def _place(tensor: Tensor, base_offset: int) -> dict[str, Any]:
+def _geometry(tensor: Tensor, base_offset: int) -> dict[str, Any]:
     facts = {
         "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
@@ -403,8 +403,8 @@ def join_path(path: str, name: object) -> str:
 class StateDecoder:
     """Decodes states.
 
-    `tensors` are the saved tensors by name. `live` are the tensors of the model, to which states may refer. `device`
-    is where tensors belong that were on the device of the run; those that were on the host stay there.
+    `tensors` are the saved tensors by name. `live` are the tensors of the model, to which states may refer. Tensors
+    that were on the run's device are created on `device`; those that were on the host stay there.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class StateDecoder:
     ) -> None:
         """Decode with saved tensors. With `was_on_host`, the run's device was the CPU, so all tensors follow it."""
         self._tensors = tensors
-        self._made: dict[str, Tensor] = dict(live or {})
+        self._decoded: dict[str, Tensor] = dict(live or {})
         self._device = device or torch.device("cpu")
         self._was_on_host = was_on_host
 
@@ -450,32 +450,34 @@ class StateDecoder:
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
-    def place(self, value: dict[str, Any]) -> torch.device:
-        """Return the device of a tensor."""
+    def device_for(self, value: dict[str, Any]) -> torch.device:
+        """Return the device on which to create a tensor."""
         is_host = value.get("device") == "cpu" and not self._was_on_host
         return torch.device("cpu") if is_host else self._device
 
-    def use(self, name: str, tensor: Tensor) -> None:
-        """Use a tensor that was made elsewhere for a saved name."""
-        self._made[name] = tensor
+    def set_tensor(self, name: str, tensor: Tensor) -> None:
+        """Decode references to a saved name as this tensor."""
+        self._decoded[name] = tensor
 
     @torch.no_grad()
     def reference(self, value: dict[str, Any]) -> Tensor:
         name = value["name"]
-        if name not in self._made:
+        if name not in self._decoded:
             saved = self._tensors[name]
             if "stride" in value:
-                made = torch.empty_strided(saved.shape, value["stride"], dtype=saved.dtype, device=self.place(value))
+                made = torch.empty_strided(
+                    saved.shape, value["stride"], dtype=saved.dtype, device=self.device_for(value)
+                )
                 made.copy_(saved)
             else:
-                made = saved.to(self.place(value), copy=True)
-            self._made[name] = _with_flags(made, value)
-        return self._made[name]
+                made = saved.to(self.device_for(value), copy=True)
+            self._decoded[name] = _with_flags(made, value)
+        return self._decoded[name]
 
-    def other(self, value: dict[str, Any]) -> Tensor:
+    def referenced(self, value: dict[str, Any]) -> Tensor:
         """Return the tensor that an encoding refers to."""
         name = value["of"]
-        return self._made[name] if name in self._made else self.reference({"name": name})
+        return self._decoded[name] if name in self._decoded else self.reference({"name": name})
 
     @torch.no_grad()
     def view(self, value: dict[str, Any]) -> Tensor:
@@ -483,11 +485,11 @@ class StateDecoder:
         dtype = DTYPES[value["dtype"]]
         if value.get("is_memory"):
             memory = f"{name} (memory)"
-            if memory not in self._made:
-                self._made[memory] = self._tensors[name].to(self.place(value), copy=True)
-            base = self._made[memory]
+            if memory not in self._decoded:
+                self._decoded[memory] = self._tensors[name].to(self.device_for(value), copy=True)
+            base = self._decoded[memory]
         else:
-            base = self._made[name].detach()
+            base = self._decoded[name].detach()
         storage = base.untyped_storage()
         if not value.get("is_memory") and not value.get("is_absolute"):
             if list(base.stride()) != value["base_stride"]:
@@ -501,11 +503,11 @@ class StateDecoder:
         made = torch.empty(0, dtype=dtype, device=base.device).set_(storage, offset, shape, stride)
         if value.get("is_absolute"):
             made.copy_(self._tensors[value["name"]])
-        return self.keep(_with_flags(made, value), value)
+        return self.remember(_with_flags(made, value), value)
 
-    def keep(self, tensor: Tensor, value: dict[str, Any]) -> Tensor:
-        """Keep a view or an alias by its path, because other places in the state may hold the same object."""
-        self._made[value["path"]] = tensor
+    def remember(self, tensor: Tensor, value: dict[str, Any]) -> Tensor:
+        """Store a view or an alias under its path, because the state may contain the same object again."""
+        self._decoded[value["path"]] = tensor
         return tensor
 
     def sparse(self, value: dict[str, Any]) -> Tensor:
@@ -553,7 +555,7 @@ def _decode_tensor(decoder: StateDecoder, value: dict[str, Any]) -> Tensor:
 
 
 def _decode_alias(decoder: StateDecoder, value: dict[str, Any]) -> Tensor:
-    return decoder.keep(_with_flags(decoder.other(value).detach(), value), value)
+    return decoder.remember(_with_flags(decoder.referenced(value).detach(), value), value)
 
 
 def _decode_array(decoder: StateDecoder, value: dict[str, Any]) -> np.ndarray:
@@ -579,7 +581,7 @@ def _decode_buffer(decoder: StateDecoder, value: dict[str, Any]) -> io.BytesIO: 
 
 
 def _decode_torch_generator(decoder: StateDecoder, value: dict[str, Any]) -> torch.Generator:
-    made = torch.Generator("cpu" if value["device"] == "cpu" else decoder.place(value))
+    made = torch.Generator("cpu" if value["device"] == "cpu" else decoder.device_for(value))
     made.set_state(decoder.decode(value["state"]).cpu())
     return made
 
@@ -632,7 +634,7 @@ _DECODERS: dict[str, Callable[[StateDecoder, dict[str, Any]], Any]] = {
     "tensor": _decode_tensor,
     "complex128": lambda d, value: _with_flags(torch.view_as_complex(d.decode(value["data"])), value),
     "reference": StateDecoder.reference,
-    "same": StateDecoder.other,
+    "same": StateDecoder.referenced,
     "alias": _decode_alias,
     "view": StateDecoder.view,
     "sparse": StateDecoder.sparse,

@@ -122,7 +122,7 @@ class DatasetReader:
                 with seeded_rng(self._seed):
                     collated.append(sample_digest(collate_fn(copy.deepcopy(samples))))
         except Exception:
-            # It may need as many samples as a batch has.
+            # The collate function may need a full batch.
             return True
         return collated[0] == collated[1]
 

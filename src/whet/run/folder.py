@@ -27,6 +27,7 @@ from typing import Any
 
 from whet.base.errors import UsageError, WhetError, closest_match
 from whet.base.model import FrozenModel
+from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.run import durable, strict_json
 from whet.run.disk import read_regular_file
@@ -332,8 +333,8 @@ def check_run_path(path: Path) -> None:
             )
         names = sorted(child.name for child in path.iterdir())
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise UsageError(f"{path} is not a run, and not empty", got=shown, try_="another --run DIR")
+            got = format_list(names)
+            raise UsageError(f"{path} is not a run, and not empty", got=got, try_="another --run DIR")
         if path.samefile(Path.cwd()):
             # Creating the run replaces an empty folder. A shell inside it would be left in a deleted folder.
             raise UsageError("cannot create a run in the current folder", got=path, try_=f"--run {path.name}/run")

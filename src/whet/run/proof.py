@@ -99,7 +99,7 @@ class Proof(StrictModel):
 
     @property
     def total(self) -> KillCounts:
-        """All kills together."""
+        """The sum of kills at random times and at disk calls."""
         return self.at_random.plus(self.at_disk_calls)
 
 

@@ -116,7 +116,7 @@ class Stepper:
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _freeze_others(self) -> AbstractContextManager[object]:
-        """Return a context in which the parameters of other optimizers need no gradient."""
+        """Return a context manager that sets requires_grad=False on the parameters of other optimizers."""
         return _frozen(self._other_parameters) if self._other_parameters else _NOTHING
 
     def _step(

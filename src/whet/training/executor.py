@@ -266,7 +266,7 @@ class Executor:
             try:
                 return self._evaluator.run(evaluate, data)
             except Exception as error:
-                # A failure of the GPU may come from the steps before: a smaller evaluation batch is no answer.
+                # A GPU failure may stem from earlier steps, so a smaller evaluation batch would not help.
                 if not is_out_of_memory(error) or is_gpu_failure(error):
                     raise
                 problem = release_traceback(error)
@@ -286,7 +286,7 @@ class Executor:
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str) -> None:
-        """Make the checks that come before the first step, and before the first step of each optimizer and loss."""
+        """Run the checks before the first step, and before the first step of each optimizer and loss."""
         is_first = not self._is_ready
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
@@ -375,12 +375,12 @@ class Executor:
     # --- splitting ---------------------------------------------------------------------------------------------------
 
     def use_whole_batches(self, reason: str) -> None:
-        """Plan batches that are not split, if they are planned otherwise."""
+        """Plan again with whole batches, if the plan splits them."""
         if self._run.plan.micro_batch < self._run.plan.workload.global_batch_size:
             self._keep_batch_whole(reason)
 
     def _check_split(self, loss: MicroLoss, batch: GlobalBatch) -> None:
-        """Plan batches that are not split if the plan splits them and this loss does not allow that."""
+        """Plan again with whole batches, if the plan splits them and this loss does not allow it."""
         if self._is_split(batch) and (reason := self._split_obstacle(loss, batch)) is not None:
             self._keep_batch_whole(reason)
 
@@ -408,7 +408,7 @@ class Executor:
             )
 
     def _split_obstacle(self, loss: MicroLoss, batch: GlobalBatch, *, is_repeated: bool = False) -> str | None:
-        """Return why the batch may not be split: by the user's word, or by comparing a few samples with their parts."""
+        """Return why the batch may not be split: split_batch=False, or a few samples give another loss in two parts."""
         run = self._run
         if run.config.training.split_batch is True or run.plan.workload.has_batchnorm:
             return None
@@ -416,7 +416,7 @@ class Executor:
             return run.plan.workload.split_obstacle
 
         def split(few: GlobalBatch, size: int) -> Iterator[MicroBatch]:
-            # Whole, and not the part of this rank: the check needs several samples.
+            # Not only the share of this rank: the check needs several samples.
             return iter(run.source.split(few, RankShare(), micro_batch=size, length_mode="fixed"))
 
         own = run.source.own_samples(batch)
@@ -438,7 +438,7 @@ class Executor:
                 raise
             release_traceback(error)
             reason = "memory ran out while it was tested whether the loss is a mean over samples"
-            # The first check has passed, and nothing speaks against it.
+            # The first check has passed, so its result stays valid.
             reason = None if is_repeated else reason
         is_anywhere = any(run.group.all_reduce_max([float(reason is not None)]))
         return reason or (

@@ -1,6 +1,6 @@
-"""Detect what checkpoints do not hold: optimizers that the session does not know, and hidden state of the user's code.
+"""Detect state that checkpoints lack: optimizers outside the session, and variables of the user's code that change.
 
-A gap is named in a warning, in all later checkpoints and in the message of a resume.
+Each gap is reported in a warning, recorded in all later checkpoints, and repeated when the run resumes.
 """
 
 import types
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from whet.base.units import format_list
 from whet.checkpoint.state_json import NotEncodableError, StateEncoder
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
@@ -36,17 +37,17 @@ _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class GapDetector:
-    """Compares the state that the user's code reaches with what it was before the first step.
+    """Compares the state that the user's code can reach with fingerprints from before the first step.
 
-    It looks after the first step and at every save, so that no step waits for it.
+    It runs after the first step and at every save, and adds no work to other steps.
     """
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
         self._losses: dict[Hashable, Any] = {}
-        """The newest loss function of each code: a loop may define its loss anew in each step."""
+        """The latest loss function for each code object: a loop may redefine its loss in every step."""
         self._recreated: set[Hashable] = set()
-        """Codes whose function is defined anew during the run: the numbers that it refers to are the loop's."""
+        """Code objects whose function is redefined during the run. Its closure variables belong to the loop."""
         self._before: dict[str, dict[str, bytes]] = {}
         """Hashes of values before the first step, by owner and name."""
         self._reported: set[tuple[str, str]] = set()
@@ -54,11 +55,11 @@ class GapDetector:
         run.exit_stack.callback(self._optimizers.close)
 
     def begin(self) -> None:
-        """Remember the state before the first batch is read."""
+        """Take fingerprints before the first batch is read."""
         self._before = self._fingerprints(dict(self._roots()))
 
     def add_loss(self, loss: Any) -> None:
-        """Remember the state that a loss reaches before it is called. One with a known code costs nothing."""
+        """Take fingerprints of what a loss refers to, before its first call. A known code object is skipped."""
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         key: Hashable = id(loss) if code is None else code
         if key in self._losses:
@@ -70,7 +71,7 @@ class GapDetector:
         self._before |= self._fingerprints({self._loss_label(key): [(_name_of(loss), loss)]})
 
     def check(self) -> None:
-        """Note everything that has changed and is not saved, each thing once."""
+        """Report every change that is not saved, each once."""
         if not self._before:
             # Nothing has been trained yet.
             return
@@ -84,14 +85,13 @@ class GapDetector:
             names = [n for n in names if (owner, n) not in self._reported and n not in rebound.get(owner, ())]
             self._reported |= {(owner, name) for name in names}
             if names:
-                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-                listed = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
-                self._run.note_gap(f"{listed}{more} of {owner}", is_variable=True)
+                listed = format_list([f"`{name}`" for name in names])
+                self._run.note_gap(f"{listed} of {owner}", is_variable=True)
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
-        """Return hashes of all variables of the user by name, also of those in the functions that are running.
+        """Return hashes of the user's variables by name, including local variables of the running functions.
 
-        Names and hashes are the same in every process. `frame` is where the session was called.
+        Names and hashes are the same in every process. `frame` is the frame that called the session.
         """
         roots = self._all_roots() | dict(frame_variables(frame))
         found = self._fingerprints(roots)
@@ -110,12 +110,12 @@ class GapDetector:
         run = self._run
         known = {id(part): part for part in (run, run.config, *run.model.modules())}
         known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
-        # Not what these reach: a hook of an optimizer may lead to anything.
+        # These objects only, not what they refer to: an optimizer hook can lead anywhere.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
         found = {}
         for owner, parts in roots.items():
-            # A walk for each owner: names must not depend on what another owner reaches first.
+            # One walk per owner, so that names do not depend on which owner reaches an object first.
             walk = StateWalk(known=known)
             for name, value in parts:
                 walk.walk(value, name)
@@ -123,7 +123,7 @@ class GapDetector:
         return found
 
     def _saved_objects(self) -> Iterator[Any]:
-        """Yield what checkpoints hold besides the model and registered objects. The loss may refer to it too."""
+        """Yield the other objects that checkpoints save. The loss may refer to them."""
         run, schedule = self._run, self._run.config.training.schedule
         yield from (stepper.optimizer for stepper in run.steppers.values())
         yield from (callback for callback in run.callbacks.users if _saves_state(callback))
@@ -161,7 +161,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_saved(value: Any) -> bool:
-    """Return whether checkpoints hold an attribute of this value: they do if it has an encoding."""
+    """Return whether checkpoints save an attribute with this value: they do if it has an encoding."""
     try:
         StateEncoder().encode(value, "")
     except (NotEncodableError, RecursionError):
@@ -225,7 +225,7 @@ class _OptimizerWatch:
         if id(optimizer) not in self._seen and optimizer not in _session_optimizers:
             key = id(optimizer)
             self._seen.add(key)
-            # An optimizer that is gone, such as one of a probe in an evaluation, has no state to lose.
+            # A weak reference: an optimizer that is gone, such as that of a linear probe, has no state to lose.
             self._others[key] = weakref.ref(optimizer, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
@@ -234,7 +234,7 @@ class _OptimizerWatch:
         self._others.pop(key, None)
 
     def unknown(self, run: "RunContext") -> Iterator[str]:
-        """Yield a gap for each optimizer that is alive and is no part of a known optimizer or registered object."""
+        """Yield a gap for each live optimizer that belongs to no known optimizer or registered object."""
         alive = [optimizer for ref in [*self._others.values()] if (optimizer := ref()) is not None]
         if not alive:
             return

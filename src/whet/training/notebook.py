@@ -1,4 +1,4 @@
-"""What the cells of a notebook hold in memory, for the message when memory is short."""
+"""Find notebook variables that hold memory, so that an out-of-memory message can name them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from whet.base.units import format_bytes
 from whet.training.callbacks.progress import notebook_shell
 
 _MIN_BYTES = 10 * 1024**2
-"""Smaller variables are not worth a mention."""
+"""Smaller variables are not listed."""
 _MAX_NAMES = 4
 _MAX_DEPTH = 3
 """Nesting of lists and dicts that are searched for tensors."""
 
 
 def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
-    """Return variables of the notebook that hold memory of the device and are not `used` by the training, in bytes.
+    """Return the bytes of device memory that each notebook variable holds, largest first; empty outside a notebook.
 
-    The largest come first. Empty outside of a notebook. Devices that share the memory of the host ("cpu", "mps") count
-    everything. Results that the notebook keeps are named as Out[N].
+    Tensors in `used`, which the training needs, do not count. On devices that share the host's memory ("cpu", "mps"),
+    tensors of every device count. Cached cell results are named Out[N].
     """
     shell = notebook_shell()
     if shell is None:
@@ -45,7 +45,7 @@ def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
 
 
 def describe_held_memory(used: Iterable[Any], *, device: str) -> str:
-    """Return what earlier cells hold, such as "earlier cells hold old_model (1.2 GB)"; empty if nothing."""
+    """Return a sentence such as "earlier cells hold old_model (1.2 GB)"; empty if they hold nothing."""
     held = held_by_cells(used, device=device)
     shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in list(held.items())[:_MAX_NAMES])
     return f"earlier cells hold {shown}" if held else ""

@@ -29,15 +29,17 @@ class RegisteredObjects:
 
     @property
     def owners(self) -> dict[str, Stateful]:
-        """The objects as owners of a state_dict."""
+        """The objects by name, each with state_dict and load_state_dict."""
         return {name: obj if _has_methods(obj) else PlainState(obj) for name, obj in self.objects.items()}
 
     def add(self, name: str, obj: Any) -> None:
         """Register an object, and load its state if the run was restored from a checkpoint that has one."""
         if not isinstance(name, str) or not name:
-            raise UsageError("a registered object needs a name", got=repr(name)[:80], try_='"teacher"')
+            raise UsageError(
+                "a registered object needs a name", got=repr(name)[:80], try_='session.register("teacher", teacher)'
+            )
         if name in self.objects:
-            hint = "another name for the second object"
+            hint = f'session.register("{name}_2", object)'
             raise UsageError("two objects are registered by one name", got=repr(name), try_=hint)
         check_has_state(name, obj)
         self.objects[name] = obj
@@ -53,9 +55,9 @@ class RegisteredObjects:
             self._restore = None
 
     def begin(self, *, is_new: bool) -> list[str]:
-        """Return why a resumed run is not exact: objects that were registered and are not, or the reverse.
+        """Return why a resumed run is not exact: registered names that are missing or new.
 
-        `add` restores nothing from then on.
+        Call this before the first step. Objects that are added later are not restored.
         """
         missing, added = sorted(self._saved - self.objects.keys()), sorted(self.objects.keys() - self._saved)
         self._restore, self._saved = None, set()

@@ -11,16 +11,17 @@ import torch
 
 from whet.base import env
 from whet.base.errors import DataChangedError, UsageError, WhetError
+from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
 from whet.checkpoint.model_state import InitialState
-from whet.checkpoint.snapshot import Snapshot, restore_registered, restore_snapshot
+from whet.checkpoint.snapshot import MOVE_CHECKPOINT, Snapshot, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
 from whet.run.event import INCIDENT_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
-from whet.training.state_check import list_names, restored_differences
+from whet.training.state_check import restored_differences
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
@@ -83,7 +84,7 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
 
 
 OWN_LOOP = "session state restored exactly; your own variables only if registered"
-"""Said of a loop of the user's: its variables may hold state that no session can see."""
+"""The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
 
 
 def describe_exactness(reasons: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
@@ -97,7 +98,7 @@ def describe_exactness(reasons: list[str], device: AbstractDevice, *, is_own_loo
 
 
 def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
-    """Add the first step since which the run is not bit-exact to the fields of a resume event, if there is one."""
+    """Add to the fields of a resume event since which step the run is not bit-exact, if it is not."""
     events = () if run is None else History(run).events(kinds=INCIDENT_KINDS)
     changes = [event for event in events if event.get("exact") is False]
     if not changes or fields.get("exact") is False:
@@ -108,7 +109,7 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The result of a restore."""
+    """The outcome of `restore_run`."""
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
@@ -177,7 +178,7 @@ def restore_run(
         is_pending = not snapshot.facts["registered"].keys() <= run.registered.objects.keys()
         names = restored_differences(snapshot, run)
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
-        reasons += [f"not restored: {list_names(names)}"] if names else []
+        reasons += [f"not restored: {format_list(names, separator='; ')}"] if names else []
     reasons += snapshot.info.gaps
     unregistered = snapshot.info.unregistered
     if not run.config.is_own_loop:
@@ -204,10 +205,9 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _structure_error(error) from None
     if changes and "lr" not in run.config.allow:
-        more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
         raise UsageError(
             f"the {changes[0].split(' ')[0]} is not what the run was started with",
-            got=f"{'; '.join(changes[:4])}{more} (the run's value -> yours)",
+            got=f"{format_list(changes, most=4, separator='; ')} (the run's value -> yours)",
             try_='the same values, another run folder, or --allow lr (allow=("lr",)) for yours, not bit-exact',
         )
     return initial, changes
@@ -215,7 +215,7 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
 
 def _structure_error(error: Exception) -> WhetError:
     got = f"{type(error).__name__} {error}"
-    return WhetError("the checkpoint's progress has another structure", got=got, try_="an older one")
+    return WhetError("the checkpoint's progress has another structure", got=got, try_=MOVE_CHECKPOINT)
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:

@@ -7,18 +7,19 @@ until the newest checkpoint is reached, so a run that is killed meanwhile resume
 from typing import TYPE_CHECKING
 
 from whet.base.errors import WhetError
+from whet.base.units import format_list
 from whet.checkpoint import store
 from whet.run.events import History
 from whet.run.folder import Run
 from whet.training.callback import Action, Callback, State
 from whet.training.restore import RestoredRun, with_earlier_inexactness
-from whet.training.state_check import list_names, restore_state, restored_differences
+from whet.training.state_check import restore_state, restored_differences
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome
     from whet.training.setup import RunContext
 
-# The code between steps may stand at another point than it did when the run stopped.
+# Code between steps may have run further when the newest checkpoint was written.
 _UNCOMPARED = ("the generator of ", "rng.", "progress.")
 
 
@@ -61,7 +62,8 @@ class ResumeVerification(Callback):
         assert run.folder is not None
         newest = store.load_checkpoint(run.folder.checkpoints / store.checkpoint_name(self.until))
         names = [name for name in restored_differences(newest, run) if not name.startswith(_UNCOMPARED)]
-        differences = [*_loss_difference(self._losses, repeated), *([list_names(names)] if names else [])]
+        differences = _loss_difference(self._losses, repeated)
+        differences += [format_list(names, separator="; ")] if names else []
         if not differences:
             exactness = f"verified: {self._steps} were repeated with the same losses and weights"
             earlier = with_earlier_inexactness({"exactness": ""}, run.folder)["exactness"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.units import format_list
 from whet.checkpoint import store
 from whet.checkpoint.comparison import compare_snapshots
 from whet.checkpoint.snapshot import Snapshot, restore_snapshot
@@ -17,21 +18,20 @@ from whet.step.optimizers import EXECUTION_KEYS
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
-_MAX_NAMES = 3
-# How far the run is, and what it was started with. These are no state of the user's objects.
+# The progress of the run and the options that it was started with, which restore_state leaves alone.
 _UNCOMPARED = ("step ", "progress.progress.", "progress.source.", "progress.initial.", "progress.code.")
 
 
 def state_is_unchecked(run: "RunContext") -> bool:
-    """Return whether the state of a run is to be checked at its first step: if the run is new and has checkpoints."""
+    """Return whether to check the state at the first step: the run is new, has checkpoints, and is one process."""
     return run.checkpointer is not None and run.group.is_single_process and run.state.step == 0
 
 
 def check_first_step(run: "RunContext") -> None:
-    """Save the state after the first update to a scratch folder, read it, restore it and compare it each time.
+    """Save the state after the first update to a scratch folder, load it, restore it, and compare each time.
 
-    Raise UsageError for state that differs, before the step counts. The scratch folder is removed. A disk that refuses
-    the write is reported when a checkpoint is due.
+    Raises UsageError for state that differs, before the step counts. The scratch folder is removed. Disk errors are
+    ignored here: the next checkpoint reports them.
     """
     assert run.checkpointer is not None
     assert run.path is not None
@@ -62,14 +62,14 @@ def check_first_step(run: "RunContext") -> None:
 
 
 def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
-    """Return the state of the run that is not as a snapshot has it, by name."""
+    """Return the names of the run's state that differs from a snapshot."""
     assert run.checkpointer is not None
     differing = compare_snapshots(expected, run.checkpointer.take_snapshot())
     return [name for name in differing if not _is_uncompared(name)]
 
 
 def _is_uncompared(difference: str) -> bool:
-    """Return whether a difference is none of state: how far the run is, what it began with, or the plan's kernels."""
+    """Return whether a difference is expected: in progress, initial values, or kernels that the plan selects."""
     path = difference.partition(" ")[0]
     began = path.startswith("model.") and ".initial" in path
     return difference.startswith(_UNCOMPARED) or began or path.rpartition(".")[2] in EXECUTION_KEYS
@@ -107,22 +107,12 @@ def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
 
 def _raise_if_different(names: Sequence[str], how: str) -> None:
     if names:
-        raise _round_trip_error(f"{how}, it differs", list_names(names))
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others.
-
-    >>> list_names(["0.weight", "0.bias", "1.weight", "1.bias"])
-    '0.weight; 0.bias; 1.weight and 1 more'
-    """
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return "; ".join(names[:_MAX_NAMES]) + more
+        raise _round_trip_error(f"{how}, it differs", format_list(names, separator="; "))
 
 
 def _round_trip_error(what: str, got: str) -> UsageError:
     return UsageError(
         f"the state of this training does not survive a checkpoint: {what}",
         got=got,
-        try_="a load_state_dict that restores what state_dict returns; or no run folder, to train without checkpoints",
+        try_="a load_state_dict that restores what state_dict returns; or run=None to train without checkpoints",
     )

@@ -64,7 +64,7 @@ class RecordedDraws:
             raise UnrepeatableDrawError(f"{replayer.number} random draws, and {len(self.drawn)} before")
 
     @contextmanager
-    def same(self) -> Iterator[None]:
+    def record_or_repeat(self) -> Iterator[None]:
         """Record the first time, and repeat afterwards, with the same numbers of Python and NumPy."""
         if self._host is None:
             with self.record():

@@ -36,7 +36,7 @@ def _activate(z, is_silu: tl.constexpr):
 
 @triton.jit
 def _activation_grad(grad, z, is_silu: tl.constexpr):
-    """Return the gradient of the input z of the activation from that of its output."""
+    """Return the gradient with respect to z, the input of the activation, given the gradient of its output."""
     if is_silu:
         sigmoid = 1 / (1 + tl.exp(-z))
         return grad * sigmoid * (1 + z * (1 - sigmoid))

@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.base.errors import UsageError, WhetError, closest_match
 from whet.base.model import FrozenModel
+from whet.base.units import format_list
 from whet.report.export.tables import (
     EXPORTED_KINDS,
     ExportRow,
@@ -297,7 +298,7 @@ def _check_target(folder: Path, *, run: Run, is_ours: Callable[[str], bool], for
         inside = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
     foreign = [name for name in inside if not is_ours(name)]
     if foreign:
-        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise UsageError(f"{folder} contains other files than an export", got=shown, try_="another --out DIR")
+        got = format_list(foreign)
+        raise UsageError(f"{folder} contains other files than an export", got=got, try_="another --out DIR")
     if inside and not force:
         raise UsageError(f"{folder} already exists", got=", ".join(inside), try_="--force, or another --out DIR")

@@ -142,9 +142,9 @@ def compare_precision(
     if precision not in GRADIENT_BOUNDS:
         raise UsageError("unknown precision", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
     moved, draws = micro.map_tensors(device.put), RecordedDraws()
-    with preserve_model_and_rng(model, device), draws.same():
+    with preserve_model_and_rng(model, device), draws.record_or_repeat():
         expected_loss, expected = _loss_and_gradients(model, loss, moved, device, "fp32")
-    with preserve_model_and_rng(model, device), draws.same():
+    with preserve_model_and_rng(model, device), draws.record_or_repeat():
         actual_loss, actual = _loss_and_gradients(model, loss, moved, device, precision)
     errors = relative_errors(actual, expected)
     worst = max(errors, key=lambda name: errors[name], default=None)

@@ -209,9 +209,9 @@ def _module_error(
     """Return the largest error of what `compute` returns for a module; 0 if its draws cannot be repeated."""
     draws = RecordedDraws()
     try:
-        with draws.same():
+        with draws.record_or_repeat():
             expected = compute(reference, call, lambda tensor: tensor)
-        with draws.same():
+        with draws.record_or_repeat():
             actual = compute(module, call, device.put) if expected else []
     except UnrepeatableDrawError:
         return 0.0

@@ -63,7 +63,7 @@ class Replica:
 
     def step(self, stepper: Stepper, number: int = 1) -> Outcome:
         """Run one optimizer step on the whole batch."""
-        with nullcontext() if self.draws is None else self.draws.same():
+        with nullcontext() if self.draws is None else self.draws.record_or_repeat():
             return stepper(self.trainable.loss, [self.micro], num_samples=len(self.micro), step=number)
 
 

@@ -96,7 +96,7 @@ def loss_and_gradients(
     """
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
     try:
-        with disable_dropout(model, use_eval_mode=True), draws.same():
+        with disable_dropout(model, use_eval_mode=True), draws.record_or_repeat():
             mean = forward_backward(device, loss, micro, precision=precision, scale=scale)
         gradients = {name: gradient.cpu() / scale for name, gradient in dense_gradients(model).items()}
         return LossAndGradients(mean.cpu(), gradients)

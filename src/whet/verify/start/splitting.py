@@ -169,7 +169,7 @@ def _features(fields: Mapping[str, Field], pad_token: int | None) -> Iterator[tu
 
 
 def _marks(column: np.ndarray) -> list[np.ndarray]:
-    """Return which samples have each of the values that should occur in both parts."""
+    """Return a mask over the samples for each distinct value of a column, or for its extremes if there are many."""
     values = np.unique(column)
     if len(values) > _MAX_VALUES:
         values = np.unique([*values[values < 0][:2], values[0], values[-1]])

@@ -64,7 +64,7 @@ _LIST_SEPARATOR = "\x1f"
 _MAX_TAGGED_LABELS = 2_000
 """The limit of labels for searching texts for their label, because each label needs a separate pattern."""
 _MAIN_SCRIPT_SHARE = 0.95
-"""If fewer texts than this are in one script, the dataset is considered multilingual."""
+"""Share of texts in the most frequent script below which a dataset counts as multilingual."""
 _UNLABELED = "unlabeled"
 """A row of a test file without a label column. It is not a defect, and there is nothing to compare."""
 
