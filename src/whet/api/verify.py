@@ -169,7 +169,7 @@ def _returned_kind(factory: Callable[[], Any], word: str) -> type:
             warnings.simplefilter("ignore")
             made = call_function(factory, word)
     except Exception:
-        # It cannot run with fake tensors. A file that uses whet probably trains; of others, the check reports why.
+        # It cannot run with fake tensors. A file that uses whet probably trains; otherwise the check reports the error.
         module = vars(sys.modules.get(getattr(factory, "__module__", "")) or object)
         uses_whet = any(getattr(value, "__name__", "").partition(".")[0] == "whet" for value in module.values())
         return ScriptTraining if uses_whet else object

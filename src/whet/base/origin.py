@@ -36,7 +36,7 @@ def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSumm
     """Return the innermost line of the user's code that an exception passed, and the innermost line of all.
 
     The second is a line of a library or of torch's modules, where the user's code called it with something wrong; None
-    if the user's own line raised. Torch's internal files tell nobody anything.
+    if the user's own line raised. Torch's internal files are left out.
     """
     own = inner = None
     for frame in extract_tb(error.__traceback__):

@@ -17,20 +17,20 @@ _MAXIMIZED_WORDS = """
     sensitivity specificity tpr tnr pearson spearman correlation similarity
 """
 _MINIMIZED, _MAXIMIZED = frozenset(_MINIMIZED_WORDS.split()), frozenset(_MAXIMIZED_WORDS.split())
-# Words that tell the direction only if no other word does: fid_score is minimized.
+# Words that imply a direction only if no other word does: fid_score is minimized.
 _WEAK_MAXIMIZED = frozenset(("score", "scores"))
 _NEGATIONS = frozenset(("neg", "negative", "minus"))
 
 
 def metric_mode(name: str) -> GoalMode | None:
-    """Return whether a metric is minimized or maximized, from the words of its name; None if they do not tell.
+    """Return whether a metric is minimized or maximized, from the words of its name; None if they imply neither.
 
     >>> [metric_mode(name) for name in ("val_loss", "test_macro_f1", "bits_per_byte", "neg_mean_squared_error")]
     ['min', 'max', 'min', 'max']
     >>> metric_mode("closeness") is metric_mode("accuracy_loss") is None
     True
     """
-    # "valLoss" is split at the capital only if "valloss" tells nothing: "mIoU" is one word.
+    # "valLoss" is split at the capital only if "valloss" implies nothing: "mIoU" is one word.
     for text in (name, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):
         words = re.findall(r"[a-z0-9]+", text.lower().replace("cross_entropy", "crossentropy"))
         # A number after a word is a variant, as in top5, rouge2 or fid50k; but f1 and r2 are names.
@@ -47,7 +47,7 @@ def metric_mode(name: str) -> GoalMode | None:
 
 
 def resolve_mode(goal: str | None, mode: str) -> GoalMode:
-    """Return the direction of a goal: `mode`, or with "auto" what its name tells. Raise if the name tells nothing.
+    """Return "min" or "max": `mode`, or with "auto" the direction that the name implies. Raise if it implies none.
 
     >>> resolve_mode("val_loss", "auto"), resolve_mode("val_loss", "max")
     ('min', 'max')

@@ -41,7 +41,7 @@ class PlannedBatch:
 
     ids: np.ndarray
     keys: np.ndarray
-    """What seeds each sample together with the epoch: its id, or its place in the epoch if samples may repeat."""
+    """The key that, with the epoch, seeds each sample: its id, or its place in the epoch if samples may repeat."""
     after: Position
     """The position once the optimizer has consumed this batch."""
     is_last: bool

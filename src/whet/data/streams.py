@@ -21,7 +21,7 @@ from whet.data.split import LengthMode, RankShare, split_collated, split_samples
 from whet.data.structure import batch_length
 
 _END = object()
-"""The end of an epoch: a DataLoader may yield None by mistake."""
+"""Marks the end of an epoch. It is not None, which a DataLoader may yield by mistake."""
 
 
 @runtime_checkable

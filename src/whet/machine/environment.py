@@ -8,7 +8,7 @@ MPS_HIGH_WATERMARK = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
 MPS_LOW_WATERMARK = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 DISABLE_COMPILE = "DISABLE_COMPILE"
-"""A variable of training scripts. torch does not read it, so that whet has to."""
+"""A variable of training scripts. torch does not read it, so whet does."""
 _COMPILE_DISABLED = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", DISABLE_COMPILE)
 
 

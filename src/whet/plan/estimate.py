@@ -37,7 +37,7 @@ _CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 4e9
 
 # Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.
 _BYTES_PER_PARAMETER = 28
-# Activations are written, read in the backward pass, and met once more as gradients.
+# Each activation is written, read in the backward pass, and has a gradient of its own size.
 _ACTIVATION_PASSES = 3
 _UNKNOWN_OPERATORS = 500
 _UNKNOWN_LENGTH_SHARE = 0.35

@@ -202,7 +202,7 @@ def _variables(process: TrainingProcess) -> dict[int, dict[str, str]]:
 
 
 def _variable(name: str) -> str:
-    """Return the variable of a name.
+    """Return the variable in the name of a value.
 
     >>> _variable("`len(carried[0].h)` of main()")
     'carried'
@@ -211,7 +211,7 @@ def _variable(name: str) -> str:
 
 
 def _without_parts(names: Iterable[str]) -> list[str]:
-    """Name each variable once, by the first of its parts that differs."""
+    """Return one name for each variable: that of its first part that differs."""
     first: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"^`len\((.*)\)`", r"`\1`", name)

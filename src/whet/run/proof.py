@@ -65,7 +65,7 @@ class ProofDifference(StrictModel):
     kills: str | None = None
     """Kills before the difference, such as "disk call 17" or "random kill 3 to 9"."""
     not_restored: tuple[str, ...] = ()
-    """Variables of the user's program that a resumed process did not have as the uninterrupted one did."""
+    """Variables of the user's program whose values differed between a resumed process and the uninterrupted one."""
 
 
 class Proof(StrictModel):

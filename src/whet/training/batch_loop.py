@@ -178,7 +178,7 @@ class BatchLoop:
         micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))
         run.executor.count_shapes(micro)
         if not run.has_users_gradients:
-            # Those of the last session.step: the user's code expects the gradients that it has computed itself.
+            # Clear the gradients of the last session.step: user code expects only those that it has computed itself.
             for stepper in run.steppers.values():
                 stepper.zero_grad()
         run.has_users_gradients = True
@@ -205,7 +205,7 @@ class BatchLoop:
         self.steps.log_loss(loss.detach().reshape(()).to(self.run.device.torch_device))
 
     def finish_batch(self) -> None:
-        """Count the steps of a batch as one step of the run, and call the callbacks. Nothing happens a second time."""
+        """Count the steps of a batch as one step of the run, and call the callbacks. A second call does nothing."""
         run, state, steps = self.run, self.state, self.steps
         outcome = steps.finish()
         if outcome is None:
@@ -255,7 +255,7 @@ class BatchLoop:
         self._num_rollbacks += 1
         self.steps.discard()
         if self._num_rollbacks > MAX_ROLLBACKS:
-            hint = "a callback that asks for a rollback only if repeating the steps can help"
+            hint = "return Action.NONE from the callback if repeating the steps does not help"
             raise DivergedError(f"the run was rolled back {MAX_ROLLBACKS} times", got=reason, try_=hint)
         self.run.roll_back(reason)
 

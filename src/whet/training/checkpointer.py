@@ -149,7 +149,7 @@ class Checkpointer:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
     def note_gap(self, gap: str, *, is_variable: bool = False) -> bool:
-        """Record in all later checkpoints that they do not hold a part of the state. Return whether it is new."""
+        """Record in all later checkpoints that some state is not saved. Return whether the gap is new."""
         name = "unregistered" if is_variable else "gaps"
         noted: tuple[str, ...] = getattr(self._info, name)
         if gap in noted:

@@ -130,7 +130,7 @@ def parse_allow(allow: object) -> tuple[str, ...]:
 
 
 def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:
-    """Return the name of the optimizer to step. Raise if it is not known which."""
+    """Return the name of the optimizer to step. Raise if that is ambiguous."""
     if type(every) is not int or every < 1:
         raise UsageError("every must be a positive whole number", got=f"every={every!r}", try_="every=5")
     if name is None and not optimizers.others:
@@ -166,7 +166,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Stand for the loss of a training with manual steps, which only its own loop can compute."""
+    """Raise: the placeholder for the loss of a training with manual steps, which only its own loop can compute."""
     raise UsageError(
         "this command needs a loss function, and the training makes manual steps",
         got="session.manual",

@@ -1,4 +1,4 @@
-"""What a user reads of a run while it trains: how far it is, and its best evaluation."""
+"""The progress of a run for its user: steps, epochs, samples and the best evaluation."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from whet.training.callback import State
 
 
 class Progress:
-    """A read-only view of how far a run is. It is always current; copy the numbers to keep them."""
+    """A read-only view of the progress of a run. It is always current; copy the numbers to keep them."""
 
     __slots__ = ("_state",)
 

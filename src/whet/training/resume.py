@@ -90,7 +90,7 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
 
 
 def _forced_settings(saved: Plan, plan: Plan) -> dict[str, Setting]:
-    """Return the settings that the environment fixes now, or did: they are as they are now."""
+    """Return the current values of settings that the environment fixes now, or fixed when the plan was made."""
     now = {name: plan.settings[name] for name in FINAL_SETTINGS}
     return {
         name: setting

@@ -230,7 +230,7 @@ class Session:
         if error is None and (interception := intercept.active()) is not None:
             interception.after_session(self.config)
         if error is None and not self.is_finished and self.run.stop_signals.signal == signal.SIGINT and is_notebook():
-            # "Run all" must not go on to cells that use a model which is half trained.
+            # "Run all" must not continue with cells that use a half-trained model.
             raise KeyboardInterrupt(f"saved at step {self.state.step:,}; run the cell again to resume")
 
     # --- the training loop -------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Session:
         return self._loop.manual(batch)
 
     def log_loss(self, loss: Tensor) -> None:
-        """Log the loss of a manual step, inside of it. It is read later, so that nothing waits for the device."""
+        """Log the loss of a manual step, inside its block. It is read later, so that nothing waits for the device."""
         self._entered_run()
         self._loop.log_loss(loss)
 

@@ -123,7 +123,7 @@ class RunConfig:
     register: Mapping[str, Any] = field(default_factory=dict)
     """Objects of the user that are saved and restored with the run, by name."""
     is_own_loop: bool = False
-    """Whether the training loop is the user's: a session cannot know what its variables hold."""
+    """Whether the user wrote the training loop, whose variables a session cannot see."""
     on_event: EventHandler | None = None
     read_sensors: ReadSystemState | None = None
     """A function that reads sensors; None for those of this machine."""
@@ -306,7 +306,7 @@ class RunContext:
             self.checkpointer.note_inexact(step, reason)
 
     def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
-        """Record in all later checkpoints that they do not hold a part of the state, and warn of it once."""
+        """Record a gap in all later checkpoints, and warn of it once."""
         if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
             how = "session.register(name, object)" if self.config.is_own_loop else "register={name: object}"
             reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"

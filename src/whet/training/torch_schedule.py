@@ -114,7 +114,7 @@ class TorchLearningRates(LearningRates):
                 self._scheduler.step()
 
     def _reduce_again(self, state: Mapping[str, Any], initial: Mapping[str, Any], reached: list[float]) -> None:
-        """Reduce the new rates as far as the saved ones were reduced: the metrics of then are not known any more."""
+        """Reduce the new rates as far as the saved ones were reduced: the metrics of that time are no longer known."""
         saved = decode_state(state["scheduler"])
         progress = {name: saved[name] for name in ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")}
         self._scheduler.load_state_dict({**self._scheduler.state_dict(), **progress})

@@ -42,7 +42,7 @@ LINEAR_TRAINING = {
     "dropout": 0.0,
     "word_dropout": 0.0,
 }
-"""Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and learns them by heart.
+"""Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and memorizes them.
 
 The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md).
 """

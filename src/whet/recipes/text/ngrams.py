@@ -21,7 +21,7 @@ from whet.recipes.text.attention import token_layout
 MAX_NGRAMS = 2**18
 """The limit of the vocabulary. The n-grams of the most texts are kept."""
 _MIN_TEXTS = 2
-"""An n-gram of a single training text says nothing about others, but a linear model would learn that text by it."""
+"""Minimum number of training texts with an n-gram. With rarer ones, a linear model would memorize single texts."""
 _CHARACTERS = range(2, 6)
 """The lengths of character n-grams."""
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -33,7 +33,7 @@ class DeviceCache(Callback):
         self._not_before = 0.0
         self._has_warned_of_shapes = False
         self._emptied: tuple[float, float, str] | None = None
-        """When the cache was emptied, the seconds of the step before, and what to say; until the next step ends."""
+        """When the cache was emptied, the seconds of the step before, and the message; None after the next step."""
         self._step_seconds = 0.0
         self._last_step_at: float | None = None
 
@@ -64,24 +64,24 @@ class DeviceCache(Callback):
             return
         self._run.device.memory.empty_cache()
         done, left = self._clock(), self._run.device.memory.usage().reserved or 0
-        said = (
+        message = (
             f"the GPU's driver held {format_bytes(usage.reserved)} beside {format_bytes(needed)} that tensors need at "
             f"most; its cache was emptied in {format_seconds(done - now)}, which returned "
             f"{format_bytes(max(0, usage.reserved - left))}"
         )
-        self._emptied = done, self._step_seconds, said
+        self._emptied = done, self._step_seconds, message
         self._not_before = done + (done - now) / MAX_TIME_SHARE
         self._last_step_at = done
 
     def _report_cost(self, step: int, now: float) -> None:
         """Log what emptying has cost: the next step compiles its graphs again."""
         assert self._emptied is not None
-        done, before, said = self._emptied
+        done, before, message = self._emptied
         self._emptied = None
         extra = max(0.0, now - done - before)
         self._not_before += extra / MAX_TIME_SHARE
         advice = f"; {len(self._run.executor.shapes)} shapes so far: {_FEW_SHAPES}" if self._has_many_shapes() else ""
-        self._warn(step, f"{said}, and the next step took {format_seconds(extra)} longer{advice}")
+        self._warn(step, f"{message}, and the next step took {format_seconds(extra)} longer{advice}")
 
     def _warn(self, step: int, reason: str) -> None:
         self._run.log.event("warning", step=step, reason=reason, retry="never")

@@ -375,7 +375,7 @@ class DesktopNotifier:
         elif kind == "eval":
             self._metrics |= {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
         elif kind == "end":
-            # The reason of a run that is done is in the state; its metrics are news.
+            # The reason is already in the state of a finished run. Only its metrics are new.
             why = fields["reason"] if fields["state"] == "failed" else None
             self._notify(fields["state"], why, step=fields["step"])
         elif kind in _ATTENTION_KINDS and kind not in self._sent and fields.get("level") not in ("normal", "warn"):

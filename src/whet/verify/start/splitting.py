@@ -1,4 +1,4 @@
-"""Whether a batch may be split: the loss of a few samples is computed whole and in two parts, and compared.
+"""Check whether a batch may be split: compare the loss of a few samples as a whole and in two parts.
 
 The loss of a step is the mean over its micro-batches, weighted by their samples. That equals the loss of the whole
 batch for a mean over samples, but not for a mean over labelled tokens, a contrastive loss or a sum. Loss and gradients
@@ -135,7 +135,7 @@ def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int
     columns = [torch.cat(feature).numpy() for feature in features.values()]
     marks = [mark for column in columns if len(column) == len(batch) for mark in _marks(column)]
     chosen: list[int] = []
-    # Rare values first: they are the reason not to take just any samples.
+    # Rare values first: a random choice of samples could miss them.
     for mark in sorted(marks, key=np.count_nonzero):
         if len(chosen) < _MAX_SAMPLES and not mark[chosen].any():
             chosen.append(int(np.flatnonzero(mark)[0]))
