@@ -198,7 +198,7 @@ def data_puzzle(
         Path,
         typer.Argument(metavar="FILE|DIR", help="train.csv and test.csv, or ARC *_challenges.json and _solutions."),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
+    output_dir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
     augment: Annotated[
         int | None,
         typer.Option(metavar="N", help="Augmented copies of each training puzzle. Default: 1000 for ARC, else none."),
@@ -211,9 +211,9 @@ def data_puzzle(
     """Build a folder of puzzles in the format of the official TRM code.
 
     \b
-    whet data puzzle sudoku-extreme/ --out data/sudoku --subsample 1000 --augment 1000
-    whet data puzzle maze-30x30-hard/ --out data/maze --augment 7
-    whet data puzzle arc-agi/ --out data/arc
+    whet data puzzle sudoku-extreme/ --output-dir data/sudoku --subsample 1000 --augment 1000
+    whet data puzzle maze-30x30-hard/ --output-dir data/maze --augment 7
+    whet data puzzle arc-agi/ --output-dir data/arc
     whet train puzzle data=data/sudoku
 
     Sudokus and mazes are CSV files with the columns question and answer, ARC tasks are JSON files. With the same seed
@@ -226,8 +226,8 @@ def data_puzzle(
     if not path.exists():
         raise UsageError("the data does not exist", got=path, try_="an existing file or folder")
     options = BuildOptions(augment=augment, subsample=subsample, min_difficulty=min_difficulty, seed=seed)
-    summary = build_folder(path, out, options)
+    summary = build_folder(path, output_dir, options)
     if json:
         output.result_json(summary)
     else:
-        output.result("\n".join(summary_lines(summary, out)))
+        output.result("\n".join(summary_lines(summary, output_dir)))
