@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import whet
 from state_programs import At, LateBuffers, X, Y, mlp
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint import store
+from whet.checkpoint import snapshot, store
 from whet.checkpoint.attributes import fingerprint_attributes
 from whet.checkpoint.comparison import compare_snapshots, describe_tensor, tensors_equal
 
@@ -112,6 +112,22 @@ def test_a_parameter_with_a_similar_name_does_not_hide_an_attribute(suffix: str)
     assert fingerprint_attributes(model, {}, max_bytes=100)[""]["scale"] == 0.5
     prune.l1_unstructured(model, "weight", amount=1)
     assert "weight" not in fingerprint_attributes(model, {}, max_bytes=100)[""]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(torch.OutOfMemoryError(), torch.OutOfMemoryError), (KeyError(), WhetError)]
+)
+def test_running_out_of_memory_is_not_called_a_wrong_structure(
+    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshot, "restore_model", fail)
+    saved: Any = snapshot.Snapshot(tensors={}, facts={"optimizer": {"groups": []}})
+    unused: Any = None
+    with pytest.raises(raised):
+        snapshot.restore_snapshot(saved, mlp(), unused, unused, rng=unused, scaler=unused, ema=None)
 
 
 class Half(nn.Module):
