@@ -222,3 +222,43 @@ def test_snapshots_are_compared_by_bits_and_in_words(tmp_path: Path) -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert tensors_equal(nan, -nan)
     assert not tensors_equal(zero, -zero)
+
+
+class Counting(nn.Module):
+    """Attributes that are large, inside of themselves, or one object at two places."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.kind, self.table = kind, {str(n): n for n in range(200_000)}
+        self.ring: list[Any] = []
+        self.ring.append(self.ring)
+        self.shared: dict[str, list[int]] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "grows":
+            self.table[f"new {len(self.table)}"] = 0
+        elif self.kind == "shared":
+            counts = [0]
+            self.shared = self.shared or {"a": counts, "b": counts}
+            self.shared["a"][0] += 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "claim"), [("", "bit-exact"), ("grows", "`table` of the model"), ("shared", "the attribute shared")]
+)
+def test_attributes_that_are_not_saved_are_named_if_they_change(kind: str, claim: str, tmp_path: Path) -> None:
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        fit(Counting(kind), tmp_path / "run", steps=steps)
+    assert claim in exactness(tmp_path / "run")
+    assert exactness(tmp_path / "run").startswith("not bit-exact") == bool(kind)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_is_saved_and_restored(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        fit(torch.jit.script(mlp()), tmp_path / "run", steps=steps)
+    assert exactness(tmp_path / "run") == "bit-exact"

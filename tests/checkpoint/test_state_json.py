@@ -1,10 +1,11 @@
 """The codec of states: any structure comes back with its types, its bits and its sharing."""
 
 import collections
+import enum
 import io
 import math
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,26 @@ from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEnc
 pytestmark = pytest.mark.torch
 
 Pair = collections.namedtuple("Pair", "first second")
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+    def total(self) -> float:
+        return self.x + self.y
+
+
+class Phase(enum.Enum):
+    WARMUP = enum.auto()
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Mode(enum.StrEnum):
+    TRAIN = "train"
 
 
 def through_disk(value: Any, live: dict[str, Tensor] | None = None) -> tuple[Any, dict[str, Tensor]]:
@@ -35,7 +56,8 @@ PLAIN = [
     bytearray(b"x"), 1 + 2j, np.float32(1.1), np.float64(1.1), np.int8(3), np.bool_(True), np.datetime64("2020-01-01"),
     collections.OrderedDict(b=1, a=2), collections.deque([1, 2], maxlen=3), collections.Counter("aab"),
     collections.defaultdict(list, {1: [2]}), torch.Size([1, 2]), torch.float16, torch.device("cpu"), range(1, 5, 2),
-    slice(1, None), Pair(1, [2]),
+    slice(1, None), Pair(1, [2]), Point(1.0, 2.0), Phase.WARMUP, Level.LOW, [Mode.TRAIN],
+    [1.5, math.inf], {"a": -math.inf},
 ]  # fmt: skip
 
 
@@ -43,7 +65,7 @@ PLAIN = [
 def test_a_value_keeps_its_type_and_its_order(value: Any) -> None:
     for got in (through_disk(value)[0], decode_state(encode_state(value))):
         assert got == value
-        assert type(got).__name__ == type(value).__name__
+        assert type(got) is type(value)
         assert math.copysign(1, got) == math.copysign(1, value) if type(value) is float else True
         assert list(got) == list(value) if isinstance(value, dict) else True
 
@@ -218,3 +240,18 @@ def test_a_view_beyond_its_memory_is_refused() -> None:
     view["base_stride"] = [1]
     with pytest.raises(ValueError, match="beyond the memory"):
         StateDecoder({}, live={"model/w": torch.ones(3)}).decode(view)
+
+
+def test_a_class_inside_of_a_function_is_refused_or_rebuilt() -> None:
+    class Local(enum.Enum):
+        ONE = 1
+
+    class Place(NamedTuple):
+        row: int
+
+    with pytest.raises(NotEncodableError, match="not found by its name"):
+        encode_state(Local.ONE)
+    encoded = encode_state(Place(3))
+    got = decode_state(encoded)
+    assert (got.row, got._fields) == (3, ("row",))
+    assert encode_state(got) == encoded

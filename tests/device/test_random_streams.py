@@ -108,3 +108,23 @@ def test_the_stream_of_a_step_is_captured_inside_of_it() -> None:
     other = streams(seed=9)
     other.restore(*saved)
     assert (step(other, draw), draw()) == (expected, between)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_rollback_inside_of_a_step_restores_both_streams(name: str) -> None:
+    """Also right after the first draw between steps, whose stream begins at the next step."""
+    draw = DRAWS[name]
+
+    def run(*, rolls_back: bool) -> list[float]:
+        own = streams()
+        step(own, draw)
+        draw()
+        saved = own.capture()
+        if rolls_back:
+            own.enter_step()
+            draw()
+            own.restore(*saved)
+            own.leave_step()
+        return [value for _ in range(3) for value in (step(own, draw), draw())]
+
+    assert run(rolls_back=True) == run(rolls_back=False)

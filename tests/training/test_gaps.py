@@ -556,3 +556,41 @@ def test_an_own_loop_names_its_variables(tmp_path: Path) -> None:
                     break
     own = "session state restored exactly; your own variables only if registered"
     assert exactness(tmp_path / "run") == f"{own}; not registered: `seen` of the loss"
+
+
+@pytest.mark.parametrize("kind", ["partial", "default argument", "object"])
+def test_a_loss_that_is_made_anew_in_each_step_is_one_loss(kind: str, tmp_path: Path) -> None:
+    """What it is given there is the loop's: the number of a step is no hidden state. Old losses are not kept."""
+
+    class Loss:
+        def __init__(self, model: nn.Module, number: int) -> None:
+            self.model, self.number = model, number
+
+        def __call__(self, batch: Any) -> Tensor:
+            return cross_entropy(self.model, batch) * self.number
+
+    def scaled(model: nn.Module, number: int, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * number
+
+    for stop in (3, None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with whet.Session(
+            model, optimizer, (X, Y), global_batch_size=16, run=tmp_path / "run", split_batch=False
+        ) as session:
+            for batch in session:
+                number = session.state.step + 1
+                losses = {
+                    "partial": functools.partial(scaled, model, number),
+                    "default argument": lambda batch, number=number, model=model: scaled(model, number, batch),
+                    "object": Loss(model, number),
+                }
+                session.step(losses[kind], batch)
+                if session.state.step == stop:
+                    break
+            assert session.run.gaps is not None
+            assert len(session.run.gaps._losses) == 1
+    named = exactness(tmp_path / "run").removeprefix(
+        "session state restored exactly; your own variables only if registered"
+    )
+    assert named == ("; not registered: `self.number` of the loss" if kind == "object" else "")

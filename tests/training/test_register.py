@@ -205,3 +205,57 @@ def test_an_object_that_rejects_its_state_is_named(tmp_path: Path) -> None:
     problem = "the registered object 'tensor' does not accept its saved state"
     with session, pytest.raises(WhetError, match=problem):
         session.register("tensor", torch.zeros(5))
+
+
+class Teacher(nn.Module):
+    """State that its state_dict leaves out: an attribute, a generator, a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 4)
+        self.calls, self.noise = 0, torch.Generator().manual_seed(2)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.linear(x) * (1 + self.calls) + torch.rand(4, generator=self.noise) + self.mean
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return outputs.detach()
+
+
+class Replay:
+    """Its load_state_dict assigns a new list."""
+
+    def __init__(self) -> None:
+        self.items: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items = state["items"]
+
+
+def test_a_registered_module_keeps_what_its_state_dict_lacks(tmp_path: Path) -> None:
+    def train(run: Path | None, *, stop: int | None = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, teacher, replay = nn.Linear(10, 4), Teacher(), Replay()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with whet.Session(model, optimizer, (X, Y), run=run, **OPTIONS) as session:
+            session.register("teacher", teacher)
+            session.register("replay", replay)
+            # The check at the first step must leave the user's own references valid.
+            items = replay.items
+            for batch in session:
+                session.step(lambda b: f.mse_loss(model(b[0]), teacher(b[0])) * (1 + len(items)), batch)
+                items.append(1.0)
+                if session.state.step == stop:
+                    break
+        assert items is replay.items
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = train(None)
+    train(tmp_path / "run", stop=7)
+    resumed = train(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert exactness(tmp_path / "run") == OWN_LOOP

@@ -292,3 +292,21 @@ def test_code_without_source_is_not_spoken_of(tmp_path: Path) -> None:
         exec(CODE.replace("1.0 *", f"{text} *"), module.__dict__)
         train_module(tmp_path / "run", module, use_object=True, stop=5)
     assert warnings_of(tmp_path / "run") == []
+
+
+def test_several_lambdas_of_one_function_are_no_change(tmp_path: Path) -> None:
+    """The second loss of a loop is not the first one with other code, also if it is first used after a resume."""
+    for stop in (3, None):
+        torch.manual_seed(0)
+        nets = nn.ModuleDict({"d": nn.Linear(4, 1), "g": nn.Linear(2, 4)})
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.01) for name, net in nets.items()}
+        options: dict[str, Any] = {"global_batch_size": 4, "overrides": {"threads": 1}, "split_batch": False}
+        with whet.Session(nets, optimizers, torch.ones(32, 4), run=tmp_path / "run", **options) as session:
+            for batch in session:
+                session.step(lambda x, nets=nets: nets["d"](x).mean(), batch, optimizer="d")
+                session.step(lambda x, nets=nets: nets["d"](nets["g"](x[:, :2])).mean(), batch, optimizer="g", every=5)
+                if session.state.step == stop:
+                    break
+    assert warnings_of(tmp_path / "run") == []
+    (event,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
+    assert event.get("exactness").startswith(OWN_LOOP)

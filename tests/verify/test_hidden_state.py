@@ -3,8 +3,9 @@
 import functools
 import itertools
 import random
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,32 @@ def test_no_code_of_the_user_is_called() -> None:
             raise AssertionError
 
     digests({"a": Hostile(), "b": [Hostile()]})
+
+
+def test_what_cannot_be_read_is_left_out() -> None:
+    class Table(Mapping[int, int]):
+        """Reading an item counts as a use, or fails."""
+
+        def __init__(self) -> None:
+            self.uses = 0
+
+        def __getitem__(self, key: int) -> int:
+            self.uses += 1
+            raise OSError("the file is closed")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def __len__(self) -> int:
+            return 3
+
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("the file is closed")
+
+    table, gone = Table(), Plain()
+    proxy = weakref.proxy(gone)
+    del gone
+    value = {"table": table, "proxy": proxy, "broken": Broken([1]), "last": 5}
+    assert change(value, lambda: value.update(last=6)) == ["x['last']"]
+    assert table.uses == 0

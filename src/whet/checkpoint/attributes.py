@@ -31,6 +31,9 @@ MIN_TENSOR_BYTES = 64 * 1024**2
 MAX_SHARE = 0.25
 """Tensors in attributes are saved up to this share of the model, or up to `MIN_TENSOR_BYTES`."""
 
+MAX_ITEMS = 100_000
+"""Attributes with more items, such as a large vocabulary, are not saved. They are named if training changes them."""
+
 Encoded = dict[str, dict[str, Any]]
 """Encoded attributes by owner and name."""
 
@@ -80,12 +83,11 @@ def fingerprint_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]
     for owner_name, owner in attribute_owners(model, optimizers):
         for name in _plain_names(owner):
             value = vars(owner)[name]
-            if _num_bytes(value) <= max_bytes:
-                try:
-                    encoded = encoder.encode(value, "")
-                except NotEncodableError:
-                    continue
-                prints.setdefault(owner_name, {})[name] = encoded
+            try:
+                if _num_bytes(value) <= max_bytes:
+                    prints.setdefault(owner_name, {})[name] = encoder.encode(value, "")
+            except NotEncodableError:
+                continue
     return prints
 
 
@@ -129,8 +131,8 @@ def encode_attributes(
         for name in _plain_names(owner):
             path = describe_attribute(owner_name, name)
             value = vars(owner)[name]
-            size = _num_bytes(value)
             try:
+                size = _num_bytes(value)
                 values[name] = encoder.encode(value, f"attribute/{path}") if size <= left else _OPAQUE
             except NotEncodableError:
                 if name in prints:
@@ -181,6 +183,34 @@ def restore_attributes(
             else:
                 vars(owner)[name] = _updated(vars(owner).get(name), value, encoder)
     return changes
+
+
+def saved_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of a module and its submodules that have an encoding, by submodule and name."""
+    saved: dict[str, dict[str, Any]] = {}
+    for owner_name, owner in module.named_modules():
+        for name in _plain_names(owner):
+            if has_encoding(vars(owner)[name]):
+                saved.setdefault(owner_name, {})[name] = vars(owner)[name]
+    return saved
+
+
+def has_encoding(value: Any) -> bool:
+    """Return whether checkpoints hold an attribute of this value."""
+    try:
+        _num_bytes(value)
+        StateEncoder().encode(value, "")
+    except NotEncodableError:
+        return False
+    return True
+
+
+def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the attributes that `saved_attributes` returned."""
+    parts = _Fingerprints(module)
+    for owner_name, owner in module.named_modules():
+        for name, value in saved.get(owner_name, {}).items():
+            vars(owner)[name] = _updated(vars(owner).get(name), value, parts)
 
 
 def describe_attribute(owner: str, name: str) -> str:
@@ -240,11 +270,21 @@ def _can_copy(now: Tensor, value: Tensor) -> bool:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors and arrays in a value."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.nbytes if not isinstance(value, Tensor) or value.layout is torch.strided else 0
-    if isinstance(value, dict):
-        return sum(map(_num_bytes, value.values()))
-    if isinstance(value, list | tuple | deque) and not isinstance(value, torch.Size):
-        return sum(map(_num_bytes, value))
-    return 0
+    """Return the bytes of the tensors and arrays in a value.
+
+    Raise NotEncodableError for too many items, and for a container at two places: it would be restored as two.
+    """
+    total, items, seen, rest = 0, 0, set(), [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Tensor | np.ndarray):
+            total += part.nbytes if not isinstance(part, Tensor) or part.layout is torch.strided else 0
+        elif isinstance(part, dict | list | tuple | deque | set | frozenset):
+            if id(part) in seen and not isinstance(part, tuple | frozenset):
+                raise NotEncodableError("", value, why=" with one container at two places")
+            seen.add(id(part))
+            items += len(part)
+            if items > MAX_ITEMS:
+                raise NotEncodableError("", value, why=f" of more than {MAX_ITEMS:,} items")
+            rest += part.values() if isinstance(part, dict) else part
+    return total

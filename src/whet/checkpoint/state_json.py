@@ -20,7 +20,8 @@ import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -76,6 +77,11 @@ class Encoder:
         if isinstance(value, np.generic):
             # Before numbers: NumPy's float64 is a subclass of float.
             return {_TAG: "numpy", "dtype": _numpy_dtype(value.dtype, path, value), "data": _to_text(value.tobytes())}
+        if isinstance(value, Enum):
+            # Before texts and numbers: a member may be one, and code compares members by identity.
+            if _find_class(_class_name(type(value)), Enum) is not type(value) or value.name is None:
+                raise NotEncodableError(path, value, why=", whose class is not found by its name")
+            return {_TAG: "enum", "class": _class_name(type(value)), "value": value.name}
         if isinstance(value, str):
             return str(value)
         if isinstance(value, int):
@@ -92,13 +98,17 @@ class Encoder:
             return self._encode_mapping(value, path, depth)
         return self._encode_other(value, path, depth)
 
-    def _items(self, values: Iterable[Any], path: str, depth: int) -> list[Any]:
+    def _items(self, values: Collection[Any], path: str, depth: int) -> list[Any]:
+        if _are_plain(values):
+            return list(values)
         return [self.encode(item, join_path(path, index), depth + 1) for index, item in enumerate(values)]
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         is_plain = type(value) is dict and all(type(key) is str for key in value)
         if is_plain and _TAG not in value and _ORDER not in value:
-            encoded = {key: self.encode(item, join_path(path, key), depth + 1) for key, item in value.items()}
+            encoded = dict(value)
+            if not _are_plain(value.values()):
+                encoded = {key: self.encode(item, join_path(path, key), depth + 1) for key, item in value.items()}
             keys = list(encoded)
             return encoded if keys == sorted(keys) else {**encoded, _ORDER: keys}
         items = [
@@ -128,7 +138,7 @@ class Encoder:
             return {_TAG: "tuple", "items": self._items(value, path, depth)}
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             items = self._items(value, path, depth)
-            return {_TAG: "namedtuple", "name": kind.__name__, "fields": list(kind._fields), "items": items}
+            return {_TAG: "namedtuple", "class": _class_name(kind), "fields": list(kind._fields), "items": items}
         if kind in (set, frozenset):
             # Sorted, because the order of a set differs between processes.
             return {_TAG: kind.__name__, "items": sorted(self._items(value, path, depth), key=repr)}
@@ -146,7 +156,7 @@ class Encoder:
             return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
         if kind is torch.device:
             return {_TAG: "device", "name": str(value)}
-        if isinstance(value, np.ndarray):
+        if kind is np.ndarray:
             return self._encode_array(value, path, depth)
         return self._encode_generator(value, path, depth)
 
@@ -203,6 +213,16 @@ class Encoder:
         encoded = {name: self.encode(part, join_path(path, name), depth + 1) for name, part in parts.items()}
         name = "subclass" if "class" in facts else "sparse"
         return {_TAG: name, **facts, "parts": encoded, **_tensor_flags(value)}
+
+
+def _are_plain(values: Collection[Any]) -> bool:
+    """Return whether values are the same in JSON. It is much faster than to encode each: think of a vocabulary."""
+    kinds = {*map(type, values)}
+    return kinds <= {type(None), bool, int, str, float} and (float not in kinds or all(map(_is_plain_number, values)))
+
+
+def _is_plain_number(value: Any) -> bool:
+    return type(value) is not float or math.isfinite(value)
 
 
 class _Kept(NamedTuple):
@@ -524,17 +544,44 @@ class StateDecoder:
         return _with_flags(made, value)
 
     def subclass(self, value: dict[str, Any]) -> Tensor:
-        # Only classes that the program has imported itself: reading a checkpoint imports nothing.
-        module, _, name = value["class"].partition(":")
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        found: Any = _find_class(value["class"], Tensor)
+        if not hasattr(found, "__tensor_unflatten__"):
             raise ValueError(f"{value['class']} is no class of tensors here")
         shape, stride = torch.Size(value["shape"]), tuple(value["stride"])
         made = found.__tensor_unflatten__(self.decode(value["parts"]), self.decode(value["metadata"]), shape, stride)
         assert isinstance(made, Tensor)
         return made
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _find_class(name: str, base: type) -> Any:
+    """Return a class that the program has imported itself, or None: reading a checkpoint imports nothing."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def _decode_named_tuple(decoder: StateDecoder, value: dict[str, Any]) -> Any:
+    found = _find_class(value["class"], tuple)
+    if found is None or getattr(found, "_fields", None) != tuple(value["fields"]):
+        # A class inside of a function is not found. Its fields are.
+        module, _, name = value["class"].partition(":")
+        make: Callable[..., Any] = namedtuple
+        found = make(name.rpartition(".")[2], value["fields"], module=module)
+        found.__qualname__ = name
+    return found._make(decoder.items(value))
+
+
+def _decode_enum(decoder: StateDecoder, value: dict[str, Any]) -> Any:  # noqa: ARG001
+    found = _find_class(value["class"], Enum)
+    if found is None:
+        raise ValueError(f"{value['class']} is no class of constants here")
+    return found[value["value"]]
 
 
 def _with_flags(tensor: Tensor, value: dict[str, Any]) -> Tensor:
@@ -609,7 +656,8 @@ _DECODERS: dict[str, Callable[[StateDecoder, dict[str, Any]], Any]] = {
     "float": lambda _, value: float(value["value"]),
     "complex": lambda decoder, value: complex(*decoder.items(value)),
     "tuple": lambda decoder, value: tuple(decoder.items(value)),
-    "namedtuple": lambda d, value: namedtuple(value["name"], value["fields"])(*d.items(value)),
+    "enum": _decode_enum,
+    "namedtuple": _decode_named_tuple,
     "set": lambda decoder, value: set(decoder.items(value)),
     "frozenset": lambda decoder, value: frozenset(decoder.items(value)),
     "deque": lambda decoder, value: deque(decoder.items(value), maxlen=value["maxlen"]),

@@ -95,9 +95,15 @@ class RandomStreams:
             return
         between = _decode(tensors, facts["between"], _BETWEEN)
         self._between = {n: between[n] for n in facts["between"]["names"] if n in self._generators and n in between}
+        self._set(between)
         if not self._is_in_step:
-            self._set(between)
             self._marks |= {name: self._generators[name].fingerprint() for name in self._between}
+            return
+        for name, generator in self._generators.items():
+            # Code between steps has drawn for the first time. The step that is left would have begun its stream.
+            if name not in self._between and generator.fingerprint() != self._marks[name]:
+                self._between[name] = generator.seeded(self._between_seed)
+            generator.set(self._steps[name][1])
 
     def _set(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():

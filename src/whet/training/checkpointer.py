@@ -163,10 +163,10 @@ class Checkpointer:
             self._saved_step = None
             self.save("last")
 
-    def take_snapshot(self) -> Snapshot:
+    def take_snapshot(self, *, finds_gaps: bool = True) -> Snapshot:
         """Return the state of the run. Its tensors are live."""
         run, state, stepper = self._run, self._run.state, self._run.stepper
-        if run.gaps is not None:
+        if run.gaps is not None and finds_gaps:
             run.gaps.check()
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):

@@ -3,6 +3,7 @@
 Each gap is reported in a warning, recorded in all later checkpoints, and repeated when the run resumes.
 """
 
+import functools
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
@@ -15,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from whet.base.units import format_list
-from whet.checkpoint.state_json import NotEncodableError, StateEncoder
+from whet.checkpoint.attributes import has_encoding
+from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
 from whet.verify.hidden_state import (
@@ -61,7 +63,8 @@ class GapDetector:
     def add_loss(self, loss: Any) -> None:
         """Take fingerprints of what a loss refers to, before its first call. A known code object is skipped."""
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
-        key: Hashable = id(loss) if code is None else code
+        # A partial or an object with __call__ may be made anew in each step too.
+        key = loss_code(loss) if code is None else code
         if key in self._losses:
             if self._losses[key] is not loss:
                 self._losses[key] = loss
@@ -78,7 +81,7 @@ class GapDetector:
         for gap in self._optimizers.unknown(self._run):
             self._run.note_gap(gap)
         roots = self._all_roots()
-        rebound = {self._loss_label(key): {*getattr(key, "co_freevars", ())} for key in self._recreated}
+        rebound = {self._loss_label(key): {*_rebound_names(self._losses[key])} for key in self._recreated}
         for owner, now in self._fingerprints(roots).items():
             before = self._before.setdefault(owner, now)
             names = changed_names(before, now)
@@ -154,19 +157,10 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             # Such a module saves its hidden state itself.
             continue
         for key, value in module_attributes(module):
-            if not _is_saved(value):
+            if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         yield from class_references(kind)
-
-
-def _is_saved(value: Any) -> bool:
-    """Return whether checkpoints save an attribute with this value: they do if it has an encoding."""
-    try:
-        StateEncoder().encode(value, "")
-    except (NotEncodableError, RecursionError):
-        return False
-    return True
 
 
 def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
@@ -174,8 +168,13 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     owners += [(name or "the model", module, _MODULE_HOOKS) for name, module in run.model.named_modules()]
     owners += [(name, parameter, _TENSOR_HOOKS) for name, parameter in run.model.named_parameters()]
     owners += [(type(s.optimizer).__name__, s.optimizer, _OPTIMIZER_HOOKS) for s in run.steppers.values()]
+    seen: set[tuple[int, int]] = set()
     for name, owner, kinds in owners:
         hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+        # One method is often a hook of every module: what it reaches is read once.
+        keys = [(id(getattr(hook, "__self__", None)), id(getattr(hook, "__func__", hook))) for hook in hooks]
+        hooks = [hook for hook, key in zip(hooks, keys, strict=True) if key not in seen]
+        seen.update(keys)
         if hooks:
             yield f"a hook of {name}", [(_name_of(hook), hook) for hook in hooks]
 
@@ -199,6 +198,20 @@ def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[st
 def _name_of(part: Any) -> str:
     name = getattr(part, "__qualname__", None)
     return "self" if name is None else str(name).rpartition(".")[2]
+
+
+def _rebound_names(loss: Any) -> Iterator[str]:
+    """Yield the names of what a loss is given where it is defined: closure cells, defaults, arguments of a partial."""
+    name = _name_of(loss)
+    while isinstance(loss, functools.partial):
+        yield from (f"{name}.{key}" for key in loss.keywords)
+        yield from (f"{name}.args[{index}]" for index in range(len(loss.args)))
+        loss = loss.func
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    if code is not None:
+        yield from code.co_freevars
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        yield from (f"{name}({argument}=)" for argument in arguments)
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
+from whet.checkpoint.attributes import load_attributes, saved_attributes
 from whet.checkpoint.snapshot import Stateful
 
 Restore = Callable[[str, Stateful], bool]
@@ -30,7 +31,7 @@ class RegisteredObjects:
     @property
     def owners(self) -> dict[str, Stateful]:
         """The objects by name, each with state_dict and load_state_dict."""
-        return {name: obj if _has_methods(obj) else PlainState(obj) for name, obj in self.objects.items()}
+        return {name: _owner(obj) for name, obj in self.objects.items()}
 
     def add(self, name: str, obj: Any) -> None:
         """Register an object, and load its state if the run was restored from a checkpoint that has one."""
@@ -96,6 +97,38 @@ _PLAIN = (
     np.random.RandomState,
 )  # fmt: skip
 """Kinds of objects without state_dict that are changed in place."""
+
+
+def _owner(obj: Any) -> Stateful:
+    if isinstance(obj, nn.Module):
+        return ModuleState(obj)
+    owner: Stateful = obj if _has_methods(obj) else PlainState(obj)
+    return owner
+
+
+class ModuleState:
+    """The state of a module with what its state_dict leaves out: attributes, other buffers, train and eval modes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's own state_dict, and the rest by submodule."""
+        own = self._module.state_dict()
+        buffers = {name: tensor for name, tensor in self._module.named_buffers() if name not in own}
+        modes = {name: module.training for name, module in self._module.named_modules()}
+        return {"own": own, "buffers": buffers, "modes": modes, "attributes": saved_attributes(self._module)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load all of it."""
+        self._module.load_state_dict(state["own"])
+        named = dict(self._module.named_modules())
+        for name, buffer in state["buffers"].items():
+            owner, _, key = name.rpartition(".")
+            setattr(named[owner], key, buffer.clone())
+        for name, mode in state["modes"].items():
+            named[name].training = mode
+        load_attributes(self._module, state["attributes"])
 
 
 class PlainState:

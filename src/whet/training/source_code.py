@@ -23,8 +23,10 @@ class SourceCode:
     def __init__(self) -> None:
         self._hashes: dict[str, Hashes] = {}
         self._known: set[Hashable] = set()
+        self._saved: dict[str, Hashes] = {}
+        """The hashes of the checkpoint that this session began with, by role."""
         self._restored: dict[str, set[str]] = {}
-        """Names of a checkpoint by role, until the first code of that role is observed."""
+        """Names of that checkpoint by role, until the first code of that role is observed."""
 
     def observe(self, role: str, parts: Iterable[Any]) -> list[str]:
         """Record functions and classes that are used in a role ("model"). Return what has changed since the run began.
@@ -32,7 +34,7 @@ class SourceCode:
         Code without a source is left out.
         """
         named = [source for part in parts if (source := hash_source(part)) is not None]
-        before = {name: list(digests) for name, digests in self._hashes.get(role, {}).items()}
+        saved = self._saved.get(role, {})
         for name, digest in named:
             digests = self._hashes.setdefault(role, {}).setdefault(name, [])
             if digest not in digests:
@@ -41,7 +43,9 @@ class SourceCode:
         restored = self._restored.pop(role, None) if named else None
         if restored and not any(name in restored for name, _ in named):
             return [f"{role} {named[0][0]} is used instead of {', '.join(sorted(restored))}"]
-        changed = [name for name, digest in named if name in before and digest not in before[name]]
+        # All lambdas of a function have one name, and one of them may not have been used before the checkpoint.
+        is_first = restored is not None
+        changed = [n for n, d in named if d not in saved.get(n, [d]) and (is_first or not n.endswith("<lambda>"))]
         return [f"the source code of {role} {name} has changed" for name in dict.fromkeys(changed)]
 
     def observe_loss(self, loss: Any) -> list[str]:
@@ -64,7 +68,9 @@ class SourceCode:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
         """Add the hashes of a checkpoint. After a rollback, those of this process stay."""
-        self._restored = {str(role): {str(name) for name in hashes} for role, hashes in state.items()}
+        if not self._known:
+            self._saved = {str(role): {str(n): [*d] for n, d in hashes.items()} for role, hashes in state.items()}
+            self._restored = {role: {*hashes} for role, hashes in self._saved.items()}
         for role, hashes in state.items():
             for name, digests in hashes.items():
                 known = self._hashes.setdefault(str(role), {}).setdefault(str(name), [])

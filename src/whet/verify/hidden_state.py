@@ -62,13 +62,20 @@ class StateWalk:
         """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
             return
-        if isinstance(value, _SCALARS):
-            self._record(name, _scalar_bytes(value))
+        if id(value) in self.known or id(value) in self.visited:
             return
-        if id(value) in self.known or id(value) in self.visited or _is_skipped(value):
+        try:
+            if isinstance(value, _SCALARS):
+                self._record(name, _scalar_bytes(value))
+                return
+            if _is_skipped(value):
+                return
+            self.visited[id(value)] = value
+            parts = list(self._parts(value, name))
+        except Exception:
+            # A proxy of an object that is gone, a container that reads a closed file: what cannot be read is left out.
             return
-        self.visited[id(value)] = value
-        for part, of_part in self._parts(value, name):
+        for part, of_part in parts:
             self.walk(of_part, part, depth + 1)
 
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -88,9 +95,11 @@ class StateWalk:
         elif isinstance(value, set | frozenset):
             self._record(name, b"".join(sorted(_scalar_bytes(item) for item in itertools.islice(value, _MAX_ITEMS))))
             self._record(f"len({name})", str(len(value)).encode())
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict | types.MappingProxyType):
+            # Other mappings are objects: reading an item may call code of the user, read a file or count a use.
+            get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             self._record(f"len({name})", str(len(value)).encode())
-            yield from ((f"{name}[{key!r:.40}]", value[key]) for key in _ends(list(value)))
+            yield from ((f"{name}[{key!r:.40}]", get(value, key)) for key in _ends(list(value)))
         elif isinstance(value, list | tuple | collections.deque):
             self._record(f"len({name})", str(len(value)).encode())
             yield from ((f"{name}[{index}]", value[index]) for index in _ends(range(len(value))))
@@ -265,7 +274,7 @@ _BUILTIN_ITERATORS: tuple[type, ...] = (
 
 
 _ENTERED = (
-    list, tuple, set, frozenset, Mapping, collections.deque, types.GeneratorType, *_GENERATORS, *_BUILTIN_ITERATORS,
+    list, tuple, set, frozenset, dict, collections.deque, types.GeneratorType, *_GENERATORS, *_BUILTIN_ITERATORS,
 )  # fmt: skip
 """Types of the standard library that may hold the user's state."""
 
