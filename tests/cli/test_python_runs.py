@@ -62,6 +62,7 @@ def test_a_run_records_the_function_that_made_it(trained: Path) -> None:
         (("prove", f"{SCRIPT}:make_model"), "it returned a Sequential"),
         (("prove", f"{SCRIPT}:nothing"), "does not define nothing()"),
         (("train", f"{SCRIPT}:main"), "is a script that trains, not a recipe"),
+        (("plan", SCRIPT), f"take {SCRIPT}:main"),
         (("plan", "flat.py"), "python flat.py; whet prove, bench, check and compare take flat.py"),
         (("prove", "flat.py:main"), 'if __name__ == "__main__": main()'),
         (("compare", f"{SCRIPT}:make_model"), "return model, (x, y); or call whet.train(...)"),
@@ -188,3 +189,10 @@ def test_check_finds_a_fault_in_a_function_that_trains(warm_whet: Run, tmp_path:
     done = warm_whet("check", "train.py", "--for", "mps")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "float64" in done.stdout
+
+
+def test_a_script_that_parses_its_arguments_gets_none_of_whet(warm_whet: Run, tmp_path: Path) -> None:
+    code = "import argparse, script_training\ndef main():\n    argparse.ArgumentParser().parse_args()\n"
+    (tmp_path / "parses.py").write_text(f"{code}    script_training.main()\n")
+    done = warm_whet("check", "parses.py:main", cwd=tmp_path, PYTHONPATH=str(SUPPORT))
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from whet.config.options import CommonConfig
 from whet.config.resolve import ResolvedConfig, resolve_config
 from whet.plan.plan import read_plan
 from whet.prove.kills import ProvableTraining
-from whet.recipes.recipe import Recipe, load_factory, load_recipe
+from whet.recipes.recipe import Recipe, load_factory, load_recipe, script_arguments
 from whet.run.folder import RUN_FILE, open_run
 
 _SEGMENT_TARGET = "whet.api.prove:train_segment"
@@ -100,7 +100,7 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
     # A function that does not seed torch gives the same weights to each new run, so that runs can be compared, and
     # others to a process that resumes, as in a real interruption: what a checkpoint does not restore then shows.
     seed_everything(1 if (run / RUN_FILE).exists() else 0)
-    with intercept(Interception(segment)) as interception:
+    with intercept(Interception(segment)) as interception, script_arguments(word):
         try:
             load_factory(word)()
         except SegmentEnded:
@@ -111,7 +111,9 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
 
 def preload(arguments: dict[str, Any]) -> None:
     """Import the modules that a segment needs, before the process is forked."""
-    load_factory(arguments.get("recipe") or arguments["function"])
+    word = arguments.get("recipe") or arguments["function"]
+    with script_arguments(word):
+        load_factory(word)
 
 
 def recipe_segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
-from whet.recipes.recipe import BUILT_IN, Recipe, load_factory, validate_recipe
+from whet.recipes.recipe import BUILT_IN, Recipe, load_factory, script_arguments, validate_recipe
 from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def load_training(target: str) -> Recipe | ScriptTraining:
 def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]:
     """Return the function that `target` names: one that takes no arguments, of a file that only defines it."""
     try:
-        with intercept(Interception()):
+        with intercept(Interception()), script_arguments(target):
             function = load_factory(target, default=default)
     except FirstStepReached:
         raise UsageError(
@@ -69,7 +69,7 @@ def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]
 def call_function(function: Callable[[], Any], target: str) -> Any:
     """Call a function and return its result, or a ScriptTraining if it trains."""
     try:
-        with intercept(Interception()):
+        with intercept(Interception()), script_arguments(target):
             return function()
     except FirstStepReached as reached:
         place, _, name = target.partition(":")

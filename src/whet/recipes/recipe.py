@@ -3,10 +3,11 @@
 This module does not import torch, so that `whet plan` works on any machine. Methods that need torch import it.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -211,7 +212,7 @@ def load_recipe(word: str) -> Recipe:
     """Load a recipe: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
     try:
         # A script that trains by itself must not start here, when it is imported or called.
-        with intercept(Interception()):
+        with intercept(Interception()), script_arguments(word):
             made = load_factory(word)()
     except FirstStepReached:
         raise UsageError(
@@ -220,6 +221,17 @@ def load_recipe(word: str) -> Recipe:
             try_=f"python {word.partition(':')[0]}; whet prove, bench, check and compare take {word}",
         ) from None
     return validate_recipe(made, word)
+
+
+@contextlib.contextmanager
+def script_arguments(word: str) -> Iterator[None]:
+    """Set sys.argv as `python path.py` does: a script that parses its arguments must not get those of whet."""
+    before = sys.argv
+    sys.argv = [word.partition(":")[0]]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
@@ -242,9 +254,10 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
     names = (factory,) if factory else default
     match = next((made for name in names if callable(made := getattr(module, name, None))), None)
     if match is None:
-        raise UsageError(
-            f"{place} does not define {' or '.join(names)}()", got=word, try_=f"def {names[0]}(): return ..."
-        )
+        hint = f"def {names[0]}(): return ..."
+        if not factory and callable(getattr(module, "main", None)):
+            hint = f"whet prove, bench, check and compare take {place}:main"
+        raise UsageError(f"{place} does not define {' or '.join(names)}()", got=word, try_=hint)
     return cast("Callable[[], Any]", match)
 
 
