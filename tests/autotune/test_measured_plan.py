@@ -162,7 +162,7 @@ def test_short_run_reports_that_it_is_not_measured():
     session = a_session(a_model(), logged=logged, epochs=40)
     session.tune(Loss(session.model))
     assert session.config.plan is None
-    assert logged[0].startswith("not measured: a run of about ")
+    assert logged[0].startswith("settings by rules: a run of about ")
 
 
 def test_very_short_runs_and_streams_are_not_measured():

@@ -5,6 +5,7 @@ import itertools
 import linecache
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -284,6 +285,42 @@ def test_a_function_that_the_loss_calls_is_compared_too(tmp_path: Path) -> None:
     train_module(tmp_path / "run", load(tmp_path, changed))
     (warning,) = warnings_of(tmp_path / "run")
     assert "loss loss has changed" in warning
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warning"),
+    [
+        (nn.functional.mse_loss, nn.L1Loss(), "loss L1Loss is used instead of mse_loss"),
+        (nn.HuberLoss(), nn.HuberLoss(delta=0.5), "the options of loss HuberLoss have changed"),
+        (
+            partial(nn.functional.huber_loss, delta=1.0),
+            partial(nn.functional.huber_loss, delta=0.5),
+            "the options of loss huber_loss have",
+        ),
+        (nn.HuberLoss(), nn.HuberLoss(), None),
+    ],
+)
+def test_another_loss_of_torch_is_warned_of(first: Any, second: Any, warning: str | None, tmp_path: Path) -> None:
+    for loss, epochs in ((first, 1), (second, 2)):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.ones(8, 3), torch.zeros(8, 1)
+        whet.train(
+            model,
+            data,
+            loss=loss,
+            optimizer=optimizer,
+            global_batch_size=4,
+            epochs=epochs,
+            run=tmp_path / "run",
+            device="cpu",
+            on_event=None,
+            measure=False,
+        )
+    warnings = warnings_of(tmp_path / "run")
+    assert warnings == [] if warning is None else warning in "".join(warnings), warnings
+    (resumed,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
+    assert resumed.get("exactness").startswith("bit-exact" if warning is None else f"not bit-exact: {warning}")
 
 
 def test_code_without_source_is_not_spoken_of(tmp_path: Path) -> None:

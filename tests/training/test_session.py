@@ -253,3 +253,23 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="the gradient is not finite"):
         train(model, torch.randn(16, 1), loss=loss, run=tmp_path / "run", epochs=50)
     assert [checkpoint.step for checkpoint in whet.summarize(tmp_path / "run").checkpoints] == [0]
+
+
+def test_a_loop_of_the_user_can_show_the_progress_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.ones(8, 3), torch.zeros(8, 1)
+        with whet.Session(
+            model,
+            optimizer,
+            data,
+            global_batch_size=4,
+            epochs=epochs,
+            run=tmp_path / "run",
+            device="cpu",
+            on_event="line",
+        ) as session:
+            for batch in session:
+                session.step(nn.functional.mse_loss, batch)
+    assert "resumes from step 2, session state restored exactly" in capsys.readouterr().err

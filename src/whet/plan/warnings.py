@@ -97,10 +97,8 @@ def hazard_lines(context: RuleContext) -> Iterator[str]:
         yield f"{hazard.what} (pytorch{hazard.issue}); {answer}"
     num_avoided = sum(hazard.is_avoided for hazard in hazards)
     version = context.machine.torch.version or "of unknown version"
-    yield (
-        f"{len(hazards)} known wrong results apply to torch {version} on this Mac, {num_avoided} of them are avoided: "
-        f"{_HAZARDS_PAGE}"
-    )
+    avoided = f"{num_avoided} of them {'is' if num_avoided == 1 else 'are'} avoided"
+    yield (f"{len(hazards)} known wrong results apply to torch {version} on this Mac, {avoided}: {_HAZARDS_PAGE}")
 
 
 def has_row_limit(machine: Machine, device: str) -> bool:

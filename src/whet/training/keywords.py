@@ -79,8 +79,8 @@ class SessionKeywords:
     """Instances of `whet.Callback` (docs/callbacks.md)."""
     register: Mapping[str, Any] | None = None
     """Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md)."""
-    on_event: EventHandler | None = None
-    """Called with the kind and the fields of every event."""
+    on_event: EventHandler | Literal["line"] | None = None
+    """Called with the kind and the fields of every event; "line" draws a progress line on standard error."""
     read_sensors: ReadSystemState | None = None
     """Reads the sensors; by default those of this machine."""
     outputs: Callable[[Any], Any] | None = None

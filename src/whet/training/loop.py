@@ -17,6 +17,7 @@ from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
+from whet.run.folder import shell_path
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks, intercept
@@ -163,7 +164,7 @@ def train_run(
         model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )
     with resolved as (optimizer, keywords):
-        session = Session.from_config(make_run_config(model, optimizer, data, keywords))
+        session = Session.from_config(replace(make_run_config(model, optimizer, data, keywords), loss=loss))
         if (interception := intercept.active()) is not None:
             interception.before_step(session.config, loss)
         if measure:
@@ -223,5 +224,5 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
 def describe_result(result: TrainResult) -> str:
     """Return the line that ends a training."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
-    where = f"; kept in {result.path}: whet report, or whet.open_run(...).plot()" if result.path else ""
+    where = f"; whet report {shell_path(result.path)} shows the run" if result.path else ""
     return f"train: {result.reason} at step {result.step:,}{metrics}{where}"

@@ -89,7 +89,7 @@ class Session:
         allow: What may differ when a run resumes: "data", "batch", "lr".
         callbacks: Instances of `whet.Callback` (docs/callbacks.md).
         register: Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md).
-        on_event: Called with the kind and the fields of every event.
+        on_event: Called with the kind and the fields of every event; "line" draws a progress line on standard error.
         read_sensors: Reads the sensors; by default those of this machine.
         outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
             verified.
@@ -132,7 +132,7 @@ class Session:
         allow: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
         register: Mapping[str, Any] | None = None,
-        on_event: EventHandler | None = None,
+        on_event: EventHandler | Literal["line"] | None = None,
         read_sensors: ReadSystemState | None = None,
         outputs: Callable[[Any], Any] | None = None,
         # end generated keywords

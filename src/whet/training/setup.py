@@ -53,6 +53,7 @@ from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
 from whet.training.callbacks.device_cache import DeviceCache
 from whet.training.callbacks.event_log import EventHandler, Recorder
 from whet.training.callbacks.health import Health
+from whet.training.callbacks.progress import ProgressLine
 from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.callbacks.thermal import ThermalPolicy
 from whet.training.checkpointer import Checkpointer, load_newest
@@ -122,6 +123,8 @@ class RunConfig:
     callbacks: tuple[Callback, ...] = ()
     register: Mapping[str, Any] = field(default_factory=dict)
     """Objects of the user that are saved and restored with the run, by name."""
+    loss: Any = None
+    """The loss function of `whet.train`, which is known before the first step; None in a loop of the user."""
     is_own_loop: bool = False
     """Whether the user wrote the training loop, whose variables a session cannot see."""
     on_event: EventHandler | None = None
@@ -179,7 +182,7 @@ def make_run_config(
         outputs=None if keywords.outputs is None else adapt_outputs(keywords.outputs),
         callbacks=tuple(keywords.callbacks),
         register=dict(keywords.register or {}),
-        on_event=keywords.on_event,
+        on_event=ProgressLine(epochs=training.epochs) if keywords.on_event == "line" else keywords.on_event,
         read_sensors=keywords.read_sensors,
     )
 
@@ -389,9 +392,10 @@ class RunContext:
         return self.checkpointer.restore(checkpoint)
 
     def observe_code(self) -> list[str]:
-        """Record the code of the model and of the schedule. Return what has changed since the run began."""
+        """Record the code of the model, the schedule and a known loss. Return what has changed since the run began."""
         model, schedule = model_classes(self.model), schedule_functions(self.config.training.schedule)
-        return self.sources.observe("model", model) + self.sources.observe("schedule", schedule)
+        changes = self.sources.observe("model", model) + self.sources.observe("schedule", schedule)
+        return changes + ([] if self.config.loss is None else self.sources.observe_loss(self.config.loss))
 
     def warn_changed_code(self, changes: list[str]) -> None:
         """Log that code is not what the run was started with: its results may differ from an uninterrupted run."""

@@ -11,7 +11,11 @@ from torch import nn
 
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import loss_code
-from whet.verify.hidden_state import is_installed
+from whet.verify.hidden_state import is_installed, module_attributes
+
+_OPTIONS = "options "
+"""Precedes a hash of options, as opposed to one of source code."""
+_SCALARS = (type(None), bool, int, float, str)
 
 Hashes = dict[str, list[str]]
 """Hashes by the name of a function or class. Two lambdas can have one name."""
@@ -33,7 +37,7 @@ class SourceCode:
 
         Code without a source is left out.
         """
-        named = [source for part in parts if (source := hash_source(part)) is not None]
+        named = [source for part in parts if (source := hash_source(part) or hash_criterion(part)) is not None]
         saved = self._saved.get(role, {})
         for name, digest in named:
             digests = self._hashes.setdefault(role, {}).setdefault(name, [])
@@ -41,12 +45,23 @@ class SourceCode:
                 digests.append(digest)
         # A loop may use several losses, so only the first one after a resume is expected to be known.
         restored = self._restored.pop(role, None) if named else None
-        if restored and not any(name in restored for name, _ in named):
+        if restored and named[0][0] not in restored:
             return [f"{role} {named[0][0]} is used instead of {', '.join(sorted(restored))}"]
-        # All lambdas of a function have one name, and one of them may not have been used before the checkpoint.
+        # Several lambdas or criteria may have one name, and one of them may not have been used before the checkpoint.
         is_first = restored is not None
-        changed = [n for n, d in named if d not in saved.get(n, [d]) and (is_first or not n.endswith("<lambda>"))]
-        return [f"the source code of {role} {name} has changed" for name in dict.fromkeys(changed)]
+        options = {name for name, digest in named if digest.startswith(_OPTIONS)}
+        changed = [
+            name
+            for name, digest in named
+            if digest not in saved.get(name, [digest])
+            and (is_first or not (name in options or name.endswith("<lambda>")))
+        ]
+        return [
+            f"the options of {role} {name} have changed"
+            if name in options
+            else f"the source code of {role} {name} has changed"
+            for name in dict.fromkeys(changed)
+        ]
 
     def observe_loss(self, loss: Any) -> list[str]:
         """Record the code of a loss and of the functions that it refers to. Known code objects are skipped."""
@@ -57,7 +72,11 @@ class SourceCode:
             return []
         self._known.add(key)
         model = self._hashes.get("model", {})
-        used = [part for part in loss_dependencies(loss) if inspect.isfunction(part) or isinstance(part, nn.Module)]
+        used = [
+            part
+            for part in loss_dependencies(loss)
+            if (inspect.isfunction(part) and not _is_installed(part)) or isinstance(part, nn.Module)
+        ]
         # A loss usually refers to the model, whose classes have a role of their own.
         return self.observe("loss", [loss, *(part for part in used if type(part).__qualname__ not in model)])
 
@@ -92,6 +111,26 @@ def hash_source(part: Any) -> tuple[str, str] | None:
     if not (inspect.isroutine(part) or inspect.isclass(part)):
         part = type(part)
     return None if _is_installed(part) else _hash(part)
+
+
+def hash_criterion(part: Any) -> tuple[str, str] | None:
+    """Return the name of a loss of torch and the hash of its options; None for anything else.
+
+    >>> hash_criterion(nn.MSELoss()) == hash_criterion(nn.MSELoss(reduction="sum"))
+    False
+    """
+    options: dict[str, Any] = {}
+    while isinstance(part, functools.partial):
+        options = {**part.keywords, **options}
+        part = part.func
+    if isinstance(part, nn.modules.loss._Loss):
+        options |= dict(module_attributes(part))
+        part = type(part)
+    if not inspect.isroutine(part) and not options:
+        return None
+    text = repr(sorted((name, value) for name, value in options.items() if isinstance(value, _SCALARS)))
+    name = getattr(part, "__qualname__", type(part).__qualname__)
+    return name, _OPTIONS + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _hash(part: Any) -> tuple[str, str] | None:

@@ -188,7 +188,9 @@ def _measure(
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}"
         if budget < MIN_BUDGET_SECONDS:
-            report_lines(config.on_event, f"not measured: a run of {length} would not repay it")
+            report_lines(
+                config.on_event, f"settings by rules: a run of {length} is too short to measure which are fastest"
+            )
             return None
         report_lines(
             config.on_event,
@@ -263,7 +265,7 @@ def resolve_auto_batch_size(
         yield optimizer, keywords
         return
     intercept.check_fixed_batch()
-    run, on_event = keywords.run, keywords.on_event
+    run = keywords.run
     if isinstance(keywords.training.get("schedule"), SchedulerObject):
         raise UsageError(
             "the rates of a torch scheduler cannot be scaled to a measured batch size",
@@ -280,8 +282,10 @@ def resolve_auto_batch_size(
         config = make_run_config(model, optimizer, data, with_batch_size(keywords, keywords.lr_batch))
         check_rereadable(data)
         with _bench(config, loss, plan_from_rules(config)) as bench:
-            batch = measure_batch_size(bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(on_event))
-        report_lines(on_event, *batch.lines)
+            batch = measure_batch_size(
+                bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(config.on_event)
+            )
+        report_lines(config.on_event, *batch.lines)
     keywords = with_batch_size(keywords, batch.batch)
     training = parse_training_config(keywords.training)
     workload = keywords.workload or describe_workload(model, data, training, recipe=keywords.recipe)
