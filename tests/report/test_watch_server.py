@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostile_names import create_renamed_run
 from paths import ReportCount
 from web_client import PATIENCE_SECONDS, Served, serving, until
 from whet.report.page.html import STATIC_FOLDER
@@ -28,7 +29,7 @@ from whet.report.watch.listing import RunListing
 from whet.report.watch.status_reader import run_id
 from whet.run import lock
 from whet.run.events import EventLog
-from whet.run.folder import Run, create_run, installed_versions
+from whet.run.folder import Run, installed_versions
 from whet.web.access import ClientLimits
 
 CANARY = "canary-9f2c61"
@@ -68,7 +69,7 @@ DOCUMENTED = {200, 202, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 5
 
 def make(root: Path, name: str, **parts: dict) -> Run:
     logged = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
-    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **logged)
+    return create_renamed_run(root / name, recipe="text", command=["whet", "train", "text"], **logged)
 
 
 def train(run: Run | Path, *, steps: int, **end: object) -> None:

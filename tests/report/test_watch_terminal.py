@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from hostile_names import create_renamed_run
 from paths import Run as RunWhet
 from pseudo_terminal import PseudoTerminal
 from whet.report.text_chart import sparkline
@@ -17,7 +18,7 @@ from whet.report.watch import terminal as terminal_module
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.curve import downsample_curve
 from whet.run.events import EventLog
-from whet.run.folder import EVENTS_FILE, Run, create_run
+from whet.run.folder import EVENTS_FILE, Run
 from whet.run.lock import acquire
 
 HOSTILE = "text\x1b[2J\x1b]0;owned\x07 <b>\u202e\u65e5\u672c"
@@ -30,9 +31,8 @@ def _waits_for_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(path: Path, *, steps: int = 40, state: str | None = "done", loss: float = 2.0) -> Run:
-    # Created under an ordinary name and renamed: whet refuses to create a run with control characters in its name.
-    created = create_run(
-        path.with_name("created"),
+    run = create_renamed_run(
+        path,
         recipe="text",
         config={},
         plan={"settings": {"device": {"value": "mps"}}},
@@ -40,8 +40,6 @@ def make(path: Path, *, steps: int = 40, state: str | None = "done", loss: float
         versions={},
         command=["whet", "train", "text"],
     )
-    created.path.rename(path)
-    run = created.model_copy(update={"path": path})
     with EventLog(run) as log:
         log.append("start", step=0, total_steps=100, goal="accuracy", mode="max")
         for step in range(1, steps + 1):

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from hostile_names import create_renamed_run
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, create_run
 
@@ -90,7 +91,7 @@ class Training:
 
 def make_evil(runs: Path) -> Path:
     """A run with markup and control characters in every text field."""
-    run = create_run(
+    run = create_renamed_run(
         runs / EVIL_NAME,
         recipe=EVIL,
         config={EVIL: EVIL},
