@@ -262,3 +262,44 @@ def test_a_scripted_model_is_saved_and_restored(tmp_path: Path) -> None:
         torch.manual_seed(0)
         fit(torch.jit.script(mlp()), tmp_path / "run", steps=steps)
     assert exactness(tmp_path / "run") == "bit-exact"
+
+
+class Capturing(nn.Module):
+    """Like models of transformers: the first forward pass installs hooks, and sets a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.captured = mlp(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "_output_capturing_hooks_installed", False):
+            self.net.register_forward_hook(lambda *_: vars(self).update(captured=self.captured + 1))
+            self._output_capturing_hooks_installed = True
+        before = self.captured
+        outputs = self.net(x)
+        assert self.captured == before + 1
+        return torch.as_tensor(outputs)
+
+
+def test_hooks_of_the_first_forward_pass_are_installed_again(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        fit(Capturing(), tmp_path / "run", steps=steps)
+    assert exactness(tmp_path / "run") == "bit-exact"
+
+
+def test_a_generator_that_modules_share_is_saved(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        torch.manual_seed(0)
+        noise = torch.Generator().manual_seed(3)
+
+        class Noise(nn.Module):
+            def __init__(self, generator: torch.Generator = noise) -> None:
+                super().__init__()
+                self.generator = generator
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + torch.rand(1, generator=self.generator)
+
+        fit(nn.Sequential(Noise(), mlp(), Noise()), tmp_path / "run", steps=steps)
+    assert exactness(tmp_path / "run") == "bit-exact"

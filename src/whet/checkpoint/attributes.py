@@ -67,8 +67,11 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 @cache
 def module_machinery() -> frozenset[str]:
-    """Return the attributes of every nn.Module that torch itself manages."""
-    return frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+    """Return the attributes of every nn.Module that torch itself manages, and a flag of transformers.
+
+    The flag says that hooks exist. A new process installs them in its first forward pass, unless the flag is set.
+    """
+    return frozenset({*vars(nn.Module()), "_compiled_call_impl", "_output_capturing_hooks_installed"})
 
 
 @cache

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -129,6 +130,9 @@ class GapDetector:
         """Yield the other objects that checkpoints save. The loss may refer to them."""
         run, schedule = self._run, self._run.config.training.schedule
         yield from (stepper.optimizer for stepper in run.steppers.values())
+        attributes = (value for module in run.model.modules() for _, value in module_attributes(module))
+        # Code may refer to them by other names: modules that share a generator take it from a closure.
+        yield from (value for value in attributes if isinstance(value, torch.Generator) or _is_changeable(value))
         yield from (callback for callback in run.callbacks.users if _saves_state(callback))
         schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
         yield from (one for one in schedules if isinstance(one, LRScheduler))
@@ -145,6 +149,10 @@ class GapDetector:
         for callback in run.callbacks.users:
             if not _saves_state(callback):
                 yield f"the callback {type(callback).__qualname__}", [("self", callback)]
+
+
+def _is_changeable(value: Any) -> bool:
+    return isinstance(value, list | dict | set | Tensor) and has_encoding(value)
 
 
 def _saves_state(callback: Callback) -> bool:
