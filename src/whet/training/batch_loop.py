@@ -12,8 +12,9 @@ from torch import Tensor
 
 from whet.base.errors import DivergedError, UsageError
 from whet.data.batch import GlobalBatch
-from whet.device.errors import is_gpu_failure
+from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.step.loss import BatchLoss
+from whet.step.rollback import release_traceback
 from whet.training import checks
 from whet.training.batch_steps import MANUAL, BatchSteps
 from whet.training.callback import SAVE_WHEN_IDLE, Action
@@ -213,7 +214,14 @@ class BatchLoop:
         assert steps.batch is not None
         if self._is_unchecked and not outcome.is_skipped:
             self._is_unchecked = False
-            check_first_step(run)
+            try:
+                check_first_step(run)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # The state may be half restored. The step is repeated, and its state is not checked again.
+                self._roll_back(f"memory ran out while the state was checked: {release_traceback(error)}")
+                return
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
         # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.

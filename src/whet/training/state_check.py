@@ -15,6 +15,7 @@ from whet.base.units import format_list
 from whet.checkpoint import store
 from whet.checkpoint.comparison import compare_snapshots
 from whet.checkpoint.snapshot import Snapshot, restore_snapshot
+from whet.device.errors import is_out_of_memory
 from whet.run import durable
 from whet.step.optimizers import EXECUTION_KEYS
 
@@ -117,6 +118,8 @@ def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
         run.rates.load_state_dict(saved["schedule"], initial=saved["initial"], is_changed=False)
         run.callbacks.load_state_dict(saved["callbacks"])
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         got = f"{error.what}: {error.got}" if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
         raise _round_trip_error("it was saved, and cannot be restored", got[:400]) from error
     for parameter, gradient in gradients:

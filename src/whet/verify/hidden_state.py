@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from whet.checkpoint.attributes import module_machinery
+from whet.distributed.strategies import local_tensor
 
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
@@ -300,7 +301,8 @@ def _scalar_bytes(value: Any) -> bytes:
 def _tensor_bytes(tensor: Tensor) -> bytes:
     about = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     try:
-        flat = tensor.detach()
+        # The rows of this rank: reading a sharded tensor would wait for the other ranks, which may not look.
+        flat = local_tensor(tensor.detach())
         if flat.layout is not torch.strided:
             flat = flat.coalesce().values() if flat.layout is torch.sparse_coo else flat.values()
         if flat.numel() > _MAX_ELEMENTS:

@@ -129,7 +129,7 @@ def test_a_saved_tokenizer_writes_inside_its_folder_only(tmp_path: Path, name: s
 def test_commands_in_the_docs_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "text.md").read_text()
     commands = re.findall(r"^\$ whet (?:train|plan) text (.*?)(?:\s+#.*)?$", page, re.MULTILINE)
-    assert len(commands) == 11
+    assert len(commands) == 12
     (tmp_path / "models").mkdir()
     model(tmp_path / "models" / "scibert")
     (tmp_path / "reviews.csv").write_text("text,label\n")
