@@ -303,6 +303,9 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
     try:
         # The rows of this rank: reading a sharded tensor would wait for the other ranks, which may not look.
         flat = local_tensor(tensor.detach())
+        if flat.layout is torch.strided and flat.numel() and not flat.untyped_storage().nbytes():
+            # FSDP frees the memory of gathered parameters between steps. Reading it would end the process.
+            return about
         if flat.layout is not torch.strided:
             flat = flat.coalesce().values() if flat.layout is torch.sparse_coo else flat.values()
         if flat.numel() > _MAX_ELEMENTS:
