@@ -220,7 +220,10 @@ class BatchLoop:
                 if not is_out_of_memory(error):
                     raise
                 # The state may be half restored. The step is repeated, and its state is not checked again.
-                self._roll_back(f"memory ran out while the state was checked: {release_traceback(error)}")
+                problem = release_traceback(error)
+                action = "repeats the step, and does not check its state again"
+                run.log.event("oom", step=state.step + 1, reason=problem, action=action)
+                self._roll_back(f"memory ran out while the state was checked: {problem}")
                 return
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
