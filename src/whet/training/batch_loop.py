@@ -221,8 +221,8 @@ class BatchLoop:
                     raise
                 # The state may be half restored. The step is repeated, and its state is not checked again.
                 problem = release_traceback(error)
-                action = "repeats the step, and does not check its state again"
-                run.log.event("oom", step=state.step + 1, reason=problem, action=action)
+                what_next = "repeats the step, and does not check its state again"
+                run.log.event("oom", step=state.step + 1, reason=problem, action=what_next)
                 self._roll_back(f"memory ran out while the state was checked: {problem}")
                 return
         state.advance(steps.batch)
