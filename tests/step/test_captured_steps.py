@@ -196,7 +196,8 @@ def test_replays_follow_modes_frozen_layers_hyperparameters_and_loss_constants()
     expected, ends = follow(plain), state_of(plain)
     assert follow(graphed) == expected
     assert_same(state_of(graphed), ends)
-    assert graphed.num_captured >= 3
+    # The change of the weight decay has dropped the captures before it.
+    assert graphed.num_captured >= 2
     assert graphed.graph_obstacle is None
 
 

@@ -219,6 +219,11 @@ def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
     yield from _only("graph", "on", "off")
 
 
+def _optimizer_kernels(plan: Plan) -> Iterator[PlanCandidate]:
+    # Candidates take turns, and the state of one optimizer object cannot serve two kinds of kernels.
+    return _only("optimizer_kernels", *(("fused", "foreach", "loop") if plan.workload.optimizer is None else ()))
+
+
 def _layouts(plan: Plan) -> Iterator[PlanCandidate]:
     is_tried = device_kind(plan) != "mps" and "conv2d" in plan.workload.layers
     return _only("layout", *(("channels_last", "contiguous") if is_tried else ()))
@@ -265,7 +270,7 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "precision": _precisions,
     "micro_batch": _micro_batches,
     "lengths": _lengths,
-    "optimizer_kernels": lambda _: _only("optimizer_kernels", "fused", "foreach", "loop"),
+    "optimizer_kernels": _optimizer_kernels,
     "activation_checkpointing": _activation_checkpointing,
     "data_location": _data_homes,
     "workers": _workers,

@@ -113,7 +113,7 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
     activations = share * length * sample_bytes * half * _ACTIVATION_PASSES
     weights = workload.num_parameters * _BYTES_PER_PARAMETER + workload.num_frozen * 4
     memory = (activations + weights) / (speed.bandwidth * _BANDWIDTH_SHARE)
-    per_operator = _CAPTURED_SECONDS if device == "cuda" and plan.graph == "on" else _OPERATOR_SECONDS[device]
+    per_operator = _CAPTURED_SECONDS if device == "cuda" and plan.graph != "off" else _OPERATOR_SECONDS[device]
     launches = parts * (workload.num_operators or _UNKNOWN_OPERATORS) * per_operator
     seconds = arithmetic + memory + launches
     fast, slow = seconds / SPREAD, seconds * SPREAD

@@ -218,8 +218,7 @@ def _decide(
                 got=f"{rule.setting}={value}, and {forced.origin}",
                 try_=f"{rule.setting}={forced.value}, or unset {forced.origin.partition('=')[0]}",
             )
-        # "yours" is not set by the user: it follows from an optimizer that is passed as an object.
-        reason = "your optimizer stays as you made it" if value == "yours" else "set by you"
+        reason = "using your optimizer's own kernels" if value == "yours" else "set by you"
         if value != by_rule.value:
             reason += f"; the rule would choose {by_rule.value}"
         return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})

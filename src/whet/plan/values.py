@@ -15,6 +15,7 @@ Copies = Literal["blocking", "overlapped"]
 DataLocation = Literal["device", "host", "files"]
 EmptyCache = Literal["never", "as needed"]
 FreedMemory = Literal["returned", "kept"]
+Graph = Literal["off", "on", "launch_bound"]
 KeepAwake = Literal["on", "off", "unused"]
 Layout = Literal["contiguous", "channels_last"]
 Lengths = Literal["fixed", "sorted", "bucketed", "packed", "packed_bucketed"]
@@ -118,7 +119,7 @@ class SettingValues:
     loss_scaling = SettingValue[LossScaling]()
     optimizer_kernels = SettingValue[OptimizerKernels]()
     compile = SettingValue[Compile]()
-    graph = SettingValue[OnOff]()
+    graph = SettingValue[Graph]()
     layout = SettingValue[Layout]()
     threads = SettingValue[int | None](integer(1, 1024))
     deterministic = SettingValue[OnOff]()

@@ -88,6 +88,10 @@ class Workload(FrozenModel):
     """About how many operators a step runs on one micro-batch, forward, backward and update."""
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
+    optimizer: str | None = None
+    """Class of the user's optimizer object; None if whet builds the optimizer."""
+    optimizer_obstacle: str | None = None
+    """Why the user's optimizer keeps its own kernels; None if the plan may select them."""
     can_pack: bool = False
     """Whether the model accepts concatenated samples without padding."""
     needs_decoding: bool = False

@@ -34,6 +34,7 @@ from whet.step.model_contexts import (
     find_blocks,
     split_large_heads,
 )
+from whet.step.optimizer_kernels import save_kernels, set_kernels
 from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper
 
@@ -141,9 +142,13 @@ def build_stepper(
     has_ema: bool = False,
     strategy: ParallelStrategy | None = None,
     other_parameters: Sequence[nn.Parameter] = (),
+    keeps_kernels: bool = False,
 ) -> tuple[Stepper, list[float]]:
-    """Build the optimizer, if it is not the user's own, and the stepper; also return the base learning rates."""
-    strategy = strategy or ParallelStrategy()
+    """Build the optimizer, if it is not the user's own, and the stepper; also return the base learning rates.
+
+    The user's own optimizer gets the planned kernels, unless it `keeps_kernels`.
+    """
+    strategy, restore_kernels = strategy or ParallelStrategy(), None
     graphs, graph_obstacle = _open_graphs(plan, device, is_single_process=strategy.is_single_process)
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
@@ -153,6 +158,9 @@ def build_stepper(
         base_rates = choice.base_rates(optimizer)
     else:
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if plan.optimizer_kernels != "yours" and not keeps_kernels:
+            restore_kernels = save_kernels(optimizer)
+            set_kernels(optimizer, plan.optimizer_kernels, is_captured=graphs is not None)
     # Checked after the optimizer is built, because the result depends on whether it is fused.
     if plan.loss_scaling == "dynamic":
         device.check_loss_scaling(optimizer)
@@ -168,8 +176,17 @@ def build_stepper(
         stepper = Stepper(model, optimizer, device, **options)
     else:
         is_compiled = plan.compile != "off"
-        stepper = GraphedStepper(model, optimizer, device, graphs=graphs, is_compiled=is_compiled, **options)
+        stepper = GraphedStepper(
+            model,
+            optimizer,
+            device,
+            graphs=graphs,
+            is_compiled=is_compiled,
+            only_if_launch_bound=plan.graph == "launch_bound",
+            **options,
+        )
     stepper.graph_obstacle = graph_obstacle
+    stepper.restore_kernels = restore_kernels
     return stepper, base_rates
 
 

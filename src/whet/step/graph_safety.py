@@ -5,7 +5,7 @@ A replay runs no Python, so everything that Python decided during the capture mu
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device:
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) is not torch.optim.SGD and not all(group.get("capturable") for group in groups):
         return f"{name} may keep per-step values on the host; with capturable=True it does not"
-    # A schedule changes the learning rate between replays, so it must be a device tensor that changes in place.
-    rates = [group["lr"] for group in groups]
-    if not all(isinstance(rate, Tensor) and rate.device == device for rate in rates):
-        return f"the learning rate of {name} is on the host; only a tensor on {device} can change in a graph"
+    if type(optimizer) is torch.optim.SGD and not all(g.get("fused") or isinstance(g["lr"], Tensor) for g in groups):
+        return "the learning rate of SGD is on the host, unless it is fused"
+    if any(isinstance(group["lr"], Tensor) and group["lr"].device != device for group in groups):
+        return f"the learning rate of {name} is a tensor on the host; use a number, or a tensor on {device}"
     # The scaler reads on the host whether gradients are finite. Only a fused optimizer decides that on the device.
     if scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"loss scaling waits for the device in every step of {name}, unless it is fused"
@@ -70,12 +70,10 @@ class CapturedTensors:
         self._optimizer = optimizer
 
     def modes(self) -> Hashable:
-        """Return the training flags, the requires_grad flags and the hyperparameters of the optimizer."""
-        groups = self._optimizer.param_groups
+        """Return the training flags and the requires_grad flags."""
         return (
             tuple([module.training for module in self._modules]),
             tuple([t.requires_grad for named in self._tensors for t in named.values() if t is not None]),
-            tuple([_as_key(value) for group in groups for name, value in group.items() if name != "params"]),
         )
 
     def addresses(self) -> list[int]:
@@ -88,6 +86,49 @@ class CapturedTensors:
             if isinstance(value, Tensor)
         ]
         return addresses
+
+
+class CapturedGroups:
+    """The hyperparameters of an optimizer in a captured step.
+
+    A learning rate that is a number stays one for the user and for eager steps. A captured step reads it from a tensor
+    on the device, which is filled before each replay. All other hyperparameters are constants of the capture.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, dtype: torch.dtype) -> None:
+        self._optimizer = optimizer
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
+
+    def constants(self) -> Hashable:
+        """Return all hyperparameters but the learning rates that are numbers."""
+        return tuple(
+            [
+                _as_key(value)
+                for group in self._optimizer.param_groups
+                for name, value in group.items()
+                if name != "params" and (name != "lr" or isinstance(value, Tensor))
+            ]
+        )
+
+    def fill_rates(self) -> None:
+        """Write the current learning rates to the tensors that captured steps read."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if not isinstance(group["lr"], Tensor):
+                rate.fill_(group["lr"])
+
+    @contextmanager
+    def rates_on_device(self) -> Iterator[None]:
+        """Make the optimizer read its learning rates from the tensors, for a capture."""
+        numbers = [group["lr"] for group in self._optimizer.param_groups]
+        self.fill_rates()
+        try:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = rate
+            yield
+        finally:
+            for group, number in zip(self._optimizer.param_groups, numbers, strict=True):
+                group["lr"] = number
 
 
 def loss_key(loss: Callable[..., Any]) -> Hashable:

@@ -5,6 +5,7 @@ and is captured when it appears again. No step runs only for a capture, and a fa
 cannot be captured run eagerly, and `graph_obstacle` holds the reason.
 """
 
+import statistics
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from whet.device.abstract import AbstractDevice, AbstractGraphs, Replay
 from whet.device.rng import get_torch_rng, set_torch_rng
 from whet.step.ema import Ema
 from whet.step.graph_safety import (
+    CapturedGroups,
     CapturedTensors,
     HostSnapshot,
     capture_obstacle,
@@ -37,6 +39,9 @@ _MAX_SEEN_SHAPES = 256
 _STEPS_TO_REPEAT = 64
 """Capturing is given up if no shape repeats within this many steps."""
 _MAX_RECAPTURES = 3
+_TIMED_STEPS = 3
+_LAUNCH_BOUND_SHARE = 0.75
+"""A step is launch-bound if the host needs at least this share of its time to launch its kernels."""
 _CHECK_AT_LEAST_EVERY = 1024
 """Replays between checks against eager execution. Earlier checks happen at every power of two."""
 _TOLERANCE = {"bf16": 5e-3, "fp16": 5e-3}
@@ -51,6 +56,8 @@ class _CapturedStep:
     addresses: list[int]
     kept: list[Any]
     """Objects that the loss refers to. They are kept alive so that their ids are not reused."""
+    gradients: list[Tensor | None] | None
+    """The gradients that a replay computes for an update outside of the graph; None if the update is captured too."""
     is_verified: bool = False
     """Whether a replay was compared with eager execution."""
 
@@ -76,10 +83,15 @@ class GraphedStepper(Stepper):
         *,
         graphs: AbstractGraphs,
         is_compiled: bool = False,
+        only_if_launch_bound: bool = False,
         **options: Any,
     ) -> None:
+        """Make captured steps. With `only_if_launch_bound`, the first steps decide whether capturing is worth it."""
         super().__init__(model, optimizer, device, **options)
         self._graphs = graphs
+        self.is_launch_bound: bool | None = None if only_if_launch_bound else True
+        """Whether launching kernels takes most of a step; None if that is not known yet."""
+        self._launch_shares: list[float] = []
         self._is_compiled = is_compiled
         self._captured_kinds: set[Hashable] = set()
         """The loss, modes and number of micro-batches of captured shapes.
@@ -90,10 +102,14 @@ class GraphedStepper(Stepper):
         # A compiled model compiles for each new shape and may benchmark kernels, which must not be captured.
         self._runs_eagerly_first = is_compiled
         self._tensors = CapturedTensors(model, optimizer)
+        self._groups = CapturedGroups(optimizer, device.torch_device, dtype=device.lr_dtype)
+        self._constants = self._groups.constants()
+        self._captures_update = True
+        """False if hyperparameters other than the learning rate change again and again, as betas with OneCycleLR."""
         self._seen: dict[Hashable, _SeenShape] = {}
         self._captured: dict[Hashable, _CapturedStep] = {}
         self._ema_share: Tensor | None = None
-        self._num_eager_steps = self._num_recaptures = self._num_replays = 0
+        self._num_eager_steps = self._num_recaptures = self._num_replays = self._num_constant_changes = 0
         self.capture_seconds = 0.0
         """Total seconds spent on captures."""
 
@@ -137,6 +153,7 @@ class GraphedStepper(Stepper):
         fetching = ("data", start, loaded), ("transfer", loaded, moved)
         # A graph is valid only for these shapes, this loss and these modes.
         key = (num_samples, *map(signature, made), loss_key(loss), self._tensors.modes())
+        self._watch_constants()
         captured = self._valid_capture(key) or self._capture(key, loss, made, num_samples=num_samples)
         if captured is None:
             outcome = self._run_eagerly(key, loss, made, num_samples=num_samples, step=step)
@@ -148,9 +165,15 @@ class GraphedStepper(Stepper):
         captured.is_verified = True
         # A replay reads its inputs from fixed addresses.
         captured.inputs.fill(made)
-        self.is_updating = True
+        self._groups.fill_rates()
+        self.is_updating = captured.gradients is None
         captured.replay()
         self.is_updating = False
+        if captured.gradients is not None:
+            for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
+                parameter.grad = gradient
+            self._update(step)
+            self.zero_grad()
         # Clone, because the next replay overwrites these tensors.
         replayed, norm = captured.outcome.loss.clone(), captured.outcome.grad_norm
         if expected is not None:
@@ -169,6 +192,21 @@ class GraphedStepper(Stepper):
         if obstacle is not None:
             self.release_graphs(obstacle)
 
+    def _watch_constants(self) -> None:
+        """Capture again after a hyperparameter has changed; after a second change, without the update."""
+        constants = self._groups.constants()
+        if constants == self._constants:
+            return
+        self._constants = constants
+        if not self._captures_update or not self._captured:
+            return
+        self._captured.clear()
+        self._num_constant_changes += 1
+        if self._num_constant_changes > 1:
+            self._captures_update = False
+            if self.scaler.is_enabled():
+                self.release_graphs("loss scaling with hyperparameters that change repeatedly cannot be captured")
+
     # --- eager steps --------------------------------------------------------------------------------------------------
 
     def _run_eagerly(
@@ -177,8 +215,11 @@ class GraphedStepper(Stepper):
         seen = self._seen.get(key)
         if seen is None and len(self._seen) < _MAX_SEEN_SHAPES:
             seen = self._seen[key] = _SeenShape()
+        start = time.perf_counter()
         with self._graphs.warm_up() as syncs:
             outcome = self._step(loss, made, num_samples=num_samples, step=step)
+        if self.is_launch_bound is None:
+            self._time_launches(start)
         # Clear gradients as after a replay, whose gradients are in the graph's pool.
         self.optimizer.zero_grad(set_to_none=True)
         self._num_eager_steps += 1
@@ -190,6 +231,20 @@ class GraphedStepper(Stepper):
         if not self._captured and self._num_eager_steps >= _STEPS_TO_REPEAT and self.graph_obstacle is None:
             self.release_graphs(f"no shape repeated in {self._num_eager_steps} steps")
         return outcome
+
+    def _time_launches(self, start: float) -> None:
+        """Decide from the first steps whether the device waits for the host, which only then repays a capture."""
+        launched = time.perf_counter()
+        self.device.sync()
+        # The first step allocates memory and loads kernels.
+        if self._num_eager_steps:
+            self._launch_shares.append((launched - start) / max(time.perf_counter() - start, 1e-9))
+        if len(self._launch_shares) < _TIMED_STEPS:
+            return
+        share = statistics.median(self._launch_shares)
+        self.is_launch_bound = share >= _LAUNCH_BOUND_SHARE
+        if not self.is_launch_bound:
+            self.release_graphs(f"launching kernels takes {share:.0%} of a step: the device is busy without a capture")
 
     def _update_ema(self, ema: Ema, step: int) -> None:
         if self._ema_share is None:
@@ -226,6 +281,7 @@ class GraphedStepper(Stepper):
         is_known_kind = seen is None and kind in self._captured_kinds
         if (
             self.graph_obstacle is not None
+            or self.is_launch_bound is None
             or not (has_run or is_known_kind)
             or len(self._captured) >= MAX_CAPTURED_SHAPES
         ):
@@ -241,11 +297,16 @@ class GraphedStepper(Stepper):
             # memory, so they are captured again afterwards.
             self._captured.clear()
             self._graphs.forget()
+        run = self._step if self._captures_update else self._compute
+        gradients: list[Tensor | None] | None = None
         try:
-            replay, outcome = self._graphs.capture(
-                lambda: self._step(loss, inputs.micro_batches, num_samples=num_samples, step=0, mark=lambda: None)
-            )
+            with self._groups.rates_on_device():
+                replay, outcome = self._graphs.capture(
+                    lambda: run(loss, inputs.micro_batches, num_samples=num_samples, step=0, mark=lambda: None)
+                )
             problem = before.change()
+            if not self._captures_update:
+                gradients = [parameter.grad for parameter in self._parameters]
         except WhetError:
             raise
         except Exception as error:
@@ -272,6 +333,7 @@ class GraphedStepper(Stepper):
             outcome=outcome,
             addresses=self._addresses(),
             kept=[loss, *loss_dependencies(loss)],
+            gradients=gradients,
         )
         return captured
 

@@ -6,7 +6,7 @@ exception is a checked step, which verifies loss and gradient before the update.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -20,6 +20,7 @@ from whet.device.abstract import AbstractDevice, Mark
 from whet.distributed.strategies import ParallelStrategy
 from whet.step.ema import Ema
 from whet.step.loss import MicroLoss, clamp_weight, loss_scalars, parse_loss
+from whet.step.optimizer_kernels import gradient_obstacle
 
 NORM_EVERY = 16
 """Steps between two computations of the gradient norm if gradients are not clipped.
@@ -87,6 +88,10 @@ class Stepper:
         """Whether an update is in progress, so that some weights may have changed."""
         self.graph_obstacle: str | None = None
         """The reason why steps are not captured in spite of graph=on; None if there is none."""
+        self.restore_kernels: Callable[[], None] | None = None
+        """Restores the kernels of the user's optimizer; None if the plan has not selected others."""
+        self.kernel_obstacle: str | None = None
+        """The reason why the optimizer has its own kernels again in spite of the plan; None if there is none."""
         self._precision = precision
         self._clip = clip
         # In the order of the model: the norm is rounded by the order of its sum, and loops clip model.parameters().
@@ -130,6 +135,24 @@ class Stepper:
         mark: Callable[[], Mark] | None = None,
     ) -> Outcome:
         mark = mark or self.device.mark
+        computed = self._compute(loss, micro_batches, num_samples=num_samples, step=step, mark=mark)
+        # 5. Only a checked step waits for the device, before any weight changes.
+        if is_checked:
+            self._check_finite(computed.loss)
+        # 6. Update. After a failure from here on, only a checkpoint can restore the weights.
+        self._update(step)
+        return replace(computed, marks=(*computed.marks, ("optimizer", computed.marks[-1][2], mark())))
+
+    def _compute(
+        self,
+        loss: MicroLoss,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        num_samples: int,
+        step: int,
+        mark: Callable[[], Mark],
+    ) -> Outcome:
+        """Compute the loss and the clipped gradients of a global batch."""
         self.zero_grad()
         # 1. Accumulate the gradients of all micro-batches in .grad.
         scalars: dict[str, Tensor] = {}
@@ -149,18 +172,16 @@ class Stepper:
             loss_sum = loss_sum * correction
         # 4. Clip, or compute the norm every NORM_EVERY steps.
         grad_norm = self._clip_gradients(step)
-        # 5. Only a checked step waits for the device, before any weight changes.
-        if is_checked:
-            self._check_finite(loss_sum)
-        # 6. Update. After a failure from here on, only a checkpoint can restore the weights.
+        return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
+
+    def _update(self, step: int) -> None:
+        """Update the weights and their average."""
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self._update_ema(self.ema, step)
         self.is_updating = False
-        marks.append(("optimizer", marks[-1][2], mark()))
-        return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _forward_backward(
         self,
@@ -242,6 +263,12 @@ class Stepper:
     def release_graphs(self, reason: str) -> None:
         """Free captured graphs and run eagerly from now on."""
 
+    def use_own_kernels(self, reason: str) -> None:
+        """Return to the kernels that the user's optimizer had before the session."""
+        if self.restore_kernels is not None:
+            self.restore_kernels()
+            self.restore_kernels, self.kernel_obstacle = None, reason
+
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
@@ -265,6 +292,8 @@ class Stepper:
         self._has_gradients = True
         self._has_sparse = self._has_sparse or any(p.grad is not None and p.grad.is_sparse for p in self._parameters)
         self._can_clip_foreach = can_clip_foreach(self._parameters)
+        if self.restore_kernels is not None and (obstacle := gradient_obstacle(self._parameters)) is not None:
+            self.use_own_kernels(obstacle)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:

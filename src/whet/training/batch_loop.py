@@ -174,6 +174,8 @@ class BatchLoop:
         self.steps.check(batch, MANUAL)
         checks.check_manual(self.training, run.group)
         run.executor.use_whole_batches("manual steps get the whole batch")
+        # Gradients of the user's own code may have any layout, which fused kernels on the CPU would read wrongly.
+        run.executor.use_own_kernels("manual steps may use gradients of any layout")
         number = state.step + 1
         state.lr = run.rates.set_for(number)
         micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))

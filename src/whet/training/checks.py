@@ -73,6 +73,23 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
+    """Raise for kernels that the optimizer, as it is described in a workload, does not have."""
+    if kernels == "yours" and not optimizer:
+        raise UsageError(
+            "the kernels of an optimizer that whet builds are not yours",
+            got="optimizer_kernels=yours",
+            try_="optimizer_kernels=fused, foreach or loop; or an optimizer object",
+        )
+    obstacle = optimizer.get("optimizer_obstacle")
+    if kernels not in (None, "yours") and obstacle is not None:
+        raise UsageError(
+            f"your optimizer keeps its own kernels: {obstacle}",
+            got=f"optimizer_kernels={kernels}",
+            try_="no optimizer_kernels, or optimizer_kernels=yours",
+        )
+
+
 def check_several_optimizers(optimizers: OptimizerSet, training: TrainingConfig, *, num_ranks: int) -> None:
     """Raise for options that several optimizers do not support."""
     if not optimizers.others:

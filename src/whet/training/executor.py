@@ -80,6 +80,7 @@ class Executor:
         if plan.freed_memory == "kept":
             self._exit_stack.enter_context(run.device.memory.keep_freed())
         for one in run.steppers.values():
+            self._exit_stack.callback(one.use_own_kernels, "the session is over")
             self._exit_stack.callback(one.release_graphs, "the session is over")
         self._checks = StartChecks(run=run, exit_stack=self._exit_stack)
         self._rollback = StepRollback(stepper.model, run.device)
@@ -185,7 +186,7 @@ class Executor:
             # Outside the except block: the exception keeps its tensors alive until the block ends.
             is_undone = not is_late and not stepper.is_updating and rollback.restore()
             stepper.abort()
-            if run.plan.graph == "on" and stepper.graph_obstacle is None:
+            if run.plan.graph != "off" and stepper.graph_obstacle is None:
                 stepper.release_graphs("memory ran out, and graphs hold some")
             self._log_graph_refusal(stepper, number)
             self._reduce_memory(problem, loss, batch, number=number)
@@ -194,6 +195,9 @@ class Executor:
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
         self._log_graph_refusal(stepper, number)
+        if stepper.kernel_obstacle is not None:
+            self._log_own_kernels(stepper.kernel_obstacle, number)
+            stepper.kernel_obstacle = None
         if not rollback.is_learned:
             self._learn_changes()
         if not self._has_stepped:
@@ -251,11 +255,30 @@ class Executor:
     def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
         run, reason = self._run, stepper.graph_obstacle
+        if reason is None and run.plan.graph == "launch_bound" and getattr(stepper, "is_launch_bound", None):
+            on = MeasuredSetting(
+                value="on", reason="the device waits for the host to launch kernels", evidence={"step": number}
+            )
+            run.use_plan(with_runtime_changes(run.plan, {"graph": on}))
         if reason is None or run.plan.graph == "off":
             return
         off = MeasuredSetting(value="off", reason=reason, evidence={"step": number})
         run.use_plan(with_runtime_changes(run.plan, {"graph": off}))
         run.log.event("plan", step=number, message=f"steps are not captured as graphs: {reason}")
+
+    def use_own_kernels(self, reason: str) -> None:
+        """Return to the kernels that the user's optimizers had before the session."""
+        for stepper in self._run.steppers.values():
+            stepper.use_own_kernels(reason)
+            stepper.kernel_obstacle = None
+        if self._run.plan.optimizer_kernels != "yours":
+            self._log_own_kernels(reason, self._run.state.step)
+
+    def _log_own_kernels(self, reason: str, step: int) -> None:
+        run = self._run
+        own = MeasuredSetting(value="yours", reason=reason, evidence={"step": step})
+        run.use_plan(with_runtime_changes(run.plan, {"optimizer_kernels": own}))
+        run.log.event("plan", step=step, message=f"your optimizer keeps its own kernels: {reason}")
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

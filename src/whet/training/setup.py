@@ -44,6 +44,7 @@ from whet.run.folder import Run, check_run_name, create_run, installed_versions,
 from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
 from whet.step.model_contexts import WeightLayout, deterministic, large_heads
 from whet.step.non_finite_guard import NonFiniteGuard
+from whet.step.optimizer_kernels import kernel_obstacle
 from whet.step.optimizers import OptimizerChoice
 from whet.step.step import Stepper
 from whet.training import checks
@@ -154,8 +155,8 @@ def make_run_config(
     # Checked before the ranks connect: there is no collective for MPS tensors, so the ranks could only fail later.
     check_not_mps(ranks.size, device=str(overrides.get("device", device)), is_mac=mps.mps_unavailable_reason() is None)
     chosen = {**(plan.overrides if plan else overrides), **({} if device == "auto" else {"device": device})}
-    if isinstance(optimizers.main, Optimizer):
-        chosen["optimizer_kernels"] = "yours"
+    described_optimizer = _describe_optimizer(optimizers.main, model)
+    checks.check_kernels(chosen.get("optimizer_kernels"), described_optimizer)
     checks.check_several_optimizers(optimizers, training, num_ranks=ranks.size)
     if keywords.run is not None:
         check_run_name(Path(keywords.run))
@@ -166,7 +167,13 @@ def make_run_config(
         optimizers=optimizers,
         data=data,
         training=training,
-        workload=described.model_copy(update={"world_size": ranks.size, "local_size": ranks.local_size}),
+        workload=described.model_copy(
+            update={
+                "world_size": ranks.size,
+                "local_size": ranks.local_size,
+                **described_optimizer,
+            }
+        ),
         overrides=chosen,
         plan=plan,
         path=None if keywords.run is None else Path(keywords.run),
@@ -185,6 +192,13 @@ def make_run_config(
         on_event=ProgressLine(epochs=training.epochs) if keywords.on_event == "line" else keywords.on_event,
         read_sensors=keywords.read_sensors,
     )
+
+
+def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, str | None]:
+    """Return what a plan needs to know about the user's optimizer object."""
+    if not isinstance(optimizer, Optimizer):
+        return {}
+    return {"optimizer": type(optimizer).__name__, "optimizer_obstacle": kernel_obstacle(optimizer, model)}
 
 
 def plan_from_rules(config: RunConfig) -> Plan:
@@ -533,6 +547,8 @@ def _build_steppers(
             has_ema=training.ema,
             strategy=strategy,
             other_parameters=others,
+            # The plan describes only the main optimizer.
+            keeps_kernels=name in optimizers.others and kernel_obstacle(optimizers.others[name], model) is not None,
         )
         own = config_for_optimizer(training, name, optimizer)
         steppers[name] = stepper

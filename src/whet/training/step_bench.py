@@ -207,7 +207,7 @@ class LocalStepBench:
                 if time.perf_counter() - start > limit:
                     break
         prepared.preparation_seconds = time.perf_counter() - start
-        if plan.graph == "on":
+        if plan.graph != "off":
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
@@ -378,7 +378,7 @@ class LocalPreparedStep:
             stepper(self._bench.loss, self._built.split(batch), num_samples=len(batch), step=self._number)
             device.sync()
             seconds = time.perf_counter() - start
-            if stepper.graph_obstacle is not None:
+            if stepper.graph_obstacle is not None and self.plan.graph == "on":
                 raise ProbeFailedError(stepper.graph_obstacle, kind="error")
             return seconds
 
@@ -393,7 +393,7 @@ class LocalPreparedStep:
         if isinstance(stepper, GraphedStepper):
             # Only captures count as a cost: a run executes the steps anyway.
             self.preparation_seconds += stepper.capture_seconds
-            if stepper.graph_obstacle is None and not stepper.num_captured:
+            if self.plan.graph == "on" and stepper.graph_obstacle is None and not stepper.num_captured:
                 raise ProbeFailedError("no two batches had the same shapes", kind="error")
 
     def peak_bytes(self) -> int | None:

@@ -31,6 +31,7 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "conv": (nn.modules.conv._ConvNd,),
     "conv2d": (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d),
     "gelu": (nn.GELU,),
+    "group norm": (nn.GroupNorm,),
     "layer norm": (nn.LayerNorm,),
     "linear": (nn.Linear,),
     "lstm": (nn.LSTM,),

@@ -1,0 +1,113 @@
+"""Kernels of the user's optimizer: fused where torch has them and the user left the choice open.
+
+The update rule, parameters, groups and state stay the user's. Only the flags that select kernels change, and they are
+restored when the session ends.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+_FUSED_TYPES = (Adam, AdamW, SGD, Adagrad)
+"""Optimizers with fused kernels. Subclasses may compute another update, so only these exact types are meant."""
+_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+_ATTRIBUTES = (
+    "_step_supports_amp_scaling",
+    "_need_device_dtype_check_for_fused",
+    "_warned_capturable_if_run_uncaptured",
+)
+"""Attributes that torch sets in the constructor of a fused or capturable optimizer."""
+
+
+def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
+    """Return the reason why an optimizer keeps its own kernels; None if the plan may select fused ones."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _FUSED_TYPES:
+        origin = "" if type(optimizer).__module__.startswith("torch.optim") else "your "
+        return f"{origin}{name} has no fused kernels"
+    if not all(_is_choice_open(group) for group in optimizer.param_groups):
+        return f"you chose the kernels of {name}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has hooks"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(not p.is_floating_point() or p.is_sparse for p in parameters):
+        return "fused kernels update only dense real parameters"
+    if not all(_is_dense(p) for p in parameters):
+        return "fused kernels ignore the gaps in a parameter that is a view"
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        return "fused kernels do not support sparse gradients"
+    return None
+
+
+def gradient_obstacle(parameters: Sequence[Tensor]) -> str | None:
+    """Return the reason why fused kernels would update these parameters wrongly; None if they would not.
+
+    torch's fused kernels on the CPU read a gradient as if it had the strides of its parameter (torch 2.13).
+    """
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if any(gradient.is_sparse for _, gradient in gradients):
+        return "fused kernels do not support sparse gradients"
+    if any(gradient.stride() != parameter.stride() for parameter, gradient in gradients):
+        return "fused kernels need gradients in the memory layout of their parameters"
+    return None
+
+
+def set_kernels(optimizer: Optimizer, kernels: str, *, is_captured: bool) -> None:
+    """Select fused, foreach or loop kernels. With `is_captured`, all per-step values are on the device."""
+    is_fused = kernels == "fused"
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = is_fused, kernels == "foreach"
+        if "capturable" in group:
+            group["capturable"] = is_captured
+    if is_fused:
+        # The loss scaler asks for the first attribute. The second one makes torch check devices and dtypes once.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    # torch warns about eager steps of a capturable optimizer. Here they are intended, before a capture.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    _place_step_counts(optimizer)
+
+
+def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that restores the present kernels of an optimizer."""
+    missing: Any = object()
+    flags = [{flag: group[flag] for flag in _FLAGS if flag in group} for group in optimizer.param_groups]
+    attributes = {name: vars(optimizer).get(name, missing) for name in _ATTRIBUTES}
+
+    def restore() -> None:
+        # A group that was added later has no saved flags and keeps its own.
+        for group, saved in zip(optimizer.param_groups, flags, strict=False):
+            group.update(saved)
+        for name, value in attributes.items():
+            if value is missing:
+                vars(optimizer).pop(name, None)
+            else:
+                setattr(optimizer, name, value)
+        _place_step_counts(optimizer)
+
+    return restore
+
+
+def _place_step_counts(optimizer: Optimizer) -> None:
+    """Move the step counts to where torch keeps them: on the device for fused and capturable kernels, else the CPU."""
+    for group in optimizer.param_groups:
+        is_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            count = state.get("step") if isinstance(state, dict) else None
+            if isinstance(count, Tensor):
+                state["step"] = count.to(parameter.device if is_on_device else torch.device("cpu"))
+
+
+def _is_choice_open(group: dict[str, Any]) -> bool:
+    """Return whether the user passed none of the flags that select kernels."""
+    is_default = group.get("fused") is None and group.get("foreach") is None
+    return is_default and not group.get("capturable") and not group.get("differentiable")
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    # A new tensor in the preserved format has the same strides only if there are no gaps and overlaps.
+    return parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -1,0 +1,254 @@
+"""Kernels of the user's optimizer: when the plan selects fused ones, and how they are restored."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import whet
+from captured_steps import assert_same, rows
+from whet.base.errors import UsageError
+from whet.data.order import epoch_order
+from whet.device.cpu import CpuDevice
+from whet.device.fake import SimulatedGraphs
+from whet.run.events import History
+from whet.step.graphs import GraphedStepper
+from whet.step.optimizer_kernels import kernel_obstacle, save_kernels, set_kernels
+
+pytestmark = pytest.mark.torch
+
+FLAGS = ("fused", "foreach", "capturable")
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def train(path, make_optimizer, *, model=None, schedule=None, **options):
+    model = model or make_net()
+    optimizer = make_optimizer(model.parameters())
+    whet.train(
+        model,
+        DataLoader(TensorDataset(*rows(64)), batch_size=8, shuffle=True),
+        loss=functional.cross_entropy,
+        optimizer=optimizer,
+        run=path,
+        device="cpu",
+        measure=False,
+        on_event=None,
+        **({} if schedule is None else {"schedule": schedule(optimizer)}),
+        **{"epochs": 3, **options},
+    )
+    return model, optimizer
+
+
+def losses_of(path):
+    return [e.fields["loss"] for e in History(whet.open_run(path)).events(kinds=("step",))]
+
+
+def setting_of(path, name):
+    return whet.open_run(path).plan["settings"][name]
+
+
+# --- which optimizers ------------------------------------------------------------------------------------------------
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+def with_hook(parameters):
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.AdamW, None),
+        (torch.optim.Adam, None),
+        (torch.optim.SGD, None),
+        (torch.optim.Adagrad, None),
+        (torch.optim.RMSprop, "RMSprop has no fused kernels"),
+        (OwnAdamW, "your OwnAdamW has no fused kernels"),
+        (lambda p: torch.optim.AdamW(p, foreach=True), "you chose the kernels of AdamW"),
+        (lambda p: torch.optim.AdamW(p, fused=False), "you chose the kernels of AdamW"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "you chose the kernels of AdamW"),
+        (with_hook, "AdamW has hooks"),
+    ],
+)
+def test_only_torchs_own_optimizers_with_open_flags_get_other_kernels(make, reason):
+    net = make_net()
+    assert kernel_obstacle(make(net.parameters()), net) == reason
+
+
+def test_parameters_that_fused_kernels_update_wrongly_are_found():
+    class Holder(nn.Module):
+        def __init__(self, tensor):
+            super().__init__()
+            self.weight = nn.Parameter(tensor)
+
+    for tensor, is_fine in (
+        (torch.randn(4, 6).t(), True),
+        (torch.randn(4, 6)[:, ::2], False),
+        (torch.randn(4, dtype=torch.complex64), False),
+    ):
+        holder = Holder(tensor)
+        assert (kernel_obstacle(torch.optim.SGD(holder.parameters()), holder) is None) is is_fine
+    table = nn.Embedding(5, 3, sparse=True)
+    assert "sparse" in kernel_obstacle(torch.optim.SGD(table.parameters()), table)
+
+
+def test_flags_and_attributes_are_restored_with_existing_state():
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    net(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    before = {**vars(optimizer)}, [{k: g.get(k) for k in FLAGS} for g in optimizer.param_groups]
+    restore = save_kernels(optimizer)
+    set_kernels(optimizer, "fused", is_captured=False)
+    assert optimizer.param_groups[0]["fused"] is True
+    optimizer.step()
+    restore()
+    assert ({**vars(optimizer)}.keys(), [{k: g.get(k) for k in FLAGS} for g in optimizer.param_groups]) == (
+        before[0].keys(),
+        before[1],
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_run_uses_fused_kernels_resumes_exactly_and_restores_the_flags(kind, tmp_path):
+    def make(parameters):
+        return kind(parameters, lr=1e-2)
+
+    whole, optimizer = train(tmp_path / "whole", make)
+    assert setting_of(tmp_path / "whole", "optimizer_kernels")["value"] == "fused"
+    assert not any(group.get(flag) for group in optimizer.param_groups for flag in FLAGS)
+    train(tmp_path / "twice", make, max_steps=9)
+    resumed, _ = train(tmp_path / "twice", make, max_steps=None)
+    assert_same(resumed.state_dict(), whole.state_dict())
+    train(tmp_path / "own", make, overrides={"optimizer_kernels": "yours"})
+    assert setting_of(tmp_path / "own", "optimizer_kernels")["source"] == "you"
+    assert losses_of(tmp_path / "whole") == pytest.approx(losses_of(tmp_path / "own"), rel=1e-5)
+
+
+def test_own_kernels_give_the_bits_of_a_plain_loop(tmp_path):
+    model, _ = train(tmp_path / "run", torch.optim.AdamW, epochs=1, overrides={"optimizer_kernels": "yours"})
+    plain = make_net()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    x, y = rows(64)
+    for ids in torch.from_numpy(epoch_order(64, seed=0, epoch=0)).split(8):
+        optimizer.zero_grad()
+        functional.cross_entropy(plain(x[ids]), y[ids]).backward()
+        optimizer.step()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_gradients_in_another_layout_keep_the_optimizers_own_kernels(tmp_path):
+    """torch's fused kernels on the CPU would read such gradients wrongly, without an error."""
+
+    def transpose(parameter):
+        if parameter.dim() == 2:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+    results = []
+    for name, overrides in (("planned", {}), ("own", {"optimizer_kernels": "yours"})):
+        model = make_net()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(transpose)
+        train(tmp_path / name, torch.optim.AdamW, model=model, overrides=overrides)
+        results.append(model.state_dict())
+    assert_same(*results)
+    setting = setting_of(tmp_path / "planned", "optimizer_kernels")
+    assert setting["value"] == "yours"
+    assert "memory layout" in setting["reason"]
+
+
+def test_kernels_that_an_optimizer_lacks_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="RMSprop has no fused kernels"):
+        train(tmp_path / "run", torch.optim.RMSprop, overrides={"optimizer_kernels": "fused"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_manual_steps_use_the_optimizers_own_kernels(tmp_path):
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with whet.Session(model, optimizer, rows(64), global_batch_size=8, run=tmp_path / "run", device="cpu") as session:
+        for batch in session:
+            with session.manual(batch) as (x, y):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                assert not optimizer.param_groups[0]["fused"]
+                optimizer.step()
+    assert setting_of(tmp_path / "run", "optimizer_kernels")["value"] == "yours"
+
+
+# --- captured steps, with graphs simulated on the CPU ---------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Simulated: the CPU captures steps too."""
+    monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
+
+
+def one_cycle(optimizer):
+    return OneCycleLR(optimizer, max_lr=1e-2, total_steps=24)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("schedule", ["cosine", "StepLR", "OneCycleLR"])
+def test_captured_steps_of_a_users_optimizer_follow_every_schedule_simulated(
+    graphs, monkeypatch, kind, schedule, tmp_path
+):
+    made = {"cosine": lambda _: "cosine", "StepLR": lambda o: StepLR(o, 2, 0.5), "OneCycleLR": one_cycle}[schedule]
+    steppers = []
+    release = GraphedStepper.release_graphs
+    monkeypatch.setattr(
+        GraphedStepper,
+        "release_graphs",
+        lambda self, why: (steppers.append((self, why, self._num_replays)), release(self, why)),
+    )
+
+    def make(parameters):
+        return kind(parameters, lr=1e-2) if kind is torch.optim.AdamW else kind(parameters, lr=1e-2, momentum=0.9)
+
+    results = []
+    for graph in ("on", "off"):
+        model, optimizer = train(
+            tmp_path / graph,
+            make,
+            schedule=made,
+            overrides={"graph": graph},
+            **({"schedule_interval": "epoch"} if schedule == "StepLR" else {}),
+        )
+        results.append((losses_of(tmp_path / graph), model.state_dict()))
+        assert isinstance(optimizer.param_groups[0]["lr"], float), "the user's groups stay as they were"
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+    (stepper, reason, replays), *_ = steppers
+    assert reason == "the session is over"
+    assert replays >= 15
+    assert stepper._captures_update is (schedule != "OneCycleLR")
+
+
+def test_the_first_steps_decide_whether_steps_are_captured_simulated(graphs, monkeypatch, tmp_path):
+    overrides = {"graph": "launch_bound"}
+    launch_bound, _ = train(tmp_path / "host", torch.optim.AdamW, overrides=overrides)
+    assert setting_of(tmp_path / "host", "graph")["value"] == "on"
+    # Simulated: the device computes for a long time after all kernels are launched.
+    monkeypatch.setattr(CpuDevice, "sync", lambda _: time.sleep(0.3))
+    busy, _ = train(tmp_path / "device", torch.optim.AdamW, overrides=overrides)
+    setting = setting_of(tmp_path / "device", "graph")
+    assert setting["value"] == "off"
+    assert "the device is busy" in setting["reason"]
+    assert_same(busy.state_dict(), launch_bound.state_dict())
