@@ -59,9 +59,9 @@ class Target:
 
 TARGETS = (
     Target(file="training/session.py", without=("lr_batch",), has_auto_batch=False),
-    # `train` and `tune` declare on_event themselves, with another default.
-    Target(file="training/loop.py", without=("on_event",)),
-    Target(file="api/train.py", without=("on_event",)),
+    # `train` and `tune` declare on_event and measure themselves.
+    Target(file="training/loop.py", without=("on_event", "measure")),
+    Target(file="api/train.py", without=("on_event", "measure")),
     Target(file="training/tune.py", only=("lr_batch", "device", "overrides", "workload")),
 )
 

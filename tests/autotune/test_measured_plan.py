@@ -137,7 +137,7 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
     monkeypatch.setattr(TuningResult, "is_reusable", True)
     logged: list[str] = []
     session = a_session(a_model(), logged=logged)
-    session.tune(Loss(session.model))
+    session.config = tune.with_measured_plan(session.config, Loss(session.model))
     assert logged[0].startswith("measuring which plan is fastest, 6.0 s at most; this run would take about ")
     assert any("trials in" in line for line in logged)
     plan = session.config.plan
@@ -146,21 +146,21 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
     logged.clear()
     again = a_session(a_model(), logged=logged)
     loss = Loss(again.model)
-    again.tune(loss)
+    again.config = tune.with_measured_plan(again.config, loss)
     assert loss.calls == 0
     assert logged[0].startswith("measured before on this machine: ")
     assert again.config.plan.trials == plan.trials
 
     logged.clear()
     other = a_session(a_model(), logged=logged, global_batch_size=16)
-    other.tune(Loss(other.model))
+    other.config = tune.with_measured_plan(other.config, Loss(other.model))
     assert logged[0].startswith("measuring")
 
 
 def test_short_run_reports_that_it_is_not_measured():
     logged: list[str] = []
     session = a_session(a_model(), logged=logged, epochs=40)
-    session.tune(Loss(session.model))
+    session.config = tune.with_measured_plan(session.config, Loss(session.model))
     assert session.config.plan is None
     assert logged[0].startswith("settings by rules: a run of about ")
 
@@ -168,14 +168,14 @@ def test_short_run_reports_that_it_is_not_measured():
 def test_very_short_runs_and_streams_are_not_measured():
     session = a_session(a_model(), epochs=10)
     loss = Loss(session.model)
-    session.tune(loss)
+    session.config = tune.with_measured_plan(session.config, loss)
     assert loss.calls == 0
 
     reads = itertools.count()
     stream = ({"x": torch.randn(64), "y": torch.tensor(0), "n": torch.tensor(next(reads))} for _ in range(10**6))
     model = a_model()
     session = whet.Session(model, OptimizerChoice(), stream, global_batch_size=8, max_steps=1000)
-    session.tune(loss)
+    session.config = tune.with_measured_plan(session.config, loss)
     assert next(reads) == 0
     with pytest.raises(UsageError, match="a stream cannot be measured"):
         whet.tune(model, stream, loss=loss, optimizer=OptimizerChoice(), global_batch_size=8, max_steps=1000)

@@ -24,6 +24,7 @@ from whet.training.executor import RollbackRequiredError
 from whet.training.rank_sync import RankSync
 from whet.training.setup import RunContext
 from whet.training.state_check import check_first_step, state_is_unchecked
+from whet.training.tune import tune_first_step
 
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
@@ -42,6 +43,8 @@ class BatchLoop:
         self.has_begun = False
         """Whether the first batch has been read."""
         self._is_unchecked = state_is_unchecked(run)
+        self._is_tuned = False
+        """Whether the first step has measured its plan, if it was to."""
         self._sync = RankSync(run.group)
         self._first_epoch = run.state.epoch
         self._is_in_step = False
@@ -128,6 +131,9 @@ class BatchLoop:
             # A step of another optimizer on this batch has rolled the run back: the batch will be repeated.
             return
         self.steps.check(batch, name)
+        if not self._is_tuned:
+            self._is_tuned = True
+            tune_first_step(run, loss.function)
         number = state.step + 1
         if not loss.is_observed and run.gaps is not None:
             run.gaps.add_loss(loss.function)

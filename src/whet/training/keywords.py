@@ -63,6 +63,8 @@ class SessionKeywords:
     """auto, mps, cuda, cuda:1 or cpu."""
     overrides: Mapping[str, Scalar] | None = None
     """Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules)."""
+    measure: bool = True
+    """Let a new run that is long enough measure which plan is fastest, at its first step (docs/measure.md)."""
     plan: Plan | None = None
     """Plan of a new run, made by `whet.tune` or `whet.make_plan`."""
     workload: Workload | None = None

@@ -29,7 +29,7 @@ from whet.training.keywords import SessionKeywords
 from whet.training.progress import BestStep
 from whet.training.session import Session
 from whet.training.setup import make_run_config
-from whet.training.tune import OpenStepBench, resolve_auto_batch_size
+from whet.training.tune import OpenStepBench, resolve_auto_batch_size, with_measured_plan
 
 VAL_LOSS = "val_loss"
 """The metric that `val` without `evaluate` reports."""
@@ -164,11 +164,12 @@ def train_run(
         model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )
     with resolved as (optimizer, keywords):
-        session = Session.from_config(replace(make_run_config(model, optimizer, data, keywords), loss=loss))
+        config = replace(make_run_config(model, optimizer, data, keywords), loss=loss)
+        if measure:
+            config = with_measured_plan(config, loss, open_bench=open_bench)
+        session = Session.from_config(config)
         if (interception := intercept.active()) is not None:
             interception.before_step(session.config, loss)
-        if measure:
-            session.tune(loss, open_bench=open_bench)
         metrics = _train(session, loss, evaluate, val=val, test=test)
     assert session.end_reason is not None
     result = TrainResult(

@@ -26,7 +26,6 @@ from whet.checkpoint import store
 from whet.config.options import SchedulerObject
 from whet.data.batch import GlobalBatch
 from whet.device.errors import explain_gpu_failure
-from whet.distributed.group import current_group
 from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
@@ -43,9 +42,7 @@ from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.keywords import SessionKeywords
 from whet.training.metrics import normalize_metrics, scalar_metrics
 from whet.training.progress import BestStep, Progress
-from whet.training.resume import run_exists
 from whet.training.setup import RunConfig, RunContext, make_run_config, setup
-from whet.training.tune import OpenStepBench, report_lines, tuned_plan
 
 _MAX_LOSSES = 16
 """Number of loss functions to remember. A loop may define its loss anew in each step."""
@@ -81,6 +78,8 @@ class Session:
         run: Run folder; without one, nothing is written. The same call with the same folder resumes.
         device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
         overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
+        measure: Let a new run that is long enough measure which plan is fastest, at its first step (docs/measure.md).
+            Default: True.
         plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
         workload: Description of the training for the plan; by default it is derived from the model and the data.
         goal: Metric that selects the best checkpoint and drives early stopping.
@@ -124,6 +123,7 @@ class Session:
         run: str | Path | None = None,
         device: str = "auto",
         overrides: Mapping[str, Scalar] | None = None,
+        measure: bool = True,
         plan: Plan | None = None,
         workload: Workload | None = None,
         goal: str | None = None,
@@ -165,18 +165,6 @@ class Session:
         self._losses: dict[int, BatchLoss] = {}
         self._end_reason: str | None = None
 
-    def tune(self, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> None:
-        """Measure which plan is fastest. Call this before entering the session.
-
-        Skipped for a resumed run, with a given plan, with several ranks, and if the run is too short to repay it.
-        """
-        group, config = current_group(), self.config
-        if not group.is_single_process:
-            if group.is_rank_zero:
-                report_lines(config.on_event, "not measured: the steps of several ranks are planned by rules")
-        elif config.plan is None and not run_exists(config.path) and intercept.active() is None:
-            self.config = replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
-
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -189,8 +177,7 @@ class Session:
             undo.callback(self._exit_stack.close)
             self.run = setup(self.config, self.state, self._exit_stack)
             self._loop = BatchLoop(self.run)
-            # A compiled model may compile again for a new shape, so its steps get a longer stall limit.
-            self.run.group.stall_detector.is_compiled = self.run.plan.compile != "off"
+            self.run.watch_for_stalls()
             self.run.callbacks.on_start(self.run)
             self.run.log_pending_events()
             if not self.model.training:

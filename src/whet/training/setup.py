@@ -41,7 +41,14 @@ from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
 from whet.run.folder import Run, check_run_name, create_run, installed_versions, open_run, rewrite_parts
-from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
+from whet.step.apply_plan import (
+    build_stepper,
+    make_strategy,
+    open_planned_device,
+    open_planned_source,
+    place_model,
+    set_process_settings,
+)
 from whet.step.model_contexts import WeightLayout, deterministic, large_heads
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.optimizer_kernels import kernel_obstacle
@@ -101,6 +108,8 @@ class RunConfig:
     overrides: Mapping[str, Scalar]
     plan: Plan | None = None
     """The plan for a new run; None if setup() makes it."""
+    measure: bool = True
+    """Whether the first step of an own loop measures which plan is fastest."""
     path: Path | None = None
     """The run folder; None to write nothing."""
     goal: str | None = None
@@ -176,6 +185,7 @@ def make_run_config(
         ),
         overrides=chosen,
         plan=plan,
+        measure=keywords.measure,
         path=None if keywords.run is None else Path(keywords.run),
         goal=keywords.goal,
         mode=mode,
@@ -255,6 +265,8 @@ class RunContext:
         self.sources = SourceCode()
         self.registered = RegisteredObjects(config.register)
         self.state = state
+        self.is_new = False
+        """Whether this session has started the run."""
         self.exit_stack = exit_stack
         """Undoes the setup when the session ends, in reverse order."""
         self.folder: Run | None = None
@@ -314,8 +326,36 @@ class RunContext:
         """Switch to a changed plan and write it to the run folder."""
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
+        self.watch_for_stalls()
         if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
+
+    def watch_for_stalls(self) -> None:
+        """Tell the stall detector whether the model is compiled: it may compile again for a new shape."""
+        self.group.stall_detector.is_compiled = self.plan.compile != "off"
+
+    def replan(self, plan: Plan) -> None:
+        """Apply a measured plan to a run with one optimizer that has not stepped yet. Its device and data stay."""
+        self.executor.close()
+        optimizer, training = self.stepper.optimizer, self.config.training
+        self.layout.use(plan.layout, optimizer)
+        set_process_settings(plan, self.device)
+        (name,) = self.steppers
+        self.stepper, _ = build_stepper(
+            plan,
+            self.model,
+            optimizer,
+            self.device,
+            clip=training.clip,
+            has_ema=training.ema,
+            strategy=self.stepper.strategy,
+        )
+        self.steppers[name] = self.stepper
+        self.use_plan(plan)
+        self.executor = Executor(self)
+        if self.checkpointer is not None:
+            # The first checkpoint names the settings that later ones must match.
+            self.checkpointer.save_initial_again()
 
     def note_inexact(self, step: int, reason: str) -> None:
         """Record in all later checkpoints that the run is not bit-exact since `step`."""
@@ -448,6 +488,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         checkpoint = find_earlier(start.run, checkpoint.step) or checkpoint
     exit_stack.enter_context(deterministic(plan.deterministic == "on"))
     run, fallback_reason = _build(config, plan, group, state, exit_stack)
+    run.is_new = is_new
     if checkpoint is not None and newest is not None and checkpoint.step < newest:
         run.verification = ResumeVerification(until=newest)
     if is_sharded:
@@ -619,7 +660,8 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
         run.checkpointer = Checkpointer(run, run.folder)
         exit_stack.callback(run.checkpointer.close)
     run.executor = Executor(run)
-    exit_stack.callback(run.executor.close)
+    # Not `run.executor.close`: a measured plan replaces the executor.
+    exit_stack.callback(lambda: run.executor.close())
     exit_stack.callback(run.rates.close)
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
     check_encodable({"callbacks": run.callbacks.state_dict(), "source": run.source.state(run.state.position)})

@@ -18,7 +18,8 @@ from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBen
 from whet.base.errors import UsageError
 from whet.base.units import format_seconds
 from whet.config.options import SchedulerObject
-from whet.plan.plan import Plan, with_auto_batch
+from whet.distributed.group import current_group
+from whet.plan.plan import Plan, make_plan, with_auto_batch
 from whet.plan.setting import Scalar
 from whet.plan.workload import AutoBatch, Workload
 from whet.step.loss import LossFunction
@@ -27,7 +28,8 @@ from whet.training import intercept
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.keywords import SessionKeywords
-from whet.training.setup import RunConfig, is_rereadable, make_run_config, plan_from_rules
+from whet.training.resume import run_exists
+from whet.training.setup import RunConfig, RunContext, is_rereadable, make_run_config, plan_from_rules
 from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
@@ -42,6 +44,9 @@ _TIMED_STEPS = 5
 """Number of steps that estimate the duration of a run."""
 _MIN_STEPS = 100
 """A run with fewer steps is not measured."""
+
+_FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
+"""Settings that a loop has fixed before its first step: it has read its first batch by then."""
 
 AnyOptimizer = Optimizer | OptimizerChoice
 
@@ -147,6 +152,53 @@ def tune(
         cache.save(bench.about, result)
     report_lines(handler, *result.summary)
     return with_auto_batch(result.applied_to(bench.plan), batch)
+
+
+def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> RunConfig:
+    """Return the configuration of a new run with the fastest plan, if the run is long enough to repay measuring it."""
+    group = current_group()
+    if not group.is_single_process:
+        if group.is_rank_zero:
+            report_lines(config.on_event, "not measured: the steps of several ranks are planned by rules")
+        return config
+    if config.plan is not None or run_exists(config.path) or intercept.active() is not None:
+        return config
+    return replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
+
+
+def tune_first_step(run: RunContext, loss: LossFunction) -> None:
+    """Measure the plan of an own loop at its first step, when its loss is known. Its device and data stay."""
+    config = run.config
+    if not (config.is_own_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
+        return
+    if intercept.active() is not None or not run.group.is_single_process:
+        return
+    if config.optimizers.others or not isinstance(config.optimizer, Optimizer):
+        run.log.event("plan", step=0, message="not measured: only steps of one torch optimizer are")
+        return
+
+    def log(kind: str, fields: Mapping[str, Any]) -> None:
+        # Results are part of the run. Progress is only shown.
+        if kind == "plan":
+            run.log.event(kind, step=0, **fields)
+        else:
+            emit_event(config.on_event, kind, fields)
+
+    plan = tuned_plan(replace(config, on_event=log), loss)
+    if plan is None:
+        return
+    measured = {name: found for name, found in plan.measured.items() if name not in _FIXED_IN_LOOPS}
+    if plan.device == run.plan.device and measured:
+        run.replan(
+            make_plan(
+                run.plan.machine,
+                plan.workload,
+                overrides=run.plan.overrides,
+                measured=measured,
+                system_state=run.plan.system_state,
+                trials=plan.trials,
+            )
+        )
 
 
 def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> Plan | None:

@@ -1,0 +1,103 @@
+"""An own loop measures its plan at its first step, when the loss is known."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import whet
+from captured_steps import assert_same
+from small_models import convnet, images
+from whet.plan.setting import MeasuredSetting
+from whet.run.events import History
+from whet.training import tune
+from whet.training.setup import plan_from_rules
+
+pytestmark = pytest.mark.torch
+
+FOUND = {"layout": "channels_last", "precision": "bf16", "threads": 1}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Simulated: a search that finds other settings, in place of timed steps. Returns the losses it was called with."""
+    calls = []
+
+    def find(config, loss, **_):
+        calls.append(loss)
+        plan, found = plan_from_rules(config), {**FOUND, "workers": 1}
+        return whet.make_plan(
+            plan.machine,
+            plan.workload,
+            overrides=config.overrides,
+            system_state=plan.system_state,
+            measured={
+                name: MeasuredSetting(value=value, reason="faster", evidence={})
+                for name, value in found.items()
+                if name not in config.overrides
+            },
+        )
+
+    monkeypatch.setattr(tune, "tuned_plan", find)
+    return calls
+
+
+def loop(path, *, optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = convnet(dropout=0.1)
+    own = optimizer(model.parameters(), lr=1e-2)
+    with whet.Session(
+        model,
+        own,
+        images(64, seed=0),
+        global_batch_size=16,
+        run=path,
+        device="cpu",
+        **{"epochs": 4, **options},
+    ) as session:
+        for batch in session:
+            session.step(functional.cross_entropy, batch)
+    return model, session
+
+
+def test_the_measured_plan_trains_every_step_and_a_resume(measured, tmp_path):
+    model, session = loop(tmp_path / "whole", ema=True)
+    assert measured == [functional.cross_entropy]
+    assert {name: session.plan.settings[name].value for name in FOUND} == FOUND
+    assert session.plan.settings["workers"].source == "rule", "the data is open already"
+    by_hand, _ = loop(tmp_path / "by hand", ema=True, overrides=FOUND)
+    assert_same(model.state_dict(), by_hand.state_dict())
+    loop(tmp_path / "twice", ema=True, max_steps=5)
+    resumed, _ = loop(tmp_path / "twice", ema=True, max_steps=None)
+    assert_same(model.state_dict(), resumed.state_dict())
+    (event,) = History(whet.open_run(tmp_path / "twice")).events(kinds=("resume",))
+    assert event.fields["exactness"].startswith("session state restored exactly")
+    assert len(measured) == 3, "a resumed run has its plan"
+    assert model[0].weight.is_contiguous(), "the layout is restored afterward"
+
+
+def test_what_is_not_measured(measured, tmp_path):
+    loop(None, measure=False)
+    loop(None, plan=plan_from_rules(loop(None, measure=False)[1].config))
+    assert measured == []
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizers = {"a": torch.optim.SGD(model.parameters(), lr=0.1), "b": torch.optim.SGD(other.parameters(), lr=0.1)}
+    data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+    with whet.Session([model, other], optimizers, data, global_batch_size=8, run=tmp_path / "two") as session:
+        for batch in session:
+            session.step(lambda micro: functional.cross_entropy(model(micro[0]), micro[1]), batch, optimizer="a")
+            session.step(lambda micro: functional.cross_entropy(other(micro[0]), micro[1]), batch, optimizer="b")
+    assert measured == []
+    messages = [e.fields.get("message", "") for e in History(whet.open_run(tmp_path / "two")).events(kinds=("plan",))]
+    assert "not measured: only steps of one torch optimizer are" in messages
+
+
+def test_a_loop_is_measured_for_real_and_trains_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 2.0)
+    monkeypatch.setattr(tune, "MIN_BUDGET_SECONDS", 1.0)
+    overrides = {"threads": 1, "precision": "fp32", "layout": "contiguous", "micro_batch": 16}
+    plain, _ = loop(None, measure=False, overrides=overrides, epochs=30)
+    events = []
+    measured, _ = loop(tmp_path / "run", overrides=overrides, epochs=30, on_event=lambda kind, _: events.append(kind))
+    assert "measuring" in events
+    assert_same(measured.state_dict(), plain.state_dict())
