@@ -5,7 +5,7 @@ import json
 import pytest
 
 from simulated_step_bench import SimulatedStepBench, gaussian, landscape
-from whet.autotune.candidates import ORDER, candidates, plan_with
+from whet.autotune.candidates import ABOUT, candidates, plan_with
 from whet.autotune.result import TuningResult
 from whet.autotune.search import search
 from whet.machine.known import load_machine
@@ -36,13 +36,13 @@ def test_overrides_are_never_tried_on_a_simulated_machine() -> None:
     assert not {trial.setting for trial in actual.trials} & set(overrides)
     assert not {name for tried in bench.prepared for name in tried} & set(overrides)
     assert not set(actual.measured) & set(overrides)
-    offered = [candidate for about in ORDER for candidate in candidates(plan, about)]
+    offered = [candidate for about in ABOUT for candidate in candidates(plan, about)]
     assert offered
     assert not [candidate for candidate in offered if set(candidate.changes) & set(overrides)]
 
 
 @pytest.mark.parametrize("name", ["m2-air-8gb", "m3-max-64gb", "h200", "linux-2core"])
-@pytest.mark.parametrize("about", ORDER)
+@pytest.mark.parametrize("about", ABOUT)
 def test_candidates_are_valid_and_change_something(name: str, about: str) -> None:
     workload = TEXT.model_copy(update={"has_batchnorm": False, "global_batch_size": 48})
     for plan in (make_plan(load_machine(name), workload), make_plan(load_machine(name), BATCH_64)):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paths import ReportCount
 from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, heavy_tailed, landscape, periodic
-from whet.autotune.candidates import ORDER, plan_with
+from whet.autotune.candidates import ABOUT, plan_with
 from whet.autotune.result import TuningResult, finish_estimate
 from whet.autotune.search import search
 from whet.autotune.step_bench import ProbeFailedError
@@ -206,9 +206,9 @@ def test_simulated_candidate_over_the_memory_limit_is_not_chosen() -> None:
 @given(
     step=st.floats(0.0001, 40),
     preparation=st.floats(0, 30),
-    slow=st.dictionaries(st.sampled_from(ORDER), st.floats(0.2, 300), max_size=4),
-    hanging=st.sets(st.sampled_from(ORDER), max_size=3),
-    crashing=st.sets(st.sampled_from(ORDER), max_size=3),
+    slow=st.dictionaries(st.sampled_from([*ABOUT]), st.floats(0.2, 300), max_size=4),
+    hanging=st.sets(st.sampled_from([*ABOUT]), max_size=3),
+    crashing=st.sets(st.sampled_from([*ABOUT]), max_size=3),
     budget=st.floats(0.05, 60),
     spread=st.floats(0, 0.15),
     seed=st.integers(0, 99),

@@ -125,8 +125,10 @@ def test_whet_group_norms_use_channels_last() -> None:
     neither = ("contiguous", "torch")
     assert ways(precision="tf32") == ways(device="cpu") == neither
     assert ways(machine.model_copy(update={"accelerators": older})) == neither
-    for arch in ({"norm": "batch"}, {"activation": "gelu"}, {"width": 48}):
+    for arch in ({"activation": "gelu"}, {"width": 48}):
         assert ways(config=HexConfig(size=13, arch=arch)) == neither, arch
+    plain = ways(config=HexConfig(size=13, arch={"norm": "batch"}))
+    assert plain == ("channels_last", "torch"), "convolutions without torch's group norms"
     assert ways(machine.model_copy(update={"accelerators": older}), norms="whet")[1] == "whet", "asked for"
 
 
@@ -162,7 +164,10 @@ def test_a_model_with_one_shape_and_many_small_kernels_is_captured() -> None:
     chat = describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=10_000)
     why = make_plan(load_machine("h200"), chat).settings["graph"].reason
     assert why == "one shape: in a graph no kernel waits for its launch", "no cost dominates there"
-    assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
+    assert graph(num_steps=49) == graph(world_size=2) == "off"
+    other = {"layers": ("conv", "conv2d", "linear")}
+    assert graph(**other) == "launch_bound", "its first steps decide"
+    assert graph(**other, num_steps=49) == graph(**other, optimizer_obstacle="Lion has no fused kernels") == "off"
 
 
 def test_whet_attention_needs_capability_9() -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from whet.autotune.candidates import ORDER, PlanCandidate, apply_candidate, candidates, device_kind
+from whet.autotune.candidates import PlanCandidate, apply_candidate, candidates, device_kind, search_order
 from whet.autotune.paired_timing import PairedTiming, compare
 from whet.autotune.result import NOT_QUIET, ConfirmedGain, TuningResult, describe_interval, measured_settings
 from whet.autotune.step_bench import (
@@ -121,7 +121,7 @@ def _climb(state: _SearchState) -> None:
     for state.retry_above in (_RETRY_ABOVE, _LATE_RETRY_ABOVE):
         for _ in range(_PASSES):
             before = state.best
-            for about in ORDER:
+            for about in search_order(state.context.rule_plan):
                 # Generate the candidates again after each trial, because a winner changes which ones are useful.
                 while (candidate := next(_open_candidates(state, about), None)) is not None:
                     _try(state, candidate)

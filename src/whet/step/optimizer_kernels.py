@@ -67,7 +67,7 @@ def set_kernels(optimizer: Optimizer, kernels: str, *, is_captured: bool) -> Non
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
     # torch warns about eager steps of a capturable optimizer. Here they are intended, before a capture.
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    optimizer._warned_capturable_if_run_uncaptured = True
     _place_step_counts(optimizer)
 
 

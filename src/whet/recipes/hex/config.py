@@ -156,6 +156,7 @@ def _layers(arch: HexArch, *, num_cells: int) -> tuple[str, ...]:
     optional = {
         "attention": arch.num_attention_blocks > 0,
         "gelu": arch.activation == "gelu",
+        "group norm": arch.norm == "group",
         GROUP_NORM_ACTIVATION: is_plain and supports_group_norm(num_cells, arch.width, num_groups(arch.width)),
     }
     return tuple(sorted({"conv", "conv2d", "linear", *(name for name, is_used in optional.items() if is_used)}))
