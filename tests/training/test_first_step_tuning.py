@@ -95,9 +95,12 @@ def test_what_is_not_measured(measured, tmp_path):
 def test_a_loop_is_measured_for_real_and_trains_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 2.0)
     monkeypatch.setattr(tune, "MIN_BUDGET_SECONDS", 1.0)
+    monkeypatch.setattr(tune.cache, "load", lambda _: None)
     overrides = {"threads": 1, "precision": "fp32", "layout": "contiguous", "micro_batch": 16}
     plain, _ = loop(None, measure=False, overrides=overrides, epochs=30)
-    events = []
-    measured, _ = loop(tmp_path / "run", overrides=overrides, epochs=30, on_event=lambda kind, _: events.append(kind))
-    assert "measuring" in events
+    lines = []
+    measured, _ = loop(
+        tmp_path / "run", overrides=overrides, epochs=30, on_event=lambda _, fields: lines.append(fields.get("message"))
+    )
+    assert any(str(line).startswith("measuring which plan is fastest") for line in lines)
     assert_same(measured.state_dict(), plain.state_dict())

@@ -148,7 +148,7 @@ ON_RESUME = [
     ({"optimizer": lambda m: sgd(m, nesterov=True)}, "nesterov False -> True"),
     ({"optimizer": two_groups}, "parameter groups differ"),
     ({"optimizer": lambda m: torch.optim.Adam(m.parameters(), lr=0.1, weight_decay=0.01)}, "another optimizer"),
-    ({"optimizer": lambda _: whet.OptimizerChoice(name="sgd", lr=0.1)}, "another|decay"),
+    ({"optimizer": lambda _: whet.OptimizerChoice(name="sgd", lr=0.1)}, "another|decay|parameter groups differ"),
     ({"model": lambda: net(5)}, "does not fit"),
     ({"model": lambda: nn.Sequential(nn.Linear(3, 1))}, "does not fit"),
 ]

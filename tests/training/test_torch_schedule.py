@@ -123,7 +123,10 @@ class Work:
         self.data = torch.randn(8 * STEPS_PER_EPOCH, 3), torch.randn(8 * STEPS_PER_EPOCH, 1)
 
     def record(self) -> None:
-        self.seen.append([{k: freeze(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
+        # The plan selects the kernels of the optimizer.
+        left_out = ("params", "fused", "foreach")
+        groups = self.optimizer.param_groups
+        self.seen.append([{k: freeze(v) for k, v in g.items() if k not in left_out} for g in groups])
 
     def loss(self, micro: Any) -> torch.Tensor:
         self.record()

@@ -42,8 +42,8 @@ def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
     return None
 
 
-def gradient_obstacle(parameters: Sequence[Tensor]) -> str | None:
-    """Return the reason why fused kernels would update these parameters wrongly; None if they would not.
+def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> str | None:
+    """Return the reason why fused kernels would fail with the gradients of the first step; None if they would not.
 
     torch's fused kernels on the CPU read a gradient as if it had the strides of its parameter (torch 2.13).
     """
@@ -52,6 +52,10 @@ def gradient_obstacle(parameters: Sequence[Tensor]) -> str | None:
         return "fused kernels do not support sparse gradients"
     if any(gradient.stride() != parameter.stride() for parameter, gradient in gradients):
         return "fused kernels need gradients in the memory layout of their parameters"
+    has_momentum = type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups)
+    if has_momentum and len(gradients) < len(parameters):
+        # Fused SGD fails if some momentum buffers exist and others do not, as after unfreezing a layer.
+        return "fused SGD starts the momentum of all parameters in the same step"
     return None
 
 

@@ -292,7 +292,10 @@ class Stepper:
         self._has_gradients = True
         self._has_sparse = self._has_sparse or any(p.grad is not None and p.grad.is_sparse for p in self._parameters)
         self._can_clip_foreach = can_clip_foreach(self._parameters)
-        if self.restore_kernels is not None and (obstacle := gradient_obstacle(self._parameters)) is not None:
+        if (
+            self.restore_kernels is not None
+            and (obstacle := gradient_obstacle(self.optimizer, self._parameters)) is not None
+        ):
             self.use_own_kernels(obstacle)
 
     @torch.no_grad()
