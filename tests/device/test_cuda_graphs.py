@@ -245,3 +245,55 @@ def test_a_share_in_a_tensor_averages_with_the_same_bits() -> None:
             tensors.update_by(torch.tensor(tensors.share(step), dtype=torch.float64, device=device.torch_device))
             for name, value in numbers.average.items():
                 assert torch.equal(tensors.average[name], value), (dtype, step, name)
+
+
+# --- the user's optimizer --------------------------------------------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4))
+
+
+def train_own(path: Path, make, *, graph: str, schedule=None) -> tuple[list[float], torch.optim.Optimizer]:
+    model = small_net()
+    optimizer = make(model.parameters())
+    torch.manual_seed(1)
+    whet.train(
+        model,
+        (torch.randn(256, 16), torch.randint(0, 4, (256,))),
+        loss=functional.cross_entropy,
+        optimizer=optimizer,
+        global_batch_size=32,
+        epochs=10,
+        run=path,
+        device="cuda",
+        measure=False,
+        on_event=None,
+        overrides={"graph": graph, "precision": "fp32"},
+        **({} if schedule is None else {"schedule": schedule(optimizer)}),
+    )
+    return [e.fields["loss"] for e in History(whet.open_run(path)).events(kinds=("step",))], optimizer
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=80)
+
+
+@pytest.mark.parametrize("schedule", [None, lambda _: "cosine", one_cycle])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_users_optimizer_is_captured_and_trains_like_eager_steps(kind, schedule, tmp_path: Path) -> None:
+    def make(parameters):
+        return kind(parameters, lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    captured, optimizer = train_own(tmp_path / "on", make, graph="on", schedule=schedule)
+    eager, _ = train_own(tmp_path / "off", make, graph="off", schedule=schedule)
+    assert captured == pytest.approx(eager, rel=1e-4)
+    assert whet.open_run(tmp_path / "on").plan["settings"]["graph"]["value"] == "on"
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_small_steps_are_launch_bound_and_captured_without_a_measurement(tmp_path: Path) -> None:
+    train_own(tmp_path / "run", torch.optim.AdamW, graph="launch_bound")
+    assert whet.open_run(tmp_path / "run").plan["settings"]["graph"]["value"] == "on"
