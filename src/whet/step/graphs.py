@@ -89,8 +89,7 @@ class GraphedStepper(Stepper):
         """Make captured steps. With `only_if_launch_bound`, the first steps decide whether capturing is worth it."""
         super().__init__(model, optimizer, device, **options)
         self._graphs = graphs
-        self.is_launch_bound: bool | None = None if only_if_launch_bound else True
-        """Whether launching kernels takes most of a step; None if that is not known yet."""
+        self.is_launch_bound = None if only_if_launch_bound else True
         self._launch_shares: list[float] = []
         self._is_compiled = is_compiled
         self._captured_kinds: set[Hashable] = set()

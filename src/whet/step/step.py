@@ -88,6 +88,8 @@ class Stepper:
         """Whether an update is in progress, so that some weights may have changed."""
         self.graph_obstacle: str | None = None
         """The reason why steps are not captured in spite of graph=on; None if there is none."""
+        self.is_launch_bound: bool | None = None
+        """Whether launching kernels takes most of a step; None if that is not known yet."""
         self.restore_kernels: Callable[[], None] | None = None
         """Restores the kernels of the user's optimizer; None if the plan has not selected others."""
         self.kernel_obstacle: str | None = None

@@ -179,13 +179,13 @@ class BatchLoop:
         run, state = self.run, self.state
         self.steps.check(batch, MANUAL)
         checks.check_manual(self.training, run.group)
-        run.executor.use_whole_batches("manual steps get the whole batch")
+        run.executor.splitting.use_whole_batches("manual steps get the whole batch")
         # Gradients of the user's own code may have any layout, which fused kernels on the CPU would read wrongly.
         run.executor.use_own_kernels("manual steps may use gradients of any layout")
         number = state.step + 1
         state.lr = run.rates.set_for(number)
         micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))
-        run.executor.count_shapes(micro)
+        run.executor.splitting.count_shapes(micro)
         if not run.has_users_gradients:
             # Clear the gradients of the last session.step: user code expects only those that it has computed itself.
             for stepper in run.steppers.values():

@@ -5,24 +5,23 @@ which is logged.
 """
 
 import gc
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.base.errors import InsufficientMemoryError, UsageError, WhetError
+from whet.base.errors import InsufficientMemoryError, UsageError
 from whet.base.process import freeze_live_objects
-from whet.data.batch import GlobalBatch, MicroBatch, Shapes, micro_batch_shapes
+from whet.data.batch import GlobalBatch, MicroBatch
 from whet.data.order import mix_seed
-from whet.data.split import LengthMode, RankShare
 from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.device.rng import seed_everything
 from whet.distributed.strategies import RetryStepError
-from whet.plan.plan import Plan, make_plan, with_runtime_changes, with_smaller_eval_batch
+from whet.plan.plan import with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
 from whet.step.apply_plan import apply_kernels
-from whet.step.loss import MicroLoss, loss_code
+from whet.step.loss import MicroLoss
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.rollback import StepRollback, reduce_memory, release_traceback
 from whet.step.step import NonFiniteError, Outcome, Stepper, WrongReplayError
@@ -30,32 +29,17 @@ from whet.training.callbacks.event_log import sample_ids
 from whet.training.checks import check_whet_attention, check_whet_norms
 from whet.training.evaluator import Evaluate, Evaluator
 from whet.training.notebook import describe_held_memory, name_held_memory
+from whet.training.splitting import BatchSplitting
 from whet.training.start_checks import StartChecks, uncompiled_plan
-from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id, preserve_loss_modules
+from whet.training.workload import calls_attention, measure_activation_bytes, preserve_loss_modules
 from whet.verify.start.causality import use_explicit_masks
-from whet.verify.start.splitting import loss_split_obstacle
 
 if TYPE_CHECKING:
     from whet.training.setup import RunContext
 
-_RECHECK_STEPS = 1024
-"""Split steps after which the loss is checked again, in addition to steps 2, 4, 8 and so on."""
-_MAX_SHAPES = 1000
-"""Maximum number of distinct shapes to remember: packed batches have a new shape each time."""
-
 
 class RollbackRequiredError(Exception):
     """Raised if a step failed after it began to change the weights. Only a checkpoint can restore them."""
-
-
-class _BatchSizes(NamedTuple):
-    """How a plan splits batches."""
-
-    plan: Plan
-    micro_batch: int
-    global_batch: int
-    length_mode: LengthMode
-    is_whole: bool
 
 
 class Executor:
@@ -84,14 +68,10 @@ class Executor:
             self._exit_stack.callback(one.release_graphs, "the session is over")
         self._checks = StartChecks(run=run, exit_stack=self._exit_stack)
         self._rollback = StepRollback(stepper.model, run.device)
-        self.shapes: set[Shapes] = set()
-        """The distinct shapes of all micro-batches so far."""
+        self.splitting = BatchSplitting(run)
         self.moved_from: str | None = None
         """The kind of device before the resume; None if it is unchanged."""
         self._is_ready = False
-        self._split_steps: dict[tuple[str, Hashable], int] = {}
-        """The number of split steps, by optimizer and loss for which it is known whether the batch may be split."""
-        self._sizes: _BatchSizes | None = None
         self._has_stepped = False
         self._oom_step: int | None = None
 
@@ -161,7 +141,13 @@ class Executor:
         while True:
             try:
                 rollback.save()
-                outcome = stepper(loss, self._split(batch), num_samples=len(batch), step=number, is_checked=is_checked)
+                outcome = stepper(
+                    loss,
+                    self.splitting.micro_batches(batch),
+                    num_samples=len(batch),
+                    step=number,
+                    is_checked=is_checked,
+                )
                 break
             except NonFiniteError as error:
                 if not self._undo(stepper):
@@ -230,32 +216,10 @@ class Executor:
         self._run.log.event("skip", step=number, reason=reason, verdict="reproducible", samples=samples)
         self._run.guard.skip(number, reason)
 
-    def _split(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
-        sizes = self._batch_sizes()
-        # A sampler may yield batches that are larger than the global batch size.
-        size = max(sizes.micro_batch, len(batch)) if sizes.is_whole else sizes.micro_batch
-        for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=sizes.length_mode):
-            self.count_shapes(micro)
-            yield micro
-
-    def count_shapes(self, micro: MicroBatch) -> None:
-        """Remember the shapes of a micro-batch."""
-        if len(self.shapes) < _MAX_SHAPES:
-            self.shapes.add(micro_batch_shapes(micro))
-
-    def _batch_sizes(self) -> "_BatchSizes":
-        """Return how the current plan splits batches. It is read from the plan once, because every step needs it."""
-        run, plan = self._run, self._run.plan
-        if self._sizes is None or self._sizes.plan is not plan:
-            is_whole = plan.workload.whole_batch_reason is not None and run.group.is_single_process
-            size = plan.workload.global_batch_size
-            self._sizes = _BatchSizes(plan, plan.micro_batch, size, plan.lengths, is_whole)
-        return self._sizes
-
     def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
         run, reason = self._run, stepper.graph_obstacle
-        if reason is None and run.plan.graph == "launch_bound" and getattr(stepper, "is_launch_bound", None):
+        if reason is None and run.plan.graph == "launch_bound" and stepper.is_launch_bound:
             on = MeasuredSetting(
                 value="on", reason="the device waits for the host to launch kernels", evidence={"step": number}
             )
@@ -314,17 +278,7 @@ class Executor:
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
                 self._prepare(loss, batch, number=number)
-        if not self._is_split(batch):
-            return
-        key = optimizer, loss_code(loss)
-        if not is_first and key not in self._split_steps:
-            self._check_split(loss, batch)
-            # The check restores buffers, which counts as a change of them.
-            self.expect_changes()
-        count = self._split_steps[key] = self._split_steps.get(key, 0) + 1
-        # Checked again at powers of two, because a loss may change during a run.
-        if count > 1 and (count.bit_count() == 1 or count % _RECHECK_STEPS == 0):
-            self._check_split_again(loss, batch, number=number)
+        self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
 
     def _prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Measure the memory per sample, verify the model, and compile it."""
@@ -332,11 +286,11 @@ class Executor:
         # Order matters: the micro-batch decides the shapes to verify, and the compiled model is compared last.
         if (obstacle := run.source.split_obstacle(batch)) is not None:
             run.divides_batches = False
-            self._keep_batch_whole(f"the collated batch cannot be divided into samples: {obstacle}")
+            self.splitting.keep_whole(f"the collated batch cannot be divided into samples: {obstacle}")
         is_undecided = "micro_batch" not in run.plan.overrides and run.plan.workload.activation_bytes is None
         if number == 1 and is_undecided and len(batch) >= 4 and run.divides_batches:
             self._plan_micro_batch(loss, batch)
-        self._check_split(loss, batch)
+        self.splitting.check(loss, batch)
         if run.plan.overrides.get("attention", "torch") != "torch":
             self._check_attention_is_used(loss, batch)
         if run.plan.overrides.get("norms") == "whet":
@@ -347,7 +301,9 @@ class Executor:
         if run.plan.activation_checkpointing == "on":
             self._exit_stack.enter_context(checkpoint_activations(run.model))
         if run.plan.compile != "off":
-            plan = self._checks.use_compiled(loss, next(self._split(batch)), step=number - 1, until=self._compiled)
+            plan = self._checks.use_compiled(
+                loss, next(self.splitting.micro_batches(batch)), step=number - 1, until=self._compiled
+            )
             if plan is not run.plan:
                 run.use_plan(plan)
         self._is_ready = True
@@ -380,13 +336,13 @@ class Executor:
             if not is_oom:
                 # The loss may need the whole batch. If it fails for another reason, the step raises the error.
                 run.divides_batches = False
-                self._keep_batch_whole(f"the loss fails with 2 of {len(batch)} samples: {problem}")
+                self.splitting.keep_whole(f"the loss fails with 2 of {len(batch)} samples: {problem}")
                 return
             self._check_single_rank(problem)
         else:
             # All ranks use the largest measurement, so that they make the same plan.
             needed = int(run.group.all_reduce_max([float(needed)])[0])
-            self._plan_again(activation_bytes=needed)
+            run.plan_again(activation_bytes=needed)
             return
         self._empty_memory()
         action = "the memory of a sample could not be measured: the planned micro-batch stays"
@@ -394,108 +350,6 @@ class Executor:
 
     def _first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
         return self._run.first_samples(batch, size).map_tensors(self._run.device.put)
-
-    # --- splitting ---------------------------------------------------------------------------------------------------
-
-    def use_whole_batches(self, reason: str) -> None:
-        """Plan again with whole batches, if the plan splits them."""
-        if self._run.plan.micro_batch < self._run.plan.workload.global_batch_size:
-            self._keep_batch_whole(reason)
-
-    def _check_split(self, loss: MicroLoss, batch: GlobalBatch) -> None:
-        """Plan again with whole batches, if the plan splits them and this loss does not allow it."""
-        if self._is_split(batch) and (reason := self._split_obstacle(loss, batch)) is not None:
-            self._keep_batch_whole(reason)
-
-    def _is_split(self, batch: GlobalBatch) -> bool:
-        sizes = self._batch_sizes()
-        # Not the size of this batch alone: a sampler may yield larger ones later.
-        largest = max(len(batch), sizes.global_batch)
-        return sizes.micro_batch < largest or not self._run.group.is_single_process
-
-    def _check_split_again(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
-        """Raise if the loss is no longer a mean over samples: a term or ignored labels may begin later."""
-        run, plan = self._run, self._run.plan
-        is_known = run.config.training.split_batch is True or plan.workload.whole_batch_reason is not None
-        if is_known or plan.workload.has_batchnorm or (plan.sharding == "full" and plan.workload.world_size > 1):
-            return
-        reason = self._split_obstacle(loss, batch, is_repeated=True)
-        # The check restores buffers, which counts as a change of them.
-        self.expect_changes()
-        if reason is not None:
-            raise WhetError(
-                f"the loss has changed since the start: at step {number:,} the batch may not be split",
-                got=reason,
-                try_="split_batch=False; split_batch=True if the loss is a mean over samples; "
-                "or return (sum of losses, weight)",
-            )
-
-    def _split_obstacle(self, loss: MicroLoss, batch: GlobalBatch, *, is_repeated: bool = False) -> str | None:
-        """Return why the batch may not be split: split_batch=False, or a few samples give another loss in two parts."""
-        run = self._run
-        if run.config.training.split_batch is True or run.plan.workload.has_batchnorm:
-            return None
-        if run.plan.workload.split_obstacle is not None:
-            return run.plan.workload.split_obstacle
-
-        def split(few: GlobalBatch, size: int) -> Iterator[MicroBatch]:
-            # Not only the share of this rank: the check needs several samples.
-            return iter(run.source.split(few, RankShare(), micro_batch=size, length_mode="fixed"))
-
-        own = run.source.own_samples(batch)
-        try:
-            with preserve_loss_modules(loss, run.model):
-                reason = loss_split_obstacle(
-                    run.model,
-                    loss,
-                    own,
-                    split,
-                    run.device,
-                    pad_token=pad_token_id(run.model),
-                    is_repeated=is_repeated,
-                    # Several losses are computed here. A slow one must not look like a stalled rank.
-                    on_progress=run.group.stall_detector.progress,
-                )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release_traceback(error)
-            reason = "memory ran out while it was tested whether the loss is a mean over samples"
-            # The first check has passed, so its result stays valid.
-            reason = None if is_repeated else reason
-        is_anywhere = any(run.group.all_reduce_max([float(reason is not None)]))
-        return reason or (
-            "it was not shown on another rank that the loss is a mean over samples" if is_anywhere else None
-        )
-
-    def _keep_batch_whole(self, reason: str) -> None:
-        """Plan again with a batch that is not split. Raise if the batch must be split."""
-        run, plan = self._run, self._run.plan
-        hint = "split_batch=True if the loss is a mean over samples; or return (sum of losses, weight)"
-        if not run.group.is_single_process:
-            raise UsageError(
-                "several processes would change the training: they split every batch", got=reason, try_=hint
-            )
-        micro = plan.overrides.get("micro_batch")
-        if isinstance(micro, int) and micro < plan.workload.global_batch_size:
-            raise UsageError(f"micro_batch={micro} would change the training", got=reason, try_=hint)
-        if plan.workload.split_obstacle != reason:
-            self._plan_again(split_obstacle=reason)
-            run.log.event("plan", step=run.state.step, message=f"the batch is not split: {reason}")
-
-    def _plan_again(self, **facts: Any) -> None:
-        """Plan again with more facts about the workload."""
-        plan = self._run.plan
-        self._run.use_plan(
-            make_plan(
-                plan.machine,
-                plan.workload.model_copy(update=facts),
-                overrides=plan.overrides,
-                measured=plan.measured,
-                system_state=plan.system_state,
-                trials=plan.trials,
-            )
-        )
 
     # --- out of memory -----------------------------------------------------------------------------------------------
 
@@ -532,7 +386,7 @@ class Executor:
         if whole_reason is None and self._rollback.writes_buffers:
             # Buffers see the micro-batch, so a different split would change their statistics.
             whole_reason = "the model updates buffers in every forward pass"
-        whole_reason = whole_reason or self._split_obstacle(loss, batch)
+        whole_reason = whole_reason or self.splitting.obstacle(loss, batch)
         try:
             plan = reduce_memory(
                 before,

@@ -330,6 +330,20 @@ class RunContext:
         if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
 
+    def plan_again(self, **facts: Any) -> None:
+        """Plan again with more facts about the workload."""
+        plan = self.plan
+        self.use_plan(
+            make_plan(
+                plan.machine,
+                plan.workload.model_copy(update=facts),
+                overrides=plan.overrides,
+                measured=plan.measured,
+                system_state=plan.system_state,
+                trials=plan.trials,
+            )
+        )
+
     def watch_for_stalls(self) -> None:
         """Tell the stall detector whether the model is compiled: it may compile again for a new shape."""
         self.group.stall_detector.is_compiled = self.plan.compile != "off"

@@ -52,7 +52,7 @@ class DeviceCache(Callback):
         return Action.NONE
 
     def _check(self, step: int, now: float) -> None:
-        num_shapes = len(self._run.executor.shapes)
+        num_shapes = len(self._run.executor.splitting.shapes)
         if num_shapes >= MANY_SHAPES and not self._has_warned_of_shapes:
             self._has_warned_of_shapes = True
             self._warn(step, f"{num_shapes} shapes of micro-batches in {step:,} steps: {_FEW_SHAPES}")
@@ -80,14 +80,18 @@ class DeviceCache(Callback):
         self._emptied = None
         extra = max(0.0, now - done - before)
         self._not_before += extra / MAX_TIME_SHARE
-        advice = f"; {len(self._run.executor.shapes)} shapes so far: {_FEW_SHAPES}" if self._has_many_shapes() else ""
+        advice = (
+            f"; {len(self._run.executor.splitting.shapes)} shapes so far: {_FEW_SHAPES}"
+            if self._has_many_shapes()
+            else ""
+        )
         self._warn(step, f"{message}, and the next step took {format_seconds(extra)} longer{advice}")
 
     def _warn(self, step: int, reason: str) -> None:
         self._run.log.event("warning", step=step, reason=reason, retry="never")
 
     def _has_many_shapes(self) -> bool:
-        return len(self._run.executor.shapes) >= MANY_SHAPES // 4
+        return len(self._run.executor.splitting.shapes) >= MANY_SHAPES // 4
 
 
 _FEW_SHAPES = (

@@ -106,7 +106,7 @@ class Recorder(Callback):
             epoch_seconds=now - self._epoch_began,
             memory=asdict(self._device.memory.usage()),
             state_bytes=held_memory(*self._run.steppers.values()),
-            num_shapes=len(self._run.executor.shapes),
+            num_shapes=len(self._run.executor.splitting.shapes),
         )
         self._epoch_began = now
         return Action.NONE
