@@ -206,7 +206,7 @@ def test_micro_batches_are_the_rows_of_the_batch(name: str, micro_batch: int) ->
     ("name", "is_rereadable"), [("shuffled", True), ("WeightedRandomSampler", True), ("a sampler with a state", False)]
 )
 def test_measuring_does_not_read_from_a_sampler_with_a_state(name: str, is_rereadable: bool) -> None:
-    from whet.training.setup import is_rereadable as decided
+    from whet.training.run_config import is_rereadable as decided
 
     assert decided(LOADERS[name]()) is is_rereadable
     assert not decided(STREAM_LOADERS["random"]())

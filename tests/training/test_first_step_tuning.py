@@ -11,7 +11,7 @@ from small_models import convnet, images
 from whet.plan.setting import MeasuredSetting
 from whet.run.events import History
 from whet.training import tune
-from whet.training.setup import plan_from_rules
+from whet.training.run_config import plan_from_rules
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
     from whet.step.loss import LossFunction
-    from whet.training.setup import RunConfig
+    from whet.training.run_config import RunConfig
 
 TRAINING_NAMES = ("recipe", "main")
 """Functions that `path.py` alone may mean, for commands that train."""

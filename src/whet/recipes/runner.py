@@ -20,8 +20,8 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.keywords import SessionKeywords
 from whet.training.loop import TrainResult, train_run
+from whet.training.run_config import make_run_config
 from whet.training.session import Session
-from whet.training.setup import make_run_config
 from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
 from whet.training.workload import count_parameters, describe_workload, layer_kinds

@@ -22,7 +22,7 @@ from whet.training.checkpointer import Urgency
 from whet.training.end_reason import stop_reason
 from whet.training.executor import RollbackRequiredError
 from whet.training.rank_sync import RankSync
-from whet.training.setup import RunContext
+from whet.training.run_context import RunContext
 from whet.training.state_check import check_first_step, state_is_unchecked
 from whet.training.tune import tune_first_step
 

@@ -15,7 +15,7 @@ from whet.data.batch import GlobalBatch, Position
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 NO_SAVE, SAVE_WHEN_IDLE, SAVE_NOW = 0, 1, 2
 """Values of `Action.save`. They are ordered, so that merging takes the most urgent one.

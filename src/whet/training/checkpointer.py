@@ -25,7 +25,7 @@ from whet.training.restore import RestoredRun, restore_run, run_environment
 from whet.training.schedule import check_parameter_groups
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 Urgency = Literal["due", "now", "last"]
 """How urgent a save is.

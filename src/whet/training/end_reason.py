@@ -8,7 +8,7 @@ from whet.base.process import TerminatedError
 from whet.training.callback import Action, State
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunConfig
+    from whet.training.run_config import RunConfig
 
 
 def stop_reason(action: Action) -> str:

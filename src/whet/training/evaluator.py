@@ -23,7 +23,7 @@ from whet.training.metrics import normalize_metrics
 from whet.training.workload import pad_token_id
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 
 Evaluate = Callable[[nn.Module, Iterator[Any]], Mapping[str, Any]]

@@ -35,7 +35,7 @@ from whet.training.workload import calls_attention, measure_activation_bytes, pr
 from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 
 class RollbackRequiredError(Exception):

@@ -31,7 +31,7 @@ from whet.verify.hidden_state import (
 )
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _MAX_NAMES = 3
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

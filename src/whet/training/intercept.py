@@ -17,7 +17,8 @@ from whet.base.errors import UsageError
 if TYPE_CHECKING:
     from whet.step.loss import LossFunction
     from whet.training.callbacks.event_log import EventHandler
-    from whet.training.setup import RunConfig, RunContext
+    from whet.training.run_config import RunConfig
+    from whet.training.run_context import RunContext
 
 
 class FirstStepReached(BaseException):

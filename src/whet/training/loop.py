@@ -27,8 +27,8 @@ from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
 from whet.training.progress import BestStep
+from whet.training.run_config import make_run_config
 from whet.training.session import Session
-from whet.training.setup import make_run_config
 from whet.training.tune import OpenStepBench, resolve_auto_batch_size, with_measured_plan
 
 VAL_LOSS = "val_loss"

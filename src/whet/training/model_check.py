@@ -16,7 +16,7 @@ from whet.verify.isolation import preserve_model_and_rng
 from whet.verify.start import causality, device_parity
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _Result = TypeVar("_Result")
 _MAX_SAMPLES = 8

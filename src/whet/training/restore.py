@@ -24,7 +24,7 @@ from whet.run.folder import Run
 from whet.training.state_check import restored_differences
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _ROUNDING_SETTINGS = (
     "precision",

@@ -13,7 +13,7 @@ from whet.plan.setting import Scalar, Setting
 from whet.run.folder import RUN_FILE, Run, open_run
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunConfig
+    from whet.training.run_config import RunConfig
 
 GROWABLE_KEYS = ("epochs", "max_steps")
 """Options that may grow when a run resumes; None is the largest value."""

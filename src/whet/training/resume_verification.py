@@ -17,7 +17,7 @@ from whet.training.state_check import restore_state, restored_differences
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 # Code between steps may have run further when the newest checkpoint was written.
 _UNCOMPARED = ("the generator of ", "rng.", "progress.")

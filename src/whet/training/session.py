@@ -42,7 +42,9 @@ from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.keywords import SessionKeywords
 from whet.training.metrics import normalize_metrics, scalar_metrics
 from whet.training.progress import BestStep, Progress
-from whet.training.setup import RunConfig, RunContext, make_run_config, setup
+from whet.training.run_config import RunConfig, make_run_config
+from whet.training.run_context import RunContext
+from whet.training.setup import setup
 
 _MAX_LOSSES = 16
 """Number of loss functions to remember. A loop may define its loss anew in each step."""

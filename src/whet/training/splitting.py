@@ -14,7 +14,7 @@ from whet.training.workload import pad_token_id, preserve_loss_modules
 from whet.verify.start.splitting import loss_split_obstacle
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _RECHECK_STEPS = 1024
 """Split steps after which the loss is checked again, in addition to steps 2, 4, 8 and so on."""

@@ -27,7 +27,7 @@ from whet.verify.start import cache, compiled
 from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _KERNEL_SETTINGS = ("attention", "norms")
 """Settings that can select whet's kernels ("whet")."""

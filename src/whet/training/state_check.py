@@ -20,7 +20,7 @@ from whet.run import durable
 from whet.step.optimizers import EXECUTION_KEYS
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 # The progress of the run and the options that it was started with, which restore_state leaves alone.
 _UNCOMPARED = ("step ", "progress.progress.", "progress.source.", "progress.initial.", "progress.code.")

@@ -30,7 +30,8 @@ from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.keywords import SessionKeywords
 from whet.training.resume import run_exists
-from whet.training.setup import RunConfig, RunContext, is_rereadable, make_run_config, plan_from_rules
+from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
+from whet.training.run_context import RunContext
 from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload

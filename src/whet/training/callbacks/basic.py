@@ -9,7 +9,7 @@ from whet.machine.desktop import NO_CAFFEINATE_MESSAGE, prevent_sleep
 from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 
 class EarlyStopping(Callback):

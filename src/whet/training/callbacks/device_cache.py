@@ -13,7 +13,7 @@ from whet.step.step import Outcome
 from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 CHECK_EVERY = 2
 """Steps between readings of the counters. A reading does not wait for the device."""

@@ -25,7 +25,7 @@ from whet.step.step import Outcome, Stepper
 from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 # Pending outcomes are read after half a second or 256 steps. Until then their tensors stay on the device.
 _READ_EVERY_SECONDS = 0.5

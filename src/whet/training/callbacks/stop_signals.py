@@ -11,7 +11,7 @@ from whet.training.callback import Action, Callback
 from whet.training.supervisor import is_supervised
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _ECHO_SECONDS = 0.3

@@ -22,7 +22,7 @@ from whet.training.callbacks.drift import Slowdown, SlowdownDetector
 from whet.training.callbacks.event_log import Recorder
 
 if TYPE_CHECKING:
-    from whet.training.setup import RunContext
+    from whet.training.run_context import RunContext
 
 Heat = Literal["cool", "slow", "hot"]
 """The thermal state. slow: steps take longer, but the sensor reports no heat."""

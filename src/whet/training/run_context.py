@@ -1,0 +1,296 @@
+"""RunContext: a live run, shared by the session and its callbacks."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from whet.base.errors import WhetError
+from whet.checkpoint import store
+from whet.data.batch import GlobalBatch, MicroBatch
+from whet.data.order import mix_seed
+from whet.data.source import AbstractSource
+from whet.device.abstract import AbstractDevice
+from whet.device.random_streams import RandomStreams
+from whet.distributed.group import RankGroup
+from whet.plan.plan import Plan, make_plan
+from whet.run.events import History
+from whet.run.folder import Run, rewrite_parts
+from whet.step.apply_plan import (
+    build_stepper,
+    set_process_settings,
+)
+from whet.step.model_contexts import WeightLayout
+from whet.step.non_finite_guard import NonFiniteGuard
+from whet.step.step import Stepper
+from whet.training.callback import Action, CallbackList, State
+from whet.training.callbacks.event_log import Recorder
+from whet.training.callbacks.stop_signals import StopSignals
+from whet.training.checkpointer import Checkpointer
+from whet.training.executor import Executor
+from whet.training.gaps import GapDetector
+from whet.training.metrics import scalar_metrics
+from whet.training.registered import RegisteredObjects
+from whet.training.restore import RestoredRun
+from whet.training.resume_verification import ResumeVerification
+from whet.training.run_config import RunConfig
+from whet.training.schedule import LearningRates
+from whet.training.source_code import SourceCode, model_classes
+from whet.training.torch_schedule import schedule_functions
+
+_BETWEEN_STEPS = 2**32
+"""Makes the seed of the code between steps differ from that of any epoch or step."""
+
+
+class RunContext:
+    """A live run: the device, data, model, optimizer and services that a session and its callbacks share."""
+
+    checkpointer: Checkpointer | None = None
+    verification: ResumeVerification | None = None
+    """Repeats the steps up to the newest checkpoint; None if a resume is not verified, or is already."""
+    gaps: GapDetector | None = None
+    """Detects state that checkpoints do not hold; None if this process writes none."""
+    executor: Executor
+    callbacks: CallbackList
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        device: AbstractDevice,
+        group: RankGroup,
+        source: AbstractSource,
+        steppers: Mapping[str, Stepper],
+        rates: LearningRates,
+        layout: WeightLayout,
+        state: State,
+        exit_stack: ExitStack,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        """The current plan. It may change during the run, for example after an out-of-memory error."""
+        self.device = device
+        self.group = group
+        self.source = source
+        self.steppers = dict(steppers)
+        """The steppers by the name of their optimizer. The first one is the main stepper."""
+        self.stepper = next(iter(self.steppers.values()))
+        self.layout = layout
+        """Restores the original memory format of the weights."""
+        self.rates = rates
+        self.rng = RandomStreams(device, between_seed=mix_seed(config.training.seed, _BETWEEN_STEPS) % 2**63)
+        self.sources = SourceCode()
+        self.registered = RegisteredObjects(config.register)
+        self.state = state
+        self.is_new = False
+        """Whether this session has started the run."""
+        self.exit_stack = exit_stack
+        """Undoes the setup when the session ends, in reverse order."""
+        self.folder: Run | None = None
+        self.guard: NonFiniteGuard
+        self.log: Recorder
+        self.stop_signals = StopSignals()
+        self.divides_batches = config.training.split_batch is not False
+        """Whether the loss may be called with some samples of a batch, for checks before the first step."""
+        self.has_users_gradients = False
+        """Whether the gradients come from a manual step. Checkpoints then keep them: they may be accumulated."""
+        self.pending = Action.NONE
+        """The merged actions that the loop has not performed yet."""
+        self._requests: deque[Action] = deque()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.config.model
+
+    @property
+    def other_optimizers(self) -> dict[str, tuple[Optimizer, torch.amp.GradScaler]]:
+        """The optimizers besides the main one, and their loss scalers, by name."""
+        _, *others = self.steppers.items()
+        return {name: (stepper.optimizer, stepper.scaler) for name, stepper in others}
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder; None if nothing is written."""
+        return None if self.folder is None else self.folder.path
+
+    def request(self, action: Action) -> None:
+        """Request an action from any thread or signal handler. The loop performs it after the current step."""
+        # deque.append is atomic. A lock could deadlock: a signal handler may run between any two bytecodes.
+        self._requests.append(action)
+
+    def collect_requests(self) -> Action:
+        """Merge all requests into `pending` and return it."""
+        while self._requests:
+            self.pending |= self._requests.popleft()
+        return self.pending
+
+    @property
+    def is_stop_requested(self) -> bool:
+        """Whether a stop was requested that the loop has not performed yet."""
+        return self.pending.stop is not None or any(action.stop is not None for action in tuple(self._requests))
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Return the remaining global batches of the epoch. Time spent waiting for them is logged as data time."""
+        read = self.group.stall_detector.reading(self.source.batches(self.state.position))
+        return self.log.timed(read)
+
+    def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
+        """Return the first samples of a batch, or all of them if the loss needs the whole batch."""
+        size = min(size, len(batch)) if self.divides_batches else len(batch)
+        return next(iter(self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)))
+
+    def use_plan(self, plan: Plan) -> None:
+        """Switch to a changed plan and write it to the run folder."""
+        self.plan = plan
+        self.guard.has_scaler = self.stepper.scaler.is_enabled()
+        self.watch_for_stalls()
+        if self.folder is not None and self.group.is_rank_zero:
+            rewrite_parts(self.folder, plan=plan.as_json())
+
+    def plan_again(self, **facts: Any) -> None:
+        """Plan again with more facts about the workload."""
+        plan = self.plan
+        self.use_plan(
+            make_plan(
+                plan.machine,
+                plan.workload.model_copy(update=facts),
+                overrides=plan.overrides,
+                measured=plan.measured,
+                system_state=plan.system_state,
+                trials=plan.trials,
+            )
+        )
+
+    def watch_for_stalls(self) -> None:
+        """Tell the stall detector whether the model is compiled: it may compile again for a new shape."""
+        self.group.stall_detector.is_compiled = self.plan.compile != "off"
+
+    def replan(self, plan: Plan) -> None:
+        """Apply a measured plan to a run with one optimizer that has not stepped yet. Its device and data stay."""
+        self.executor.close()
+        optimizer, training = self.stepper.optimizer, self.config.training
+        self.layout.use(plan.layout, optimizer)
+        set_process_settings(plan, self.device)
+        (name,) = self.steppers
+        self.stepper, _ = build_stepper(
+            plan,
+            self.model,
+            optimizer,
+            self.device,
+            clip=training.clip,
+            has_ema=training.ema,
+            strategy=self.stepper.strategy,
+        )
+        self.steppers[name] = self.stepper
+        self.use_plan(plan)
+        self.executor = Executor(self)
+        if self.checkpointer is not None:
+            # The first checkpoint names the settings that later ones must match.
+            self.checkpointer.save_initial_again()
+
+    def note_inexact(self, step: int, reason: str) -> None:
+        """Record in all later checkpoints that the run is not bit-exact since `step`."""
+        if self.checkpointer is not None:
+            self.checkpointer.note_inexact(step, reason)
+
+    def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
+        """Record a gap in all later checkpoints, and warn of it once."""
+        if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
+            how = "session.register(name, object)" if self.config.is_own_loop else "register={name: object}"
+            reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
+            self.log.event("warning", step=self.state.step, reason=reason, retry="never")
+
+    def begin_steps(self) -> None:
+        """Save objects that were registered after the initial state was saved, and warn of those that are missing."""
+        for mismatch in self.registered.begin(is_new=self.state.step == 0):
+            self.log.event("warning", step=self.state.step, reason=mismatch, exact=False, retry="never")
+            self.note_inexact(self.state.step, mismatch)
+        if self.checkpointer is not None and self.registered.objects.keys() - self.config.register.keys():
+            self.checkpointer.save_initial_again()
+        if self.gaps is not None:
+            self.gaps.begin()
+
+    def log_pending_events(self) -> None:
+        """Log the events of the device and the data. Raise if the device has failed without raising an error."""
+        for kind, fields in (*self.device.monitor.events(), *self.source.events()):
+            self.log.event(kind, step=self.state.step, **fields)
+        self.device.monitor.check()
+
+    def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Log the start or the resume of a session."""
+        goal = {"goal": self.config.goal, "mode": self.config.mode}
+        self.log.event(kind, step=self.state.step, total_steps=self.state.total_steps, **goal, **fields)
+
+    def roll_back(self, reason: str) -> None:
+        """Restore the newest checkpoint. The batches since then are repeated."""
+        checkpoint = None if self.checkpointer is None else self.checkpointer.newest()
+        if checkpoint is None:
+            raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
+        restored = self.restore(checkpoint)
+        self.executor.expect_changes()
+        self.verification, self.log.repeat_until = None, -1
+        self.log_session("resume", {**restored.fields, "rollback_reason": reason})
+        # The non-finite step was discarded with all others since the checkpoint, so the guard starts clean.
+        self.guard.first_non_finite = None
+
+    def has_logged(self, prefix: str) -> bool:
+        """Return whether the run folder holds a metric with this prefix for the newest step."""
+        if self.folder is None:
+            return False
+        is_logged = False
+        if self.group.is_rank_zero:
+            newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
+            is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
+        # Rank 0 decides: the other ranks may see its writes a little later.
+        return bool(self.group.broadcast(is_logged))
+
+    def last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the newest step from the run folder; empty if there are none."""
+        metrics: dict[str, float] = {}
+        if self.folder is not None and self.group.is_rank_zero:
+            for event in History(self.folder).backwards(kinds=("eval",)):
+                if event.step != self.state.step:
+                    break
+                metrics = {**scalar_metrics(event.fields), **metrics}
+        shared: dict[str, float] = self.group.broadcast(metrics)
+        return shared
+
+    def raise_callback_error(self) -> NoReturn:
+        """Save a checkpoint and raise the error of a callback that failed on any rank."""
+        failure = self.callbacks.failure
+        if self.group.is_single_process:
+            # The final checkpoint is written on the way out of the session.
+            assert failure is not None
+            raise failure[1]
+        messages = self.group.all_gather(None if failure is None else f"{failure[0]}: {failure[1]}")
+        if self.checkpointer is not None:
+            self.checkpointer.save("last")
+        self.group.barrier()
+        if failure is not None:
+            raise failure[1]
+        rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+        raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
+
+    def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
+        """Restore the run from a checkpoint. Nothing is written."""
+        assert self.checkpointer is not None
+        return self.checkpointer.restore(checkpoint)
+
+    def observe_code(self) -> list[str]:
+        """Record the code of the model, the schedule and a known loss. Return what has changed since the run began."""
+        model, schedule = model_classes(self.model), schedule_functions(self.config.training.schedule)
+        changes = self.sources.observe("model", model) + self.sources.observe("schedule", schedule)
+        return changes + ([] if self.config.loss is None else self.sources.observe_loss(self.config.loss))
+
+    def warn_changed_code(self, changes: list[str]) -> None:
+        """Log that code is not what the run was started with: its results may differ from an uninterrupted run."""
+        for change in changes:
+            reason = f"{change} since the run was started"
+            self.log.event("warning", step=self.state.step, reason=reason, exact=False, retry="never")
+            self.note_inexact(self.state.step, change)
