@@ -6,7 +6,7 @@ included.
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +35,8 @@ _STEP_SECONDS = 30.0
 class ProcessStepBench:
     """Runs a StepBench in a child process and restarts the process after a failure.
 
-    `target` is a "module:function" that takes `arguments` and returns a context manager of a StepBench.
+    `target` is a "module:function" that takes `arguments` and returns a context manager of a StepBench. With a
+    `payload`, it also takes a stream of these bytes, which every new process gets again.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ProcessStepBench:
         *,
         environment: Mapping[str, str] | None = None,
         max_bytes: int | None = None,
+        payload: Iterable[bytes] | None = None,
     ) -> None:
+        self._payload = payload
         self._target, self._arguments = target, dict(arguments)
         self._environment = environment
         self._max_bytes = max_bytes
@@ -131,6 +134,7 @@ class ProcessStepBench:
             {"target": self._target, "arguments": self._arguments},
             environment=self._environment,
             max_bytes=self._max_bytes,
+            payload=self._payload,
         )
         timeout = self._within_budget(START_SECONDS)
         try:
@@ -219,7 +223,9 @@ def serve(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
     """Open the bench in the child process and respond to requests."""
     with contextlib.ExitStack() as stack:
         try:
-            bench: StepBench = stack.enter_context(load_object(arguments["target"])(arguments["arguments"]))
+            payload = () if channel.payload is None else (channel.payload,)
+            opened = load_object(arguments["target"])(arguments["arguments"], *payload)
+            bench: StepBench = stack.enter_context(opened)
         except WhetError as error:
             channel.send({"error": error_to_json(error)})
             return 0

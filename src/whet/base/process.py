@@ -1,9 +1,11 @@
-"""Signals, exit codes and garbage collection of this process."""
+"""Signals, time limits, exit codes and garbage collection of this process."""
 
 import gc
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 
@@ -42,6 +44,42 @@ def stop_message(number: int, *, when: str) -> str:
     if number == signal.SIGINT:
         return f"stopping {when}; Ctrl-C once more stops at once"
     return f"{signal.Signals(number).name}: stopping {when}; a second one stops at once"
+
+
+class TimeLimitError(BaseException):
+    """Raised in code that exceeds its time limit. Not an Exception: libraries catch those and continue."""
+
+
+_REPEAT_SECONDS = 2.0
+"""Interval of further alarms. Python drops an exception that is raised in a destructor or a callback of C code."""
+
+
+def interrupt_obstacle() -> str | None:
+    """Return why `interrupt_after` cannot be used here; None if it can."""
+    if threading.current_thread() is not threading.main_thread():
+        return "only the main thread can be interrupted"
+    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_REAL)):
+        return "this program uses SIGALRM itself"
+    return None
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError in the body after this time, wherever its Python code is. Check `interrupt_obstacle` first.
+
+    A call into C code is interrupted when it returns.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _REPEAT_SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -8,6 +8,9 @@ of memory in the child is an exception in the parent, and the child ends when it
 
 No file in the current folder or on PYTHONPATH can shadow the standard library or an installed package: the child
 appends the parent's `sys.path` entries to its own.
+
+A `payload` of bytes travels beside the messages, through a third pipe that a thread of the parent fills. The child reads
+it as `channel.payload` while it starts, so its size is not limited by the buffer of a pipe.
 """
 
 import contextlib
@@ -23,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -56,7 +59,8 @@ class JsonWorker:
 
     `log` receives stdout and stderr; without it they go to a temporary file (`read_stderr`, `describe_exit`).
     `max_bytes` is the resident memory at which the process is killed. `is_threaded=False` keeps the child
-    single-threaded, so that it can fork; it then notices the end of its parent only between messages.
+    single-threaded, so that it can fork; it then notices the end of its parent only between messages. `payload` are
+    chunks of bytes for the child to read.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class JsonWorker:
         log: Path | None = None,
         max_bytes: int | None = None,
         is_threaded: bool = True,
+        payload: Iterable[bytes] | None = None,
     ) -> None:
         self.on_tick: Callable[[], None] | None = None
         """Called about twice a second while `receive` waits."""
@@ -79,6 +84,8 @@ class JsonWorker:
         environment = env.child_environment() if environment is None else environment
         requests_in, self._requests = os.pipe()
         responses, responses_out = os.pipe()
+        payload_in, payload_out = (None, None) if payload is None else os.pipe()
+        for_child = [end for end in (requests_in, responses_out, payload_in) if end is not None]
         try:
             self._process = subprocess.Popen(
                 _command(requests_in, responses_out, environment),
@@ -86,24 +93,28 @@ class JsonWorker:
                 stdout=self._stderr,
                 stderr=self._stderr,
                 env=_without_path(environment),
-                pass_fds=(requests_in, responses_out),
+                pass_fds=for_child,
                 # Start a new process group: Ctrl-C in the terminal does not reach it, and it can be killed as a whole.
                 process_group=0,
             )
         except OSError:
-            os.close(self._requests)
-            os.close(responses)
+            for end in (self._requests, responses, payload_out):
+                if end is not None:
+                    os.close(end)
             self._stderr.close()
             raise
         finally:
-            os.close(requests_in)
-            os.close(responses_out)
+            for end in for_child:
+                os.close(end)
         self._threads = [threading.Thread(target=_read_messages, args=(responses, self._messages), daemon=True)]
+        if payload is not None:
+            self._threads.append(threading.Thread(target=_write_payload, args=(payload_out, payload), daemon=True))
         if max_bytes is not None:
             self._threads.append(threading.Thread(target=self._limit_memory, args=(max_bytes,), daemon=True))
         for thread in self._threads:
             thread.start()
-        self.send({"target": target, "arguments": dict(arguments or {}), "is_threaded": is_threaded})
+        start = {"target": target, "arguments": dict(arguments or {}), "is_threaded": is_threaded}
+        self.send({**start, "payload": payload_in})
 
     def __enter__(self) -> Self:
         return self
@@ -206,8 +217,12 @@ class JsonWorker:
 class WorkerChannel:
     """The child's end of the pipes."""
 
-    def __init__(self, requests: IO[bytes], responses: int, *, is_threaded: bool) -> None:
+    def __init__(
+        self, requests: IO[bytes], responses: int, *, is_threaded: bool, payload: IO[bytes] | None = None
+    ) -> None:
         self._requests, self._responses = requests, responses
+        self.payload = payload
+        """The bytes that the parent sends besides messages; None if it sends none. They can be read once."""
         self._lines: queue.SimpleQueue[bytes] | None = None
         if is_threaded:
             self._lines = queue.SimpleQueue()
@@ -261,7 +276,11 @@ def main(requests: int, responses: int) -> None:
     if not first:
         os._exit(1)
     start = json.loads(first)
-    channel = WorkerChannel(reader, responses, is_threaded=start["is_threaded"])
+    payload = None
+    if start["payload"] is not None:
+        os.set_inheritable(start["payload"], False)
+        payload = os.fdopen(start["payload"], "rb")
+    channel = WorkerChannel(reader, responses, is_threaded=start["is_threaded"], payload=payload)
     code = 1
     try:
         code = load_object(start["target"])(channel, start["arguments"]) or 0
@@ -331,6 +350,15 @@ def _read_messages(descriptor: int, messages: "queue.SimpleQueue[Message | None]
             with contextlib.suppress(ValueError):
                 messages.put(dict(json.loads(line)))
     messages.put(None)
+
+
+def _write_payload(descriptor: int, payload: Iterable[bytes]) -> None:
+    # A child that has died closes the pipe. `receive` reports that.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "wb", buffering=0) as stream:
+        for chunk in payload:
+            left = memoryview(chunk)
+            while left:
+                left = left[stream.write(left) :]
 
 
 def error_to_json(error: WhetError) -> Message:

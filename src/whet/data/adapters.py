@@ -5,18 +5,20 @@ and a branch in `open_source`.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch, GlobalBatch, MicroBatch, Position, Ragged, map_field
-from whet.data.columns import Columns, MakeData, RowDataset, as_columns, columns_type, rows_to_collate
+from whet.data.columns import Columns, MakeData, RowDataset, as_columns, columns_type, rows_to_collate, select_column
 from whet.data.loader import CollateFunction, is_iterable_loader, loader_columns, loader_order
 from whet.data.order import PlannedBatch, SampleOrder, SeededOrder
+from whet.data.recorded import RecordedBatches, RecordedSource
 from whet.data.sample import DatasetReader, SampleIdentity
 from whet.data.samplers import StreamedOrder
 
@@ -61,6 +63,8 @@ def open_source(
     A DataLoader has its own batch size, order and collate function. `share` is the part of each batch that this rank
     computes; all of it by default. `pad_token_id` pads tokenized samples (`input_ids`) that have no collate function.
     """
+    if isinstance(data, RecordedBatches):
+        return RecordedSource(data, device, is_resident=is_resident)
     if isinstance(data, DataLoader):
         return _open_loader(data, device, seed=seed, is_resident=is_resident, loading=loading, share=share)
     if collate_fn is not None:
@@ -163,6 +167,8 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
 class TensorSource(AbstractSource):
     """Columns in memory. On the device if they fit, so that training copies nothing."""
 
+    is_in_memory = True
+
     def __init__(
         self,
         columns: Columns,
@@ -181,6 +187,7 @@ class TensorSource(AbstractSource):
             columns = {name: map_field(name, column, device.put) for name, column in columns.items()}
         send = device.put_async if is_resident else lambda rows: rows
         self._splitter = BatchSplitter(columns, send=send, is_on_device=is_resident, make_data=make_data)
+        self._columns, self._make_data = columns, make_data
         self.share = share or RankShare()
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
@@ -202,6 +209,12 @@ class TensorSource(AbstractSource):
         mine = batch.ids[part.indices]
         micro_batches = self._splitter.micro_batches(mine, mine, micro_batch=micro_batch, length_mode=length_mode)
         return share.equalize(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)
+
+    def record(self, batches: Sequence[GlobalBatch]) -> RecordedBatches:
+        recorded = RecordedBatches(batches=tuple(batches), make_data=self._make_data)
+        rows = recorded.known_ids().tolist()
+        chosen = {name: select_column(column, rows) for name, column in self._columns.items()}
+        return replace(recorded, columns={name: map_field(name, column, Tensor.cpu) for name, column in chosen.items()})
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -301,6 +314,9 @@ class MapStyleSource(AbstractSource):
             share=share,
             pad_token_id=self._pad_token_id,
         )
+
+    def record(self, batches: Sequence[GlobalBatch]) -> RecordedBatches:
+        return RecordedBatches(batches=tuple(batches), pad_token_id=self._pad_token_id)
 
     def own_samples(self, batch: GlobalBatch) -> GlobalBatch:
         if batch.collated is not None:

@@ -269,10 +269,11 @@ def subset(data: Any, *, fraction: float, seed: int) -> Any:
     columns = as_columns(data)
     if columns is None:
         return SubsetDataset(data, rows)
-    return {name: _select_rows(column, rows) for name, column in columns.items()}
+    return {name: select_column(column, rows) for name, column in columns.items()}
 
 
-def _select_rows(column: Column, rows: list[int]) -> Column:
+def select_column(column: Column, rows: list[int]) -> Column:
+    """Return some rows of a column as a column."""
     if isinstance(column, Ragged):
         return Ragged.of([column[row] for row in rows], pad_value=column.pad_value)
     return column[torch.tensor(rows)]

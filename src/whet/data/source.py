@@ -1,12 +1,15 @@
 """The interface of data sources: global batches from any position, and their micro-batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import GlobalBatch, MicroBatch, Position
 from whet.data.split import LengthMode, RankShare
 from whet.data.structure import row_obstacle
+
+if TYPE_CHECKING:
+    from whet.data.recorded import RecordedBatches
 
 
 class AbstractSource(ABC):
@@ -18,6 +21,8 @@ class AbstractSource(ABC):
     """Number of global batches in one epoch; None if it is not known in advance."""
     share: RankShare
     """The part of each batch that this rank computes."""
+    is_in_memory = False
+    """Whether batches take no time to read."""
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
@@ -40,6 +45,10 @@ class AbstractSource(ABC):
     def split_obstacle(self, batch: GlobalBatch) -> str | None:
         """Return why a batch cannot be divided into samples; None if it can."""
         return None if batch.collated is None else row_obstacle(batch.collated, len(batch))
+
+    def record(self, batches: Sequence[GlobalBatch]) -> "RecordedBatches":
+        """Return these batches with their samples, for another process. Only data that can be read twice has them."""
+        raise NotImplementedError(type(self).__name__)
 
     def fingerprint(self) -> str | None:
         """Return a hash that identifies the data; None if it is unknown. Large data is hashed in part."""

@@ -158,6 +158,10 @@ class DeviceMemory:
         """Read the counters."""
         return MemoryUsage()
 
+    def free_bytes(self) -> int | None:
+        """Return the free memory of the device in bytes, for all processes; None if it uses host memory."""
+        return None
+
     def reset_peak(self) -> None:
         """Reset the peak, if the device has such a counter."""
 

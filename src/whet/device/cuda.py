@@ -99,6 +99,9 @@ class CudaMemory(DeviceMemory):
             limit=torch.cuda.get_device_properties(self._device).total_memory,
         )
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 

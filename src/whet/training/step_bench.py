@@ -1,14 +1,17 @@
 """Time optimizer steps of the user's model and data in this process.
 
 Weights, buffers, modes, optimizer state, generators and the number of threads are restored afterwards.
+`training/shipped_bench.py` runs the same code in a process of its own, where a compilation can be killed. In the user's
+process it is interrupted by an alarm instead.
 """
 
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
+from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,9 +22,10 @@ from torch.optim import Optimizer
 from whet.autotune.candidates import has_attention_choice, plan_with, predicted_bytes
 from whet.autotune.step_bench import FailureKind, ProbeFailedError, SettingsAgreement
 from whet.base.errors import WhetError
-from whet.base.process import gc_disabled
-from whet.data.adapters import TensorSource, check_dataset_size
+from whet.base.process import TimeLimitError, gc_disabled, interrupt_after, interrupt_obstacle
+from whet.data.adapters import check_dataset_size
 from whet.data.batch import GlobalBatch, MicroBatch, Position
+from whet.data.recorded import RecordedBatches
 from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import preserve_num_threads
@@ -41,7 +45,7 @@ from whet.step.apply_plan import (
 )
 from whet.step.ema import named_tensors
 from whet.step.graphs import GraphedStepper
-from whet.step.loss import LossFunction, adapt_loss
+from whet.step.loss import LossFunction, adapt_loss, clamp_weight, parse_loss
 from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
 from whet.step.optimizers import OptimizerChoice, set_learning_rate
 from whet.step.rollback import release_traceback
@@ -52,7 +56,7 @@ from whet.training.training_config import TrainingConfig
 from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model
 from whet.verify.parity.compare import compare_precision
-from whet.verify.start.compiled import compare_compiled_with_eager
+from whet.verify.start.compiled import compare_compiled_with_eager, num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
 
 NUM_BATCHES = 8
@@ -63,6 +67,11 @@ half-precision attention took 85 ms more in the first step of each new shape.
 """
 # At least 2 warm-up steps; more only within 2 seconds.
 _WARMUP_STEPS, _WARMUP_SECONDS = 2, 2.0
+# Less time is not worth an attempt to compile in the user's process: small models took 10 to 40 s on two cores.
+_MIN_COMPILE_SECONDS = 10.0
+# torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that still compiles after
+# these batches compiles for every new shape.
+_NUM_SETTLED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +113,7 @@ class LocalStepBench:
         plan: Plan,
         may_compile: bool = False,
     ) -> None:
-        """Set `may_compile` only in a separate process: compilation cannot be interrupted in this one."""
+        """Set `may_compile` only in a separate process, which can be killed. Else an alarm interrupts compilation."""
         self.may_compile = may_compile
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
@@ -117,7 +126,7 @@ class LocalStepBench:
         self.loss = adapt_loss(loss, model)
         self._optimizer = optimizer
         self._data = data
-        self._training = training
+        self.training = training
         self._exit_stack = ExitStack()
         self._sources: dict[tuple[Scalar, ...], AbstractSource] = {}
         self._batches: list[GlobalBatch] = []
@@ -159,9 +168,9 @@ class LocalStepBench:
     def use_batch(self, size: int) -> None:
         """Switch to this global batch size and make a new plan for it."""
         self._close_sources()
-        self._training = self._training.model_copy(update={"global_batch_size": size})
+        self.training = self.training.model_copy(update={"global_batch_size": size})
         num_samples = self.plan.workload.num_samples
-        num_steps = self._training.total_steps(None if num_samples is None else -(-num_samples // size))
+        num_steps = self.training.total_steps(None if num_samples is None else -(-num_samples // size))
         changed = {"global_batch_size": size, "num_steps": num_steps or None}
         self._use_workload(self.plan.workload.model_copy(update=changed))
         workload = self._requested_plan.workload.model_copy(update=changed)
@@ -187,31 +196,67 @@ class LocalStepBench:
         )
 
     def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "LocalPreparedStep":
-        """Apply the settings and run warm-up steps. Only a separate process can enforce `seconds`."""
+        """Apply the settings and run warm-up steps.
+
+        `seconds` is enforced by a separate process, or by an alarm while this process compiles.
+        """
         start = time.perf_counter()
         plan = self.plan_with(settings)
-        if plan.compile != "off":
-            obstacle = compile_obstacle(self.model, plan)
-            if not self.may_compile:
-                obstacle = "compiling cannot be interrupted in this process"
+        is_compiled = plan.compile != "off"
+        if is_compiled:
+            obstacle = compile_obstacle(self.model, plan) or self._limit_obstacle(seconds)
             if obstacle is not None:
                 raise ProbeFailedError(obstacle, kind="refused")
         # The collector is disabled while the bench is entered, so free the previous candidate explicitly.
         gc.collect()
-        with _probe_errors():
+        with _probe_errors(), _compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
             prepared = LocalPreparedStep(self, self._build(plan))
             prepared.check_compiled()
+            graphs = []
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
-                limit = seconds if index + 1 < _WARMUP_STEPS else min(seconds, _WARMUP_SECONDS)
-                if time.perf_counter() - start > limit:
+                graphs.append(num_graphs())
+                # A shape that is compiled belongs to the preparation and not to the timed steps.
+                is_short = index + 1 >= _WARMUP_STEPS and not is_compiled
+                if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_short else seconds):
                     break
+        if is_compiled and len(set(graphs[_NUM_SETTLED:])) > _NUM_SETTLED:
+            raise ProbeFailedError("it is compiled again for every new shape of a batch", kind="error")
         prepared.preparation_seconds = time.perf_counter() - start
         if plan.graph != "off":
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
     # --- for prepared steps ------------------------------------------------------------------------------------------
+
+    def first_loss(self) -> float:
+        """Return the loss of the first micro-batch under the rule-based plan, without compiling and without an update.
+
+        Another process that trains the same computes the same loss.
+        """
+        with _probe_errors(), preserve_model(self.model):
+            built = self._build(self.plan)
+            device, micro = built.device, next(built.split(self.batch(0)))
+            # Reading data may have drawn random numbers.
+            seed_everything(self.training.seed)
+            with (
+                self.applied(built),
+                device.compute_context(),
+                torch.enable_grad(),
+                device.autocast(built.plan.precision),
+            ):
+                total, weight = parse_loss(self.loss(micro.map_tensors(device.put)))
+            return float((total if weight is None else total / clamp_weight(weight)).detach())
+
+    def record(self) -> tuple[RecordedBatches, float]:
+        """Return the batches that the steps cycle through, and the seconds that reading one of them takes."""
+        source, seconds = self._source(self.plan), []
+        batches, before = [], time.perf_counter()
+        for batch in islice(source.batches(Position()), NUM_BATCHES):
+            batches.append(batch)
+            seconds.append(time.perf_counter() - before)
+            before = time.perf_counter()
+        return source.record(batches), 0.0 if source.is_in_memory else median(seconds)
 
     def batch(self, index: int) -> GlobalBatch:
         return self._batches[index % len(self._batches)]
@@ -220,6 +265,20 @@ class LocalStepBench:
         if device.torch_device != self._model_device:
             device.put_model(self.model, self._users_optimizer)
             self._model_device = device.torch_device
+
+    @contextmanager
+    def applied(self, built: _BuiltPlan, compiled: CompiledCalls | None = None) -> Iterator[None]:
+        """Apply a plan to the process and the model for the duration of one step."""
+        self.move_to(built.device)
+        with apply_plan(
+            built.plan,
+            self.model,
+            built.device,
+            layout=self.layout,
+            optimizer=built.stepper.optimizer,
+            compiled=compiled,
+        ):
+            yield
 
     def floor(self, device: AbstractDevice) -> int:
         """Return the bytes in use on a device before the model was moved there."""
@@ -231,7 +290,7 @@ class LocalStepBench:
 
     def read_batches(self, source: AbstractSource) -> Iterator[GlobalBatch] | None:
         """Return an endless iterator over the batches; None if all data is in memory and need not be read."""
-        return None if isinstance(source, TensorSource) else _repeat_epochs(source)
+        return None if source.is_in_memory else _repeat_epochs(source)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -239,11 +298,20 @@ class LocalStepBench:
     def _users_optimizer(self) -> Optimizer | None:
         return self._optimizer if isinstance(self._optimizer, Optimizer) else None
 
+    def _limit_obstacle(self, seconds: float) -> str | None:
+        """Return why nothing may be compiled within this time in this process; None if it may."""
+        if self.may_compile:
+            return None
+        if seconds < _MIN_COMPILE_SECONDS:
+            return f"{seconds:.0f} s are too few to compile in"
+        obstacle = interrupt_obstacle()
+        return None if obstacle is None else f"compiling cannot be interrupted in this process: {obstacle}"
+
     def _build(self, plan: Plan) -> _BuiltPlan:
         """Apply a plan to the model in the same order as a training run."""
         self._model_device = None
         self.floor(open_device(plan.device).device)
-        source, training = self._source(plan), self._training
+        source, training = self._source(plan), self.training
         plan, device, _ = open_planned_device(plan)
         seed_everything(training.seed)
         check_dataset_size(source, training.global_batch_size)
@@ -258,7 +326,7 @@ class LocalStepBench:
         key = (plan.device, plan.data_location, plan.workers, plan.prefetch, plan.worker_start_method, plan.copies)
         if key not in self._sources:
             device = open_device(plan.device, overlaps_copies=plan.copies == "overlapped").device
-            training = self._training
+            training = self.training
             source = self._sources[key] = open_planned_source(
                 self._data,
                 device,
@@ -271,14 +339,14 @@ class LocalStepBench:
             )
             if not self._batches:
                 # A dataset is read inside the timed steps. Here it needs one batch only, to learn the shapes.
-                num_ready = NUM_BATCHES if isinstance(source, TensorSource) else 1
+                num_ready = NUM_BATCHES if source.is_in_memory else 1
                 self._batches = list(islice(source.batches(Position()), num_ready))
         return self._sources[key]
 
     def _learn_workload(self) -> None:
         """Detect whether the model calls attention, and measure the memory per sample."""
         built = self._build(self.plan)
-        if has_attention_choice(self.plan):
+        if has_attention_choice(self.plan) and "sdpa" not in self.plan.workload.layers:
             self._learn_attention(built)
         self._learn_splitting(built)
         workload = self.plan.workload
@@ -295,7 +363,7 @@ class LocalStepBench:
     def _learn_splitting(self, built: _BuiltPlan) -> None:
         """Find out whether micro-batches smaller than the batch may be tried."""
         workload, batch = self.plan.workload, self.batch(0)
-        if self._training.split_batch != "auto" or workload.whole_batch_reason is not None:
+        if self.training.split_batch != "auto" or workload.whole_batch_reason is not None:
             return
         obstacle = built.source.split_obstacle(batch)
         if obstacle is None:
@@ -406,19 +474,19 @@ class LocalPreparedStep:
         stepper.release_graphs("the measurement is over")
         stepper.optimizer.state.clear()
 
-    @contextmanager
-    def _applied(self) -> Iterator[None]:
-        """Apply the plan to the process and the model for the duration of one step."""
-        self._bench.move_to(self._built.device)
-        with apply_plan(
-            self.plan,
-            self._bench.model,
-            self._built.device,
-            layout=self._bench.layout,
-            optimizer=self._built.stepper.optimizer,
-            compiled=self._compiled,
-        ):
+    def _applied(self) -> AbstractContextManager[None]:
+        return self._bench.applied(self._built, self._compiled)
+
+
+@contextmanager
+def _compile_limit(seconds: float) -> Iterator[None]:
+    """Interrupt a compilation in this process after this time, and drop what it has left in the compiler."""
+    try:
+        with interrupt_after(seconds):
             yield
+    except TimeLimitError:
+        torch.compiler.reset()
+        raise ProbeFailedError(f"interrupted after {seconds:.1f} s", kind="timeout") from None
 
 
 @contextmanager

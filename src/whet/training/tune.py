@@ -1,7 +1,8 @@
 """Measure plans for a training: the fastest settings, and the global batch size."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -15,8 +16,8 @@ from whet.autotune.batch_size import choose_batch_size, lr_scaling, recorded_bat
 from whet.autotune.candidates import device_kind
 from whet.autotune.result import TuningResult, budget_seconds
 from whet.autotune.search import search
-from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench
-from whet.base.errors import UsageError
+from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
+from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
 from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
@@ -32,6 +33,7 @@ from whet.training.keywords import SessionKeywords
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.run_context import RunContext
+from whet.training.shipped_bench import NotShippedError, shipped_bench
 from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
@@ -42,6 +44,10 @@ MIN_BUDGET_SECONDS = 5.0
 """The smallest useful budget: a shorter search finds almost nothing."""
 _BATCH_SHARE = 1 / 3
 """The largest share of a tuning budget that finding the global batch size may take."""
+_MIN_SHIPPING_SECONDS = 15.0
+"""With less, starting another process takes most of the time, and nothing could be compiled in the rest."""
+_MIN_SEARCH_SHARE = 1 / 2
+"""The smallest share of a budget that is left for the search, however long the process takes to start."""
 _TIMED_STEPS = 5
 """Number of steps that estimate the duration of a run."""
 _MIN_STEPS = 100
@@ -149,7 +155,8 @@ def tune(
             batch = measure_batch_size(bench, optimizer, budget=_BATCH_SHARE * budget, watch=watch)
             left -= batch.spent_seconds
             report_lines(handler, *batch.lines)
-        result = search(bench.plan, bench, budget_seconds=left, on_progress=watch)
+    config = replace(config, training=bench.training)
+    result = _search(config, loss, bench.plan, budget=left, watch=watch)
     if result.trials:
         cache.save(bench.about, result)
     report_lines(handler, *result.summary)
@@ -218,8 +225,7 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
         measured = _measure(config, loss, plan, num_steps, open_bench=open_bench)
     except Exception as error:
         # A failed measurement must not stop the run. If the run fails for the same reason, it raises the error itself.
-        reason = error.reason if isinstance(error, ProbeFailedError) else f"{type(error).__name__}: {error}"
-        report_lines(on_event, f"not measured: {(reason.splitlines() or [reason])[0]}")
+        report_lines(on_event, f"not measured: {_reason(error)}")
         return None
     if measured is None:
         return None
@@ -238,7 +244,8 @@ def _measure(
     watch = progress_callback(config.on_event)
     with _bench(config, loss, plan) as bench:
         plan = bench.plan
-        seconds = _estimate_run_seconds(bench, num_steps)
+        preparation_seconds, step_seconds = _time_steps(bench)
+        seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}"
         if budget < MIN_BUDGET_SECONDS:
@@ -251,9 +258,9 @@ def _measure(
             config.on_event,
             f"measuring which plan is fastest, {format_seconds(budget)} at most; this run would take {length}",
         )
-        if open_bench is None:
-            return plan, search(plan, bench, budget_seconds=budget, on_progress=watch)
-    return plan, _search_in_process(open_bench, plan, budget=budget, watch=watch)
+    if open_bench is not None:
+        return plan, _search_in_process(open_bench, plan, budget=budget, watch=watch)
+    return plan, _search(config, loss, plan, budget=budget, watch=watch, step_seconds=step_seconds)
 
 
 def _what_more(plan: Plan) -> str:
@@ -268,6 +275,50 @@ def _bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
     return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
 
 
+def _search(
+    config: RunConfig,
+    loss: LossFunction,
+    plan: Plan,
+    *,
+    budget: float,
+    watch: ProgressCallback | None,
+    step_seconds: float | None = None,
+) -> TuningResult:
+    """Search in a process of its own, where compiling can be killed, or in this one if the training cannot be sent."""
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        try:
+            if budget < _MIN_SHIPPING_SECONDS:
+                raise NotShippedError(f"{format_seconds(budget)} are too few to start another process and compile")
+            if watch is not None:
+                watch(TuningProgress(doing="starting a process", spent_seconds=0.0, budget_seconds=budget))
+            shipped = shipped_bench(
+                config.model,
+                config.optimizer,
+                config.data,
+                config.training,
+                loss=loss,
+                plan=plan,
+                step_seconds=step_seconds,
+            )
+            bench: StepBench = stack.enter_context(shipped)
+        except WhetError as error:
+            report_lines(config.on_event, f"measured in this process: {_reason(error)}")
+            bench = stack.enter_context(_bench(config, loss, plan))
+        left = max(_MIN_SEARCH_SHARE * budget, budget - (time.perf_counter() - start))
+        return search(bench.plan, bench, budget_seconds=left, on_progress=watch)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of a failed measurement in one line."""
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ProbeFailedError):
+        reason = error.reason
+    elif isinstance(error, WhetError):
+        reason = error.got or error.what
+    return (reason.splitlines() or [reason])[0]
+
+
 def _search_in_process(
     open_bench: OpenStepBench, plan: Plan, *, budget: float, watch: ProgressCallback | None
 ) -> TuningResult:
@@ -279,12 +330,12 @@ def _search_in_process(
         return TuningResult(summary=(f"not measured: {error.reason}",))
 
 
-def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
-    """Estimate the duration of the whole run under the rule-based plan by timing a few steps."""
+def _time_steps(bench: LocalStepBench) -> tuple[float, float]:
+    """Return the seconds that the rule-based plan takes to prepare, and those of a step."""
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
     seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
     prepared.close()
-    return prepared.preparation_seconds + num_steps * seconds
+    return prepared.preparation_seconds, seconds
 
 
 # --- the global batch size --------------------------------------------------------------------------------------------
