@@ -151,6 +151,9 @@ def test_the_source_runs_no_files(copy: Path) -> None:
         ),
         ("checkpoint/store.py", "import numpy as np\n\nX = np.load('x', allow_pickle=True)", "allow_pickle"),
         ("checkpoint/store.py", "from pickle import loads\n\nX = loads(b'')", "pickle.loads"),
+        ("training/step_bench.py", "import pickle\n\nX = pickle.load(open('x', 'rb'))", "pickle.load"),
+        ("training/shipped_bench.py", "X = pickle.loads(b'')", "pickle.loads"),
+        ("training/shipped_bench.py", "X = cloudpickle.load(open('x', 'rb'))", "cloudpickle.load"),
     ],
 )
 def test_calls_that_run_files_fail(copy: Path, file: str, line: str, reported: str) -> None:

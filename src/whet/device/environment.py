@@ -6,6 +6,7 @@ the sources of PyTorch 2.13 (MPSFallback.mm, MPSAllocator.mm) and has not been r
 
 import contextlib
 import getpass
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from whet.plan.environment import TORCH_WATERMARKS, WHET_WATERMARKS
 FALLBACK, HIGH, LOW = MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
 _TORCH_WATERMARKS = dict(zip((HIGH, LOW), TORCH_WATERMARKS, strict=True))
 _MAX_RATIO = 2.0
+_MAX_GPUS = 64
 _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
@@ -52,17 +54,29 @@ def check_mps_memory(watermarks: tuple[float, float]) -> None:
 
 
 def configure_compile_cache() -> None:
-    """Cache compiled code in whet's home folder, so that similar runs start faster.
+    """Cache compiled code in whet's home folder, so that the next start of the same training is faster.
 
-    The default of torch is a temporary folder, which a reboot deletes.
+    The default of torch is a temporary folder, which a reboot deletes. The cache holds code that is executed, so only
+    the user may write to it.
     """
     folder = env.home() / "compiled"
     # Without a user name (KeyError) or a writable home folder, keep the default of torch.
     with contextlib.suppress(OSError, KeyError):
         # Importing torch's compiler sets the variable to its default. That value is not a choice of the user.
         default = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_private(folder)
         env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
+        of_torch = [str(default / "triton" / str(index)) for index in range(_MAX_GPUS)]
+        env.set_defaults({"TRITON_CACHE_DIR": str(folder / "triton")}, defaults=of_torch)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user can use. Raises PermissionError for one of another user."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Changing the mode of another user's folder fails, except for root, who asks for the owner.
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    folder.chmod(0o700)
 
 
 def has_fallback() -> bool:
