@@ -1,8 +1,10 @@
 """Worker processes: messages, timeouts, deaths, and isolation from files in the working folder."""
 
+import hashlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +38,30 @@ def test_messages_are_exchanged_in_order() -> None:
             assert worker.request({"step": number}, timeout=TIMEOUT_SECONDS) == {"device": "cpu", "step": number}
         large = "x" * 500_000
         assert worker.request({"large": large}, timeout=TIMEOUT_SECONDS)["large"] == large
+
+
+def test_payload_larger_than_a_pipe_arrives() -> None:
+    chunks = [b"begin", os.urandom(MB) * 100, b"", b"end"]
+    with JsonWorker("worker_jobs:read_payload", payload=chunks) as worker:
+        reply = worker.receive(TIMEOUT_SECONDS)
+    assert reply == {"bytes": 100 * MB + 8, "hash": hashlib.sha256(b"".join(chunks)).hexdigest()}
+
+
+@pytest.mark.parametrize("dies_after", [0, MB])
+def test_death_while_the_payload_is_sent_is_reported(dies_after: int) -> None:
+    before = threading.active_count()
+    with JsonWorker("worker_jobs:read_payload", {"dies_after": dies_after}, payload=[bytes(100 * MB)]) as worker:
+        with pytest.raises(WorkerExitError):
+            worker.receive(TIMEOUT_SECONDS)
+        assert worker.describe_exit() == "killed by SIGKILL"
+    assert threading.active_count() == before, "the thread that writes has ended"
+
+
+def test_payload_is_not_left_open_for_a_killed_child() -> None:
+    descriptors = len(os.listdir("/dev/fd"))
+    with JsonWorker("worker_jobs:echo", payload=[bytes(100 * MB)]) as worker:
+        assert worker.request({"step": 1}, timeout=TIMEOUT_SECONDS) == {"step": 1}, "nothing waits for the payload"
+    assert len(os.listdir("/dev/fd")) == descriptors
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Functions that tests run in child processes."""
 
+import hashlib
 import os
 import signal
 import sys
@@ -18,6 +19,17 @@ def echo(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
     """Send each message back, with the arguments."""
     for message in channel.messages():
         channel.send({**arguments, **message})
+    return 0
+
+
+def read_payload(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
+    """Send the size and hash of the payload. With `dies_after`, end after this many bytes of it."""
+    assert channel.payload is not None
+    if "dies_after" in arguments:
+        channel.payload.read(arguments["dies_after"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    content = channel.payload.read()
+    channel.send({"bytes": len(content), "hash": hashlib.sha256(content).hexdigest()})
     return 0
 
 

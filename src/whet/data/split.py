@@ -3,6 +3,7 @@
 The optimizer step has the same samples with the same weights for every split.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError
-from whet.data.batch import DictBatch, Field, GlobalBatch, MapTensor, MicroBatch, Packed, Ragged
+from whet.data.batch import DictBatch, Field, GlobalBatch, MapTensor, MicroBatch, Packed, Padded, Ragged
 from whet.data.columns import Columns, MakeData, stack_nested, stack_samples
 from whet.data.padding import pad_tokens
 from whet.data.structure import flatten, row_obstacle, select_rows
@@ -336,3 +337,29 @@ def _split_rows(
         yield MicroBatch(
             fields=fields, ids=ids[start : start + micro_batch], first_index=first_index, make_data=make_data
         )
+
+
+def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | None:
+    """Return the samples of a micro-batch in several smaller ones; None if it cannot be divided."""
+    bounds = np.linspace(0, len(micro), min(num_slices, len(micro)) + 1, dtype=int).tolist()
+    slices = []
+    for start, end in itertools.pairwise(bounds):
+        fields = {name: _slice_field(field, slice(start, end), len(micro)) for name, field in micro.fields.items()}
+        if any(field is None for field in fields.values()):
+            return None
+        first = None if micro.first_index is None else micro.first_index + start
+        part = replace(micro, fields=fields, ids=micro.ids[start:end], first_index=first)
+        # A function with a closure may add lists of the collate function, which have an entry for each sample.
+        has_closure = getattr(micro.make_data, "__closure__", None) is not None
+        if has_closure and row_obstacle(part.data, end - start) is not None:
+            return None
+        slices.append(part)
+    return slices if len(slices) > 1 else None
+
+
+def _slice_field(field: Field, rows: slice, num_samples: int) -> Field | None:
+    if isinstance(field, Packed):
+        return None
+    if isinstance(field, Padded):
+        return Padded(values=field.values[rows], lengths=field.lengths[rows])
+    return field[rows] if field.dim() and field.shape[0] == num_samples else None

@@ -156,6 +156,7 @@ class StartChecks:
         """
         run, plan = self.run, self.run.plan
         start, model, device = time.perf_counter(), run.model, run.device
+        may_slice = plan.workload.whole_batch_reason is None
         obstacle = compile_obstacle(model, plan)
         if obstacle is not None:
             self._log(f"not compiled: {obstacle}", start=start, step=step, error=None, **self._eager_since(step))
@@ -168,7 +169,9 @@ class StartChecks:
                 run.log.event("plan", step=step, message=f"compiled: {_NOT_COMPARED}: {why_not}")
                 return plan
             parity, problem = run_check(
-                lambda: compiled.compare_compiled_with_eager(model, device, loss, micro, precision=plan.precision),
+                lambda: compiled.compare_compiled_with_eager(
+                    model, device, loss, micro, precision=plan.precision, may_slice=may_slice
+                ),
                 device,
                 failed=_NOT_COMPARED,
             )

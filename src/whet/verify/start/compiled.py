@@ -1,14 +1,17 @@
 """Compare a compiled model with its eager code on one micro-batch, before the first step.
 
-The micro-batch has the shape of the training batches of the run, because another shape would be compiled again. Dropout
+The compiled pass has the shape of the training batches of the run, because another shape would be compiled again. Dropout
 stays enabled for the same reason, and compiled code draws different random numbers. A compiled pass may therefore
-differ from an eager pass as much as eager passes differ from each other, plus rounding. Gradients stay on the device;
-at most two sets exist at a time.
+differ from an eager pass as much as eager passes differ from each other, plus rounding.
+
+Eager code takes twice the memory of compiled code and more (22 GiB beside 10 for GPT-2). It therefore runs on slices of
+the micro-batch, one after the other, and adds up their gradients. Where that gives another result, as for a loss that
+is no mean over samples, it runs on the whole micro-batch. The gradients of the first pass are kept on the host.
 """
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -17,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from whet.data.batch import MicroBatch
+from whet.data.split import slice_micro_batch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.rng import get_host_rng, get_torch_rng, preserve_rng, set_host_rng, set_torch_rng
-from whet.step.loss import MicroLoss
+from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
 from whet.verify.isolation import cast_floating, force_eager, preserve_model, temporary_copy
 from whet.verify.start.device_parity import (
@@ -49,6 +53,8 @@ _PLAUSIBLE_HALF_ROUNDING = 0.5
 # Smaller tensors vary most under dropout and are not compared, except for the loss.
 _MIN_ELEMENTS = 256
 _LOSS_NAME = "the loss"
+# Slices of a micro-batch for eager code, which then takes less memory than compiled code with all of it.
+_NUM_SLICES = 4
 
 _Distances = dict[str, float]
 
@@ -97,36 +103,78 @@ class CompiledParity:
 
 
 def compare_compiled_with_eager(
-    model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str
+    model: nn.Module,
+    device: AbstractDevice,
+    loss: MicroLoss,
+    micro: MicroBatch,
+    *,
+    precision: str,
+    may_slice: bool = True,
 ) -> CompiledParity:
     """Compare the compiled model with its eager code, and restore the model and all generators.
 
-    State that a loss function keeps in Python objects is not restored.
+    `may_slice` is False if the loss of a batch is known to differ from that of its parts. State that a loss function
+    keeps in Python objects is not restored.
     """
     with preserve_model(model), preserve_rng(device):
         num_before = num_graphs()
-        comparison = _Comparison(model, device, loss, micro, precision)
-        parity = comparison.run()
+        slices = slice_micro_batch(micro, _NUM_SLICES) if may_slice else None
+        comparison, parity = _compare_slices(model, device, loss, micro, precision, slices)
+        if comparison is None or parity is None:
+            comparison = _Comparison(model, device, loss, micro, precision)
+            parity = comparison.run()
         # An earlier run in this process may have compiled everything already.
         if num_graphs() > num_before or comparison.runs_compiled():
             return parity
         return replace(parity, is_compiled=False)
 
 
+def _compare_slices(
+    model: nn.Module,
+    device: AbstractDevice,
+    loss: MicroLoss,
+    micro: MicroBatch,
+    precision: str,
+    slices: Sequence[MicroBatch] | None,
+) -> tuple["_Comparison | None", CompiledParity | None]:
+    """Compare the compiled pass with eager passes over slices; None if that shows nothing.
+
+    Agreement is proof for any loss. A difference may also come from the slices.
+    """
+    if slices is None:
+        return None, None
+    try:
+        comparison = _Comparison(model, device, loss, micro, precision, slices)
+        parity = comparison.run()
+    except Exception:
+        # A model may keep state for the rows of a batch. What else fails will fail for the whole micro-batch.
+        return None, None
+    return (comparison, parity) if parity.agrees else (None, None)
+
+
 class _Comparison:
     def __init__(
-        self, model: nn.Module, device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, precision: str
+        self,
+        model: nn.Module,
+        device: AbstractDevice,
+        loss: MicroLoss,
+        micro: MicroBatch,
+        precision: str,
+        slices: Sequence[MicroBatch] | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._loss = loss
         self._micro = micro
+        self._slices = slices or (micro,)
+        self._total_weight: Tensor | float | None = None
+        """The sum of the weights of all slices, once it is known."""
         self._precision = precision
         self._compute_precision = compute_precision(model, precision)
         self._buffers = BufferSnapshot(model)
         self._generators = get_torch_rng(device), get_host_rng()
         self._num_draws = 1
-        self._first = self._eager_pass()
+        self._first = self._first_pass()
         if not bool(self._first.loss.isfinite()):
             raise ArithmeticError(f"its loss is {float(self._first.loss)}")
 
@@ -179,9 +227,7 @@ class _Comparison:
     def _use_several_draws(self) -> None:
         """Average several draws per pass from now on, which reduces the spread of dropout and shows wrong results."""
         self._num_draws = _DRAWS_PER_PASS
-        # Free the first pass before the new one, so that at most two sets of gradients exist.
-        del self._first
-        self._first = self._eager_pass()
+        self._first = self._first_pass()
 
     def _is_rounding(self, eager: _Distances) -> bool:
         """Return whether two eager passes differ only by rounding."""
@@ -220,13 +266,18 @@ class _Comparison:
 
     # --- one pass -----------------------------------------------------------------------------------------------------
 
+    def _first_pass(self) -> LossAndGradients:
+        """Return an eager pass with its gradients on the host, so that the device has room for another one."""
+        result = self._eager_pass()
+        return LossAndGradients(result.loss, {name: gradient.cpu() for name, gradient in result.gradients.items()})
+
     def _eager_pass(self) -> LossAndGradients:
         with force_eager():
-            return self._pass(self._micro, self._precision)
+            return self._pass(self._slices, self._precision)
 
     def _compiled_pass(self) -> tuple[_Distances, float]:
         """Return the distance of a compiled pass from the first eager pass, and its loss."""
-        result = self._pass(self._micro, self._precision)
+        result = self._pass((self._micro,), self._precision)
         return _distances(result, self._first), float(result.loss)
 
     def _higher_precision_pass(self) -> LossAndGradients:
@@ -236,19 +287,49 @@ class _Comparison:
         self._device.memory.empty_cache()
         dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
         with force_eager(), temporary_copy(self._model, self._device.torch_device, dtype):
-            return self._pass(self._micro.map_tensors(lambda tensor: cast_floating(tensor, dtype)), "fp32")
+            wider = [part.map_tensors(lambda tensor: cast_floating(tensor, dtype)) for part in self._slices]
+            return self._pass(wider, "fp32")
 
-    def _pass(self, micro: MicroBatch, precision: str) -> LossAndGradients:
+    def _pass(self, parts: Sequence[MicroBatch], precision: str) -> LossAndGradients:
         scale = FP16_LOSS_SCALE if self._compute_precision == "fp16" else 1.0
         losses: list[Tensor] = []
         try:
             for _ in range(self._num_draws):
-                losses.append(forward_backward(self._device, self._loss, micro, precision=precision, scale=scale))
+                if len(parts) == 1:
+                    loss = forward_backward(self._device, self._loss, parts[0], precision=precision, scale=scale)
+                else:
+                    loss = self._sum_of_parts(parts, precision, scale)
+                losses.append(loss)
                 # Every pass starts from the same buffers.
                 self._buffers.restore()
             return LossAndGradients(torch.stack(losses).mean(), dense_gradients(self._model))
         finally:
             clear_gradients(self._model)
+
+    def _sum_of_parts(self, parts: Sequence[MicroBatch], precision: str, scale: float) -> Tensor:
+        """Return the loss of several parts as if they were one, and accumulate its gradients."""
+        device, total_weight = self._device, self._total_weight
+        divisor, losses, weights = total_weight, [], []
+        for part in parts:
+            with device.compute_context(), torch.enable_grad():
+                with device.autocast(precision):
+                    total, weight = parse_loss(self._loss(part.map_tensors(device.put)))
+                if weight is None:
+                    total, weight = total * len(part), float(len(part))
+                if divisor is None:
+                    # The weights of later parts are not known yet, and fp16 needs about the final size.
+                    divisor = torch.as_tensor(weight) * len(parts)
+                    divisor = torch.where(divisor > 0, divisor, torch.ones_like(divisor))
+                (total / divisor * scale).backward()
+            losses.append(total.detach())
+            weights.append(torch.as_tensor(weight).detach())
+        if total_weight is None:
+            self._total_weight = total_weight = clamp_weight(torch.stack(weights).sum())
+            assert divisor is not None, "there is at least one part"
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(divisor / total_weight)
+        return torch.stack(losses).sum() / total_weight
 
     def _restore_generators(self) -> None:
         torch_state, host_state = self._generators
@@ -257,13 +338,17 @@ class _Comparison:
 
 
 def _distances(result: LossAndGradients, first: LossAndGradients) -> _Distances:
-    """Return L2 distances relative to the norms of the first pass, with a single device synchronization."""
+    """Return L2 distances relative to the norms of the first pass, whose gradients are on the host."""
     zero = first.loss.new_zeros((), dtype=torch.float32)
     names = [*first.gradients, *(name for name in result.gradients if name not in first.gradients)]
-    ours = [result.gradients.get(name) for name in names]
-    theirs = [first.gradients.get(name) for name in names]
-    norms = torch.stack([zero, *(_norm(tensor, zero) for tensor in theirs)])
-    distances = torch.stack([zero, *(_norm(_difference(a, b), zero) for a, b in zip(ours, theirs, strict=True))])
+    pairs = []
+    for name in names:
+        ours, theirs = result.gradients.get(name), first.gradients.get(name)
+        # Only one gradient of the first pass is on the device at a time.
+        theirs = None if theirs is None else theirs.to(zero.device if ours is None else ours.device)
+        pairs.append((_norm(theirs, zero), _norm(_difference(ours, theirs), zero)))
+    norms = torch.stack([zero, *(norm for norm, _ in pairs)])
+    distances = torch.stack([zero, *(distance for _, distance in pairs)])
     floor = SMALL_TENSOR_SHARE * norms.nan_to_num(posinf=0.0).max()
     norms[0], distances[0] = first.loss.abs().clamp(min=MIN_LOSS_SCALE), (result.loss - first.loss).abs()
     floors = floor.repeat(len(norms))

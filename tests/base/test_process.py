@@ -1,0 +1,77 @@
+"""Time limits that interrupt Python code."""
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from whet.base.process import TimeLimitError, interrupt_after, interrupt_obstacle
+
+FAR = 600.0
+"""Seconds that only a limit without effect takes."""
+
+
+@pytest.fixture(autouse=True)
+def _no_alarm_is_left():
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_body_that_ends_in_time_is_not_interrupted():
+    with interrupt_after(FAR):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["computes", "sleeps", "waits for another thread", "catches everything"])
+def test_limit_interrupts(how):
+    end = time.monotonic() + FAR
+    event = threading.Event()
+    with pytest.raises(TimeLimitError), interrupt_after(0.05):
+        while time.monotonic() < end:
+            match how:
+                case "sleeps":
+                    time.sleep(FAR)
+                case "waits for another thread":
+                    event.wait(FAR)
+                case "catches everything":
+                    try:
+                        time.sleep(FAR)
+                    except Exception:
+                        pytest.fail("a library would continue")
+    assert time.monotonic() < end
+
+
+def test_alarm_repeats_where_python_drops_an_exception(monkeypatch):
+    """An exception in a destructor is only printed."""
+    monkeypatch.setattr("whet.base.process._REPEAT_SECONDS", 0.05)
+    dropped = []
+    monkeypatch.setattr("sys.unraisablehook", dropped.append)
+
+    class Slow:
+        def __del__(self):
+            time.sleep(FAR)
+
+    with pytest.raises(TimeLimitError), interrupt_after(0.05):
+        Slow()
+        time.sleep(FAR)
+    assert [error.exc_type for error in dropped] == [TimeLimitError]
+
+
+def test_limit_is_refused_where_it_would_not_work(monkeypatch):
+    assert interrupt_obstacle() is None
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(interrupt_obstacle).result() == "only the main thread can be interrupted"
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        assert interrupt_obstacle() == "this program uses SIGALRM itself"
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, FAR)
+    try:
+        assert interrupt_obstacle() == "this program uses SIGALRM itself"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
