@@ -58,10 +58,10 @@ def test_death_while_the_payload_is_sent_is_reported(dies_after: int) -> None:
 
 
 def test_payload_is_not_left_open_for_a_killed_child() -> None:
-    descriptors = len(os.listdir("/dev/fd"))
+    descriptors = len(list(Path("/dev/fd").iterdir()))
     with JsonWorker("worker_jobs:echo", payload=[bytes(100 * MB)]) as worker:
         assert worker.request({"step": 1}, timeout=TIMEOUT_SECONDS) == {"step": 1}, "nothing waits for the payload"
-    assert len(os.listdir("/dev/fd")) == descriptors
+    assert len(list(Path("/dev/fd").iterdir())) == descriptors
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,7 @@ def a_session(model, *, data=None, optimizer=None, **changes) -> whet.Session:
 def ship(session, loss, **options):
     config = session.config
     plan = tune.plan_from_rules(config)
-    return shipped_bench(
-        config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan, **options
-    )
+    return shipped_bench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan, **options)
 
 
 def received(chunks) -> ShippedTraining:
@@ -165,7 +163,8 @@ def test_optimizer_with_state_is_sent_and_a_schedule_is_not():
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     got = received(pack(a_message(model, lambda batch: model(batch[0]).mean(), optimizer)))
     assert len(got.optimizer.state) == 4
-    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(got.optimizer.state.values(), optimizer.state.values(), strict=True))  # fmt: skip
+    pairs = zip(got.optimizer.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(ours["exp_avg"], theirs["exp_avg"]) for ours, theirs in pairs)
     assert got.training.schedule == "constant"
 
 
@@ -182,7 +181,6 @@ def test_part_that_cannot_be_pickled_is_named(what):
         optimizer.param_groups[0]["lock"] = lock
     else:
         data = [(torch.randn(8), lock) for _ in range(40)]
-        loss = lambda batch: model(torch.stack(batch[0])).mean() if isinstance(batch[0], list) else model(batch[0]).mean()  # noqa: E731, E501
     message = a_message(model, loss, optimizer, data)
     with pytest.raises(NotShippedError) as refused:
         pack(message)
@@ -397,7 +395,7 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
     assert not any("measured in this process" in line for line in logged), logged
     num_steps_here = len(calls)
     assert {*calls} == {os.getpid()}, "the list of the child is another one"
-    assert [trial.setting for trial in plan.trials][0] == "precision"
+    assert plan.trials[0].setting == "precision"
     assert num_steps_here < 50, "the search itself ran elsewhere"
     tried = {trial.setting for trial in plan.trials}
     assert not tried & {"workers", "prefetch", "data_location"}

@@ -9,8 +9,8 @@ of memory in the child is an exception in the parent, and the child ends when it
 No file in the current folder or on PYTHONPATH can shadow the standard library or an installed package: the child
 appends the parent's `sys.path` entries to its own.
 
-A `payload` of bytes travels beside the messages, through a third pipe that a thread of the parent fills. The child reads
-it as `channel.payload` while it starts, so its size is not limited by the buffer of a pipe.
+A `payload` of bytes travels beside the messages, through a third pipe that a thread of the parent fills. The child
+reads it as `channel.payload`, so its size is not limited by the buffer of a pipe.
 """
 
 import contextlib

@@ -277,6 +277,8 @@ def _make_tensor(memory: Tensor, device: str, place: tuple[Any, ...], kind: tupl
     made = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
     if device != "cpu":
         made = made.to(device)
-    tensor: Tensor = nn.Parameter(made, requires_grad) if is_type is nn.Parameter else made.requires_grad_(requires_grad)
+    tensor: Tensor = (
+        nn.Parameter(made, requires_grad) if is_type is nn.Parameter else made.requires_grad_(requires_grad)
+    )
     vars(tensor).update(attributes)
     return tensor

@@ -1,8 +1,8 @@
 """Compare a compiled model with its eager code on one micro-batch, before the first step.
 
-The compiled pass has the shape of the training batches of the run, because another shape would be compiled again. Dropout
-stays enabled for the same reason, and compiled code draws different random numbers. A compiled pass may therefore
-differ from an eager pass as much as eager passes differ from each other, plus rounding.
+The compiled pass has the shape of the training batches of the run, because another shape would be compiled again.
+Dropout stays enabled for the same reason, and compiled code draws different random numbers. A compiled pass may
+therefore differ from an eager pass as much as eager passes differ from each other, plus rounding.
 
 Eager code takes twice the memory of compiled code and more (22 GiB beside 10 for GPT-2). It therefore runs on slices of
 the micro-batch, one after the other, and adds up their gradients. Where that gives another result, as for a loss that
