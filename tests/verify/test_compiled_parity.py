@@ -536,6 +536,102 @@ def rig_of(model: nn.Module) -> LocalStepBench:
     return LocalStepBench(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
 
 
+# --- in little memory -------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Notes the number of samples of each pass, eager and compiled. The compiler runs it as written."""
+
+    def __init__(self, *, wrong: float = 1.0, mixes: bool = False) -> None:
+        super().__init__()
+        self.eager: list[int] = []
+        self.compiled: list[int] = []
+        self.wrong, self.mixes = wrong, mixes
+        self.inner = nn.Linear(WIDTH, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.wrong * self._compute(x)
+        self.eager.append(len(x))
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return x - x.mean(0) if self.mixes else x
+
+
+def vectors() -> MicroBatch:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SAMPLES, WIDTH, generator=draw), torch.randint(0, 300, (SAMPLES,), generator=draw)
+    return MicroBatch(fields={"x": x, "y": y}, ids=np.arange(SAMPLES))
+
+
+def compared(model: Watched, loss: Any = None, **options: Any) -> CompiledParity:
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    loss = loss or (lambda micro: functional.cross_entropy(model(micro.x), micro.y))
+    return compare_compiled_with_eager(model, FakeDevice(), loss, vectors(), precision="fp32", **options)
+
+
+def test_eager_code_runs_on_slices_and_compiled_code_on_the_whole() -> None:
+    model = Watched()
+    before = num_graphs()
+    result = compared(model)
+    assert result.agrees
+    assert result.is_compiled
+    assert {*model.eager} == {SAMPLES // 4}
+    assert num_graphs() == before + 1, "no slice is compiled"
+    expected = functional.cross_entropy(model.inner(vectors().x), vectors().y)
+    assert result.eager_loss == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_wrong_compiled_code_is_found_with_slices() -> None:
+    model = Watched(wrong=1.02)
+    result = compared(model)
+    assert not result.agrees
+    assert SAMPLES in model.eager, "the whole micro-batch has decided"
+
+
+def test_loss_of_the_whole_batch_is_compared_as_a_whole() -> None:
+    model = Watched(mixes=True)
+    assert compared(model).agrees
+    assert {*model.eager} == {SAMPLES // 4, SAMPLES}
+    model = Watched(mixes=True)
+    assert compared(model, may_slice=False).agrees
+    assert {*model.eager} == {SAMPLES}
+
+
+@pytest.mark.parametrize("num_without", [0, 9, 31])
+def test_slices_of_unequal_weight_add_up(num_without: int) -> None:
+    """The first slices may have no labels at all."""
+    model = Watched()
+    micro = vectors()
+    weights = (torch.arange(SAMPLES) >= num_without).float() * torch.arange(SAMPLES)
+
+    def loss(part: MicroBatch) -> tuple[Tensor, Tensor]:
+        mine = weights[torch.from_numpy(part.ids)]
+        each = functional.cross_entropy(model(part.x), part.y, reduction="none")
+        return (each * mine).sum(), mine.sum()
+
+    result = compared(model, loss)
+    assert result.agrees, str(result)
+    assert {*model.eager} == {SAMPLES // 4}
+    each = functional.cross_entropy(model.inner(micro.x), micro.y, reduction="none")
+    assert result.eager_loss == pytest.approx(float((each.detach() * weights).sum() / weights.sum()), rel=1e-5)
+
+
+def test_model_that_cannot_take_slices_is_compared_as_a_whole() -> None:
+    model = Watched()
+
+    def loss(micro: MicroBatch) -> Tensor:
+        if len(micro) != SAMPLES:
+            raise ValueError("I need the whole batch")
+        return functional.cross_entropy(model(micro.x), micro.y)
+
+    assert compared(model, loss).agrees
+    assert {*model.eager} == {SAMPLES}
+
+
 # --- nothing to compare ----------------------------------------------------------------------------------------------
 
 

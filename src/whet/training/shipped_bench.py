@@ -118,8 +118,6 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
         except Exception as error:
             raise NotShippedError(f"{type(error).__name__}: {error}"[:300]) from error
     plan = read_plan(arguments["plan"], where="the plan of the training process")
-    if "global_batch_size" in arguments:
-        raise NotShippedError("the process has batches of one size only")
     torch.set_default_dtype(shipped.default_dtype)
     with (
         deterministic(shipped.is_deterministic),
