@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -69,9 +69,9 @@ half-precision attention took 85 ms more in the first step of each new shape.
 _WARMUP_STEPS, _WARMUP_SECONDS = 2, 2.0
 # Less time is not worth an attempt to compile in the user's process: small models took 10 to 40 s on two cores.
 _MIN_COMPILE_SECONDS = 10.0
-# torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that still compiles after
-# these batches compiles for every new shape.
-_NUM_SETTLED = 3
+# torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that is still compiled for
+# several batches after the first ones is compiled for every new shape.
+_NUM_SETTLED, _MAX_LATE_GRAPHS = 3, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,15 +212,16 @@ class LocalStepBench:
         with _probe_errors(), _compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
             prepared = LocalPreparedStep(self, self._build(plan))
             prepared.check_compiled()
-            graphs = []
+            graphs = [num_graphs()]
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
                 graphs.append(num_graphs())
-                # A shape that is compiled belongs to the preparation and not to the timed steps.
-                is_short = index + 1 >= _WARMUP_STEPS and not is_compiled
-                if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_short else seconds):
+                # Compiling for another shape belongs to the preparation and not to the timed steps.
+                is_settled = index + 1 >= _WARMUP_STEPS and graphs[-1] == graphs[-2]
+                if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_settled else seconds):
                     break
-        if is_compiled and len(set(graphs[_NUM_SETTLED:])) > _NUM_SETTLED:
+        num_late = sum(after > before for before, after in pairwise(graphs[_NUM_SETTLED:]))
+        if num_late >= _MAX_LATE_GRAPHS:
             raise ProbeFailedError("it is compiled again for every new shape of a batch", kind="error")
         prepared.preparation_seconds = time.perf_counter() - start
         if plan.graph != "off":

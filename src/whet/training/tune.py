@@ -33,7 +33,7 @@ from whet.training.keywords import SessionKeywords
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.run_context import RunContext
-from whet.training.shipped_bench import NotShippedError, shipped_bench
+from whet.training.shipped_bench import shipped_bench
 from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
@@ -285,11 +285,12 @@ def _search(
     step_seconds: float | None = None,
 ) -> TuningResult:
     """Search in a process of its own, where compiling can be killed, or in this one if the training cannot be sent."""
+    if budget < _MIN_SHIPPING_SECONDS:
+        with _bench(config, loss, plan) as here:
+            return search(plan, here, budget_seconds=budget, on_progress=watch)
     start = time.perf_counter()
     with ExitStack() as stack:
         try:
-            if budget < _MIN_SHIPPING_SECONDS:
-                raise NotShippedError(f"{format_seconds(budget)} are too few to start another process and compile")
             if watch is not None:
                 watch(TuningProgress(doing="starting a process", spent_seconds=0.0, budget_seconds=budget))
             shipped = shipped_bench(
@@ -302,7 +303,7 @@ def _search(
                 step_seconds=step_seconds,
             )
             bench: StepBench = stack.enter_context(shipped)
-        except WhetError as error:
+        except (WhetError, OSError) as error:
             report_lines(config.on_event, f"measured in this process: {_reason(error)}")
             bench = stack.enter_context(_bench(config, loss, plan))
         left = max(_MIN_SEARCH_SHARE * budget, budget - (time.perf_counter() - start))
