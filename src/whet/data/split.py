@@ -341,12 +341,12 @@ def _split_rows(
 
 def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | None:
     """Return the samples of a micro-batch in several smaller ones; None if it cannot be divided."""
+    if not all(_has_rows(field, len(micro)) for field in micro.fields.values()):
+        return None
     bounds = np.linspace(0, len(micro), min(num_slices, len(micro)) + 1, dtype=int).tolist()
     slices = []
     for start, end in itertools.pairwise(bounds):
-        fields = {name: _slice_field(field, slice(start, end), len(micro)) for name, field in micro.fields.items()}
-        if any(field is None for field in fields.values()):
-            return None
+        fields = {name: _slice_field(field, slice(start, end)) for name, field in micro.fields.items()}
         first = None if micro.first_index is None else micro.first_index + start
         part = replace(micro, fields=fields, ids=micro.ids[start:end], first_index=first)
         # A function with a closure may add lists of the collate function, which have an entry for each sample.
@@ -357,9 +357,14 @@ def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | 
     return slices if len(slices) > 1 else None
 
 
-def _slice_field(field: Field, rows: slice, num_samples: int) -> Field | None:
-    if isinstance(field, Packed):
-        return None
+def _has_rows(field: Field, num_samples: int) -> bool:
+    if isinstance(field, Tensor):
+        return field.dim() > 0 and field.shape[0] == num_samples
+    return isinstance(field, Padded)
+
+
+def _slice_field(field: Field, rows: slice) -> Field:
+    assert not isinstance(field, Packed), "packed samples have no rows"
     if isinstance(field, Padded):
         return Padded(values=field.values[rows], lengths=field.lengths[rows])
-    return field[rows] if field.dim() and field.shape[0] == num_samples else None
+    return field[rows]
