@@ -403,6 +403,34 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_own_loop_is_sent_at_its_first_step_and_stays_as_it_is(short_search):
+    model = a_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    logged: list[str] = []
+    with a_session(
+        model,
+        optimizer=optimizer,
+        epochs=100_000,
+        overrides=FIXED,
+        on_event=lambda kind, fields: logged.append(fields["message"]) if kind == "plan" else None,
+    ) as session:
+        before = [(parameter.data_ptr(), parameter.tolist()) for parameter in model.parameters()]
+        seen = []
+
+        def loss(batch):
+            seen.append([(parameter.data_ptr(), parameter.tolist()) for parameter in model.parameters()])
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        for batch in session:
+            session.step(loss, batch)
+            if session.state.step == 2:
+                break
+    assert any(line.startswith("measuring which plan is fastest") for line in logged), logged
+    assert not any("measured in this process" in line for line in logged), logged
+    assert seen[-2] == before, "the first step has the weights of the user"
+    assert session.plan.trials[0].setting == "precision"
+
+
 def test_training_that_cannot_be_sent_is_measured_here_with_the_reason(short_search):
     model, file = a_net(), io.TextIOWrapper(io.BytesIO())
     plan, logged = tuned(model, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]) if file else None)

@@ -620,6 +620,48 @@ def test_slices_of_unequal_weight_add_up(num_without: int) -> None:
     assert result.eager_loss == pytest.approx(float((each.detach() * weights).sum() / weights.sum()), rel=1e-5)
 
 
+class WatchedBlocks(Watched):
+    """Two blocks with BatchNorm. Notes how many activations are kept at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2)
+        )
+        self.kept: list[int] = []
+
+    def _compute(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            for block in self.blocks:
+                x = block(x)
+            return self.inner(x)
+        kept: list[int] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            for block in self.blocks:
+                x = block(x)
+        self.kept.append(sum(kept))
+        return self.inner(x)
+
+
+def test_activations_of_a_batch_that_stays_whole_are_recomputed() -> None:
+    plain, model = WatchedBlocks(), WatchedBlocks()
+    plain(vectors().x)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = num_graphs()
+    result = compared(model, may_slice=False)
+    assert result.agrees, str(result)
+    assert {*model.eager} == {SAMPLES}
+    assert max(model.kept) < 0.5 * plain.kept[0]
+    assert num_graphs() == before + 1
+    assert not any("forward" in vars(block) for block in model.blocks)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
 def test_model_that_cannot_take_slices_is_compared_as_a_whole() -> None:
     model = Watched()
 

@@ -5,14 +5,17 @@ Dropout stays enabled for the same reason, and compiled code draws different ran
 therefore differ from an eager pass as much as eager passes differ from each other, plus rounding.
 
 Eager code takes twice the memory of compiled code and more (22 GiB beside 10 for GPT-2). It therefore runs on slices of
-the micro-batch, one after the other, and adds up their gradients. Where that gives another result, as for a loss that
-is no mean over samples, it runs on the whole micro-batch. The gradients of the first pass are kept on the host.
+the micro-batch, one after the other, and adds up their gradients. A batch that must stay whole, as with BatchNorm, is
+computed with activation checkpointing. Where both give another result, as for a loss that is no mean over samples of a
+model without blocks, eager code decides as it is. The gradients of the first pass are kept on the host.
 """
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,6 +27,7 @@ from whet.data.split import slice_micro_batch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.rng import get_host_rng, get_torch_rng, preserve_rng, set_host_rng, set_torch_rng
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
+from whet.step.model_contexts import checkpoint_activations, find_blocks
 from whet.step.rollback import BufferSnapshot
 from whet.verify.isolation import cast_floating, force_eager, preserve_model, temporary_copy
 from whet.verify.start.device_parity import (
@@ -119,37 +123,36 @@ def compare_compiled_with_eager(
     with preserve_model(model), preserve_rng(device):
         num_before = num_graphs()
         slices = slice_micro_batch(micro, _NUM_SLICES) if may_slice else None
-        comparison, parity = _compare_slices(model, device, loss, micro, precision, slices)
-        if comparison is None or parity is None:
-            comparison = _Comparison(model, device, loss, micro, precision)
-            parity = comparison.run()
+        make = partial(_Comparison, model, device, loss, micro, precision)
+        # Agreement is proof for any way. A difference may also come from the slices or from the recomputation.
+        found = _run(make, slices=slices) if slices is not None else None
+        if found is None and _can_recompute(model):
+            found = _run(make, is_recomputed=True)
+        if found is None:
+            comparison = make()
+            found = comparison, comparison.run()
+        comparison, parity = found
         # An earlier run in this process may have compiled everything already.
         if num_graphs() > num_before or comparison.runs_compiled():
             return parity
         return replace(parity, is_compiled=False)
 
 
-def _compare_slices(
-    model: nn.Module,
-    device: AbstractDevice,
-    loss: MicroLoss,
-    micro: MicroBatch,
-    precision: str,
-    slices: Sequence[MicroBatch] | None,
-) -> tuple["_Comparison | None", CompiledParity | None]:
-    """Compare the compiled pass with eager passes over slices; None if that shows nothing.
-
-    Agreement is proof for any loss. A difference may also come from the slices.
-    """
-    if slices is None:
-        return None, None
+def _run(make: Callable[..., "_Comparison"], **options: Any) -> "tuple[_Comparison, CompiledParity] | None":
+    """Compare with eager passes in little memory; None unless they agree."""
     try:
-        comparison = _Comparison(model, device, loss, micro, precision, slices)
+        comparison = make(**options)
         parity = comparison.run()
     except Exception:
-        # A model may keep state for the rows of a batch. What else fails will fail for the whole micro-batch.
-        return None, None
-    return (comparison, parity) if parity.agrees else (None, None)
+        # A model may keep state for the rows of a batch. What else fails will fail again without these options.
+        return None
+    return (comparison, parity) if parity.agrees else None
+
+
+def _can_recompute(model: nn.Module) -> bool:
+    blocks = find_blocks(model)
+    # A forward of its own is that of a run that recomputes activations already, or the user's.
+    return bool(blocks) and not any("forward" in vars(block) for block in blocks)
 
 
 class _Comparison:
@@ -160,13 +163,16 @@ class _Comparison:
         loss: MicroLoss,
         micro: MicroBatch,
         precision: str,
+        *,
         slices: Sequence[MicroBatch] | None = None,
+        is_recomputed: bool = False,
     ) -> None:
         self._model = model
         self._device = device
         self._loss = loss
         self._micro = micro
         self._slices = slices or (micro,)
+        self._is_recomputed = is_recomputed
         self._total_weight: Tensor | float | None = None
         """The sum of the weights of all slices, once it is known."""
         self._precision = precision
@@ -272,8 +278,14 @@ class _Comparison:
         return LossAndGradients(result.loss, {name: gradient.cpu() for name, gradient in result.gradients.items()})
 
     def _eager_pass(self) -> LossAndGradients:
-        with force_eager():
+        with self._as_written():
             return self._pass(self._slices, self._precision)
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Run the code of the model while entered, and recompute activations if that is needed."""
+        with force_eager(), checkpoint_activations(self._model) if self._is_recomputed else nullcontext():
+            yield
 
     def _compiled_pass(self) -> tuple[_Distances, float]:
         """Return the distance of a compiled pass from the first eager pass, and its loss."""
@@ -286,7 +298,7 @@ class _Comparison:
         # Cached blocks of half-precision passes are too small for this pass.
         self._device.memory.empty_cache()
         dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
-        with force_eager(), temporary_copy(self._model, self._device.torch_device, dtype):
+        with self._as_written(), temporary_copy(self._model, self._device.torch_device, dtype):
             wider = [part.map_tensors(lambda tensor: cast_floating(tensor, dtype)) for part in self._slices]
             return self._pass(wider, "fp32")
 
