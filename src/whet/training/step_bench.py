@@ -228,7 +228,7 @@ class LocalStepBench:
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
-    # --- for prepared steps ------------------------------------------------------------------------------------------
+    # --- for a bench in another process ------------------------------------------------------------------------------
 
     def first_loss(self) -> float:
         """Return the loss of the first micro-batch under the rule-based plan, without compiling and without an update.
@@ -258,6 +258,8 @@ class LocalStepBench:
             seconds.append(time.perf_counter() - before)
             before = time.perf_counter()
         return source.record(batches), 0.0 if source.is_in_memory else median(seconds)
+
+    # --- for prepared steps ------------------------------------------------------------------------------------------
 
     def batch(self, index: int) -> GlobalBatch:
         return self._batches[index % len(self._batches)]
