@@ -379,8 +379,7 @@ def tuned(model, loss, **changes):
         on_event=lambda kind, fields: logged.append(fields["message"]) if kind == "plan" else None,
         **{"epochs": 100_000, "overrides": FIXED, **changes},
     )
-    session.tune(loss)
-    return session.config.plan, logged
+    return tune.with_measured_plan(session.config, loss).plan, logged
 
 
 def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
@@ -447,8 +446,8 @@ def test_compiling_is_tried_in_the_process(monkeypatch, tmp_path: Path):
         model, optimizer, some_data(), on_event=None, global_batch_size=16, epochs=1_000_000,
         overrides={**{name: value for name, value in FIXED.items() if name != "compile"}, "precision": "fp32"},
     )  # fmt: skip
-    session.tune(lambda batch: model(batch[0]).square().mean())
-    tried = [trial for trial in session.config.plan.trials if "compile" in trial.settings]
-    assert any(trial.median_seconds for trial in tried), [trial.note for trial in session.config.plan.trials]
+    plan = tune.with_measured_plan(session.config, lambda batch: model(batch[0]).square().mean()).plan
+    tried = [trial for trial in plan.trials if "compile" in trial.settings]
+    assert any(trial.median_seconds for trial in tried), [trial.note for trial in plan.trials]
     assert (tmp_path / "home" / "compiled").stat().st_mode & 0o777 == 0o700
     assert any((tmp_path / "home" / "compiled").iterdir())
