@@ -214,7 +214,7 @@ class _Chunks(io.RawIOBase):
         return len(chunk)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Sends tensors by value through the host, and puts them on their device again.
 
     torch's own way would give each of two parameters that share memory a copy, and would send all of a dataset for a
@@ -245,7 +245,7 @@ class _Pickler(cloudpickle.Pickler):
         storage = data.untyped_storage()
         key = data.device, storage.data_ptr()
         if not storage.nbytes() or key not in self._memory:
-            flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage)  # type: ignore[call-overload]
+            flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage)
             # The tensor is kept, so that its address is not used again for another one.
             self._memory[key] = _Memory(flat.cpu().numpy().tobytes()), data
         return self._memory[key][0]
@@ -272,7 +272,7 @@ def _make_memory(content: bytes) -> Tensor:
 def _make_tensor(memory: Tensor, device: str, place: tuple[Any, ...], kind: tuple[Any, ...]) -> Tensor:
     dtype, offset, shape, stride = place
     is_type, requires_grad, attributes = kind
-    made = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    made = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, shape, stride)
     if device != "cpu":
         made = made.to(device)
     tensor: Tensor = (
