@@ -28,9 +28,6 @@ for _profile, _is_fixed in (("gate", True), ("search", False)):
     )
 settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 
-# OpenMP threads that wait for work would otherwise spin and take cores from tests beside them. Read when torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 # Users set neither: output stays buffered until it is flushed, and Python writes its cache files.
 for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(_name, None)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,36 @@ class LoopFailedError(Exception):
 
 
 class LoopProcess:
-    """A child process that computes only between a command and its answer."""
+    """A child process that computes only between a command and its answer.
 
-    def __init__(self, spec: Spec) -> None:
+    None in `variables` removes a variable. `cache` is the folder of compiled code and of whet's evidence, by default a
+    separate one that is removed afterwards, so that no loop profits from another.
+    """
+
+    def __init__(
+        self, spec: Spec, *, variables: Mapping[str, str | None] | None = None, cache: Path | None = None
+    ) -> None:
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._stderr = Path(self._folder.name) / "stderr.txt"
-        # A separate compile cache, so that no loop profits from another, in a folder that is removed afterwards.
-        environment = env.child_environment(
-            PYTHONPATH=f"{HERE}:{env.read('PYTHONPATH') or ''}",
-            TORCHINDUCTOR_CACHE_DIR=self._folder.name,
-            TMPDIR=self._folder.name,
-            TOKENIZERS_PARALLELISM="false",
-        )
+        self.cache = cache or Path(self._folder.name)
+        environment = {
+            **env.child_environment(
+                PYTHONPATH=f"{HERE}:{env.read('PYTHONPATH') or ''}",
+                TORCHINDUCTOR_CACHE_DIR=str(self.cache),
+                WHET_HOME=str(self.cache / "whet"),
+                TMPDIR=self._folder.name,
+                TOKENIZERS_PARALLELISM="false",
+            ),
+            **(variables or {}),
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "side_by_side.child", json.dumps(spec.as_json())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr.open("w"),
             text=True,
-            env=environment,
+            env={name: value for name, value in environment.items() if value is not None},
         )
         self.made: dict[str, Any] = {}
         self.first: dict[str, Any] = {}

@@ -28,9 +28,13 @@ above it in this list (docs/architecture.md):
 
 from typing import TYPE_CHECKING, Any
 
+from whet.base import env as _env
 from whet.base.version import VERSION
 
 __version__ = VERSION
+
+# Here, because every process of whet imports this module first, and the variables must be set before torch is loaded.
+_env.set_brief_spin()
 
 _PUBLIC = {
     "Action": "whet.training.callback",

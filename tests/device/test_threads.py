@@ -1,5 +1,10 @@
 """The number of threads is set in torch only if it changes, because setting it is not free."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +86,48 @@ def test_measuring_reports_it_at_most_once(logged: list[int], threads: int, expe
             prepared.close()
         assert logged == expected
     assert torch.get_num_threads() == 1
+
+
+SPINNING = """
+import json, time
+import torch
+from whet.base import env
+from whet.device.cpu import start_idle_threads
+
+torch.set_num_threads(2)
+numbers = torch.ones(1 << 18)
+
+def cpu_seconds():
+    before = time.process_time()
+    for _ in range(20):
+        numbers.add_(1)  # computed by both threads; then the second one waits for work
+        time.sleep(0.01)
+    return time.process_time() - before
+
+cpu_seconds()
+times = [cpu_seconds()]
+idle = start_idle_threads()
+time.sleep(0.2)
+times.append(cpu_seconds())
+idle.close()
+times.append(cpu_seconds())
+print(json.dumps([env.spins_long(), *times]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's library on Linux")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 if sys.platform == "linux" else True, reason="needs two cores")
+def test_idle_threads_let_waiting_threads_sleep() -> None:
+    variables = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    times = {}
+    for first in ("import torch", "import whet"):
+        command = [sys.executable, "-c", f"{first}\n{SPINNING}"]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        times[first] = json.loads(done.stdout)
+    is_long, before, idle, after = times["import torch"]
+    # CPU time, which other processes do not change: the number of turns is fixed.
+    assert is_long
+    assert idle < 0.3 * min(before, after)
+    assert not times["import whet"][0]
+    assert times["import whet"][1] < 0.5 * min(before, after), "the variable is set before torch is loaded"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import pytest
 
 from whet.machine import load
 from whet.machine.facts import SystemState
-from whet.machine.load import ProcessSample, busy_processes, complete_system_state, heaviest_processes
+from whet.machine.load import (
+    ProcessSample,
+    busy_processes,
+    complete_system_state,
+    heaviest_processes,
+    thread_times,
+)
 
 GIB = 1024**3
 
@@ -170,3 +177,25 @@ def test_the_speed_of_a_read_only_folder_is_unknown(tmp_path, monkeypatch, error
 def test_the_speed_of_a_missing_folder_is_unknown(tmp_path):
     assert load.disk_read_speed(tmp_path / "missing") is None
     assert load.disk_read_speed(Path(__file__)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [("7000000000 2500000000 31\n", (7.0, 2.5)), ("0 0 0\n", (0.0, 0.0)), ("7 x 31\n", None), ("", None), (None, None)],
+)
+def test_the_times_of_a_thread(tmp_path: Path, text: str | None, times: tuple[float, float] | None) -> None:
+    folder = tmp_path / "proc/self/task/123"
+    folder.mkdir(parents=True)
+    if text is not None:
+        (folder / "schedstat").write_text(text)
+    assert thread_times(123, root=tmp_path) == times
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts them")
+def test_the_times_of_a_thread_leave_out_sleep() -> None:
+    before = thread_times(threading.get_native_id())
+    time.sleep(0.3)
+    after = thread_times(threading.get_native_id())
+    if before is None or after is None:
+        pytest.skip("this kernel does not count them")
+    assert 0 <= after.running - before.running < 0.2

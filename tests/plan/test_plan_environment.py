@@ -113,6 +113,13 @@ def test_a_variable_that_torch_does_not_read_can_be_overridden(monkeypatch: pyte
     assert plan(compile_disabled_by=named, overrides={"compile": "on"}).compile == "on"
 
 
+def test_how_threads_wait_is_named_if_the_user_has_chosen() -> None:
+    assert "wait" not in plan(PC).settings["threads"].reason
+    reason = plan(PC, wait_variable="GOMP_SPINCOUNT=0", overrides={"device": "cpu"}).settings["threads"].reason
+    assert reason.endswith("they wait as your GOMP_SPINCOUNT=0 says")
+    assert "wait" not in plan(MAC, wait_variable="KMP_BLOCKTIME=0").settings["threads"].reason, "the GPU computes"
+
+
 def test_torchrun_does_not_decide_the_threads() -> None:
     facts = {"threads": 1, "threads_variable": "OMP_NUM_THREADS"}
     many = TEXT.model_copy(update={"world_size": 2, "local_size": 2})
@@ -142,9 +149,11 @@ def test_what_torch_can_still_change_is_the_users() -> None:
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     assert read_environment() == EnvironmentFacts()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
     assert (read_environment().threads, read_environment().threads_variable) == (7, "MKL_NUM_THREADS")
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
@@ -160,6 +169,7 @@ def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         threads_variable="OMP_NUM_THREADS",
         compile_disabled_by="TORCHDYNAMO_DISABLE",
         malloc_variable="MALLOC_TOP_PAD_",
+        wait_variable="GOMP_SPINCOUNT=0",
         is_deterministic=True,
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

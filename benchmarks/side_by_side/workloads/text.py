@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,18 +125,19 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
     folder = Path(tempfile.mkdtemp())
     model.save_pretrained(folder)
     columns = {"tokens": Ragged.of(texts), "label": labels}
-    nothing: Any = None
+    # No text is tokenized here; the recipe reads only the size of the vocabulary.
+    tokenizer: Any = SimpleNamespace(vocab_size=model.config.vocab_size)
     data = TextData(
         train=columns,  # type: ignore[arg-type]
         val=columns,  # type: ignore[arg-type]
         test=columns,  # type: ignore[arg-type]
         classes=tuple(str(number) for number in range(CLASSES)),
-        tokenizer=nothing,
+        tokenizer=tokenizer,
         max_length=LONGEST,
         fingerprint="made up",
         mean_length=float(columns["tokens"].lengths.double().mean()),
         has_pairs=False,
-        baseline=None,
+        baselines={},
     )
     recipe = load_recipe("text")
     args = [f"model={folder}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]

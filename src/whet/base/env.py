@@ -1,12 +1,21 @@
 """Environment variables. Those of whet only locate files and programs; machine/environment.py reads those of torch."""
 
 import os
+import sys
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 HOME_VARIABLE = "WHET_HOME"
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+BRIEF_SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+"""How long OpenMP threads that wait spin before they sleep: turns of libgomp (GNU), milliseconds of libomp (LLVM).
+
+By default they spin for 300,000 turns or 200 ms. On busy cores they take the time of the thread that they wait for
+(docs/choices/0020-threads-that-sleep.md).
+"""
+_WAIT_POLICY = "OMP_WAIT_POLICY"
+_spins_long = False
 
 
 def home() -> Path:
@@ -28,6 +37,38 @@ def malloc_variable() -> str | None:
     if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):
         return "GLIBC_TUNABLES"
     return next((name for name in _MALLOC_VARIABLES if read(name)), None)
+
+
+def set_brief_spin() -> None:
+    """Let the OpenMP threads of this process and its children spin briefly when they wait, unless the user has chosen.
+
+    The libraries read the variables once, when torch is loaded.
+    """
+    global _spins_long
+    if wait_variable() is not None:
+        return
+    _spins_long = "torch" in sys.modules and not any(map(read, BRIEF_SPIN))
+    set_defaults(BRIEF_SPIN)
+
+
+def wait_variable() -> str | None:
+    """Return how the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0"; None if whet has."""
+    chosen = {name: value for name in (_WAIT_POLICY, *BRIEF_SPIN) if (value := read(name)) is not None}
+    return next((f"{name}={value}" for name, value in chosen.items() if value != BRIEF_SPIN.get(name)), None)
+
+
+def spins_long() -> bool:
+    """Whether torch was loaded in this process before whet could set how long its threads spin."""
+    return _spins_long
+
+
+def brief_spin_export() -> str:
+    """Return the shell command that makes threads spin briefly.
+
+    >>> brief_spin_export()
+    'export GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=1'
+    """
+    return "export " + " ".join(f"{name}={value}" for name, value in BRIEF_SPIN.items())
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -86,6 +87,49 @@ def preserve_num_threads() -> Iterator[None]:
         yield
     finally:
         set_num_threads(number)
+
+
+class IdleThreads:
+    """OpenMP threads beyond the number of cores, asleep. While they exist, threads that wait in torch hardly spin.
+
+    libgomp reads GOMP_SPINCOUNT when torch is loaded. Later only this changes how long threads spin: 300,000 turns, or
+    100 if there are more OpenMP threads than cores (the manual of libgomp on GOMP_SPINCOUNT).
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._is_over = threading.Event()
+        # The pool of a thread ends with the thread. Its size counts the thread itself, and torch has a pool already.
+        size = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
+        self._thread = threading.Thread(target=self._hold, args=(library, size), name="whet-idle-threads", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _hold(self, library: ctypes.CDLL, size: int) -> None:
+        # Any C function that needs no GIL and no memory serves as the body of the parallel region.
+        nothing = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
+        self._is_over.wait()
+
+
+def start_idle_threads() -> IdleThreads | None:
+    """Start idle threads; None if torch does not use libgomp."""
+    path = _libgomp_path()
+    return None if path is None else IdleThreads(ctypes.CDLL(path))
+
+
+def _libgomp_path() -> str | None:
+    """Return the path of the libgomp that torch has loaded; None on other systems and with other libraries."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
+    # Other packages may bring a libgomp of their own.
+    own = [path for path in paths if Path(path).parent == Path(torch.__file__).parent / "lib"]
+    return next(iter(own or sorted(paths)), None)
 
 
 # --- heap ------------------------------------------------------------------------------------------------------------

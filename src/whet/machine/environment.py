@@ -25,6 +25,8 @@ def read_environment(*, is_deterministic: bool | None = None) -> EnvironmentFact
         threads=threads[1],
         compile_disabled_by=next((name for name in _COMPILE_DISABLED if env.read(name) == "1"), None),
         malloc_variable=env.malloc_variable(),
+        wait_variable=env.wait_variable(),
+        spins_long=env.spins_long(),
         is_deterministic=is_deterministic,
     )
 

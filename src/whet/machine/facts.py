@@ -123,6 +123,10 @@ class EnvironmentFacts(FrozenModel):
     """The variable that turns torch.compile off."""
     malloc_variable: str | None = None
     """The variable with which the user has configured malloc of glibc."""
+    wait_variable: str | None = None
+    """How the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0"."""
+    spins_long: bool = False
+    """Whether torch was loaded before whet could set how long threads spin."""
     is_deterministic: bool | None = None
     """Whether torch.use_deterministic_algorithms is on in this process; None if torch was not asked."""
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
+from whet.machine import linux
 from whet.machine.facts import BusyProcess, SystemState
 from whet.machine.programs import clean_name
 
@@ -253,3 +254,24 @@ class ProcessUsage:
                 )
         except (psutil.Error, OSError, ValueError):
             return Usage()
+
+
+class ThreadTimes(NamedTuple):
+    """Seconds of a thread since it began, without those in which it slept."""
+
+    running: float
+    waiting: float
+    """Seconds in which it was ready but had no core."""
+
+    @property
+    def total(self) -> float:
+        return self.running + self.waiting
+
+
+def thread_times(thread: int, *, root: Path = linux.ROOT) -> ThreadTimes | None:
+    """Return the times of a thread of this process, given by its native id; None if the system does not count them."""
+    # Nanoseconds on a core, nanoseconds in the queue of a core, number of time slices.
+    fields = (linux.read_text(root / f"proc/self/task/{thread}/schedstat") or "").split()
+    if len(fields) != 3 or not all(field.isdecimal() for field in fields):
+        return None
+    return ThreadTimes(int(fields[0]) / 1e9, int(fields[1]) / 1e9)

@@ -37,6 +37,7 @@ from whet.training import checks
 from whet.training.callback import Callback, CallbackList, State
 from whet.training.callbacks.basic import EarlyStopping, GarbageCollection, KeepAwake
 from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
+from whet.training.callbacks.contention import CoreContention
 from whet.training.callbacks.device_cache import DeviceCache
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.health import Health
@@ -281,6 +282,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
         DeviceCache(),
+        CoreContention(),
         KeepAwake(),
         run.stop_signals,
         thermal,

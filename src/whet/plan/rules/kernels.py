@@ -1,5 +1,7 @@
 """Rules for the implementation of the same arithmetic: kernels, compilation, graphs, layout."""
 
+from dataclasses import replace
+
 from whet.plan.kernel_support import (
     GROUP_NORM_ACTIVATION,
     SPAN_ATTENTION,
@@ -176,10 +178,23 @@ def choose_threads(context: RuleContext) -> Decision:
     the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
     long sums depend on the number, so it is pinned and recorded. It is set in torch itself, so OMP_NUM_THREADS and
     MKL_NUM_THREADS need not be (Apple's chips have no MKL). Training on a GPU hardly depends on it.
-    When wrong: M5 Pro and Max, whose second cluster is fast as well; machines shared with other work.
-    Override: threads=N.
-    Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; own measurement of sums with 1 and 2 threads.
+    Other programs on the same cores do not change the number, only how threads wait for each other: a thread that spins
+    takes the time of the one that it waits for. whet sets GOMP_SPINCOUNT and KMP_BLOCKTIME before torch is loaded, on
+    the command line and in every process that it starts, so that threads spin briefly and then sleep. While a run on
+    Linux goes on, threads sleep at once as long as other programs use the cores. No bit depends on it.
+    When wrong: M5 Pro and Max, whose second cluster is fast as well.
+    Override: threads=N; GOMP_SPINCOUNT, KMP_BLOCKTIME or OMP_WAIT_POLICY in the environment.
+    Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; the manual of libgomp on GOMP_SPINCOUNT; own
+    measurements of weights with 1 and 2 threads, and of busy machines (docs/choices/0020-threads-that-sleep.md).
     """
+    decision = _choose_num_threads(context)
+    chosen = context.system_state.environment.wait_variable
+    if chosen is None or context.device_type != "cpu":
+        return decision
+    return replace(decision, reason=f"{decision.reason}; they wait as your {chosen} says")
+
+
+def _choose_num_threads(context: RuleContext) -> Decision:
     cpu = context.machine.cpu
     evidence = {
         "fast_cores": cpu.fast_cores,
