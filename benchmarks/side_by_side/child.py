@@ -16,7 +16,13 @@ def main() -> None:
     # Libraries print to stdout, which carries the answers: redirect theirs to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    gate = StepGate(spec.device, records_losses=spec.records_losses, orders=sys.stdin, answers=answers)
+    gate = StepGate(
+        spec.device,
+        records_losses=spec.records_losses,
+        first_losses=spec.first_losses,
+        orders=sys.stdin,
+        answers=answers,
+    )
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
     family = spec.loop.split("-")[0]
@@ -25,12 +31,11 @@ def main() -> None:
         return
     try:
         loop = importlib.import_module(f"side_by_side.loops.{family}_loop")
+        name = spec.workload.partition("-")[0].rstrip("0123456789")
+        workload = importlib.import_module(f"side_by_side.workloads.{name}").make(spec)
     except ImportError as error:
         gate.answer(absent=str(error))
         return
-    name = spec.workload.rstrip("0123456789")
-    make = importlib.import_module(f"side_by_side.workloads.{name}").make
-    workload = make(spec)
     touch(spec.device)
     gate.made = {
         "description": workload.description,

@@ -18,6 +18,16 @@ LOOPS = {
     "whet-compiled": "whet, compiled",
 }
 """Loops and their display names."""
+FOREIGN_LOOPS = {
+    "plain": "plain loop",
+    "expert-compiled": "expert, compiled",
+    "expert-compiled-overhead": 'expert, mode="reduce-overhead"',
+    "trainer": "HF Trainer",
+    "lightning": "Lightning",
+    "whet_train": "whet, default plan",
+    "whet_train-measured": "whet, measured",
+}
+"""Loops of benchmarks/foreign.py and their display names."""
 PLAIN_NAMES = {"trainer": "HF Trainer", "trainer-compiled": "HF Trainer, compiled"}
 """Display names for workloads without padding."""
 WORKLOADS = ("text32", "text256", "hex", "chat")
@@ -40,10 +50,13 @@ class Spec:
     """DataLoader workers."""
     threads: int | None = None
     records_losses: bool = False
+    """Whether the process reports the losses of all its steps, and no times."""
+    first_losses: int = 0
+    """How many losses of the first steps are reported beside times."""
 
     @property
     def is_compiled(self) -> bool:
-        return self.loop.endswith("-compiled")
+        return "-compiled" in self.loop
 
     @property
     def is_half(self) -> bool:
@@ -55,5 +68,7 @@ class Spec:
     @property
     def name(self) -> str:
         """Display name of the loop."""
+        if self.workload.startswith("foreign"):
+            return FOREIGN_LOOPS[self.loop]
         plain = {} if self.workload.startswith("text") else PLAIN_NAMES
         return plain.get(self.loop) or LOOPS.get(self.loop, self.loop)

@@ -14,9 +14,11 @@ from torch import Tensor
 class StepGate:
     """Called after every step; blocks the loop when its steps are done, until the next command arrives."""
 
-    def __init__(self, device: str, *, records_losses: bool, orders: TextIO, answers: TextIO) -> None:
+    def __init__(
+        self, device: str, *, records_losses: bool, orders: TextIO, answers: TextIO, first_losses: int = 0
+    ) -> None:
         self._device, self._orders, self._answers = device, orders, answers
-        self._records_losses = records_losses
+        self._records_losses, self._first_losses = records_losses, first_losses
         self._losses: list[Tensor] = []
         self._left, self._asked, self._began = 1, 1, 0.0
         self.made: dict[str, Any] = {}
@@ -36,11 +38,16 @@ class StepGate:
             if loss is not None:
                 self._losses.append(loss.detach())
             return
+        if loss is not None and len(self._losses) < self._first_losses:
+            # A copy: a captured step writes its next loss to the same place.
+            self._losses.append(loss.detach().clone())
         self._left -= 1
         if self._left == 0:
             self._sync()
             seconds = time.perf_counter() - self._began
             held, used = self._memory()
+            if len(self._losses) == self._first_losses > 0:
+                self.notes["losses"] = [float(loss) for loss in self._losses]
             self.answer(steps=self._asked, seconds=seconds, held=held, used=used, notes=self.notes)
             self._begin(self._order()["steps"])
 

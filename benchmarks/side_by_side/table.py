@@ -43,7 +43,7 @@ def table(comparison: LoopComparison) -> Iterator[str]:
                     f"{times.batch / seconds.high:,.0f} to {times.batch / seconds.low:,.0f}",
                     _ratio(times, peers),
                     _ratio(times, trainers),
-                    f"{comparison.flops / seconds.median / comparison.ceiling:.1%}",
+                    f"{comparison.flops / seconds.median / (comparison.ceiling or math.inf):.1%}",
                     f"{times.first_step:.1f} s",
                     f"{times.setup:.1f} s",
                     format_bytes(times.held),
@@ -53,7 +53,7 @@ def table(comparison: LoopComparison) -> Iterator[str]:
             + " |"
         )
     yield ""
-    ceiling = comparison.ceiling / 1e12
+    ceiling = (comparison.ceiling or 0.0) / 1e12
     yield (
         f"{len(comparison.times[0].blocks)} rounds of {comparison.block_steps} steps each; "
         f"matmul ceiling {ceiling:,.3g} TFLOP/s; {comparison.flops / 1e9:,.4g} GFLOP in a step without padding."

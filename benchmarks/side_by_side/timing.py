@@ -3,7 +3,7 @@
 import contextlib
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,27 +55,47 @@ class LoopComparison:
     spec: Spec
     description: str
     flops: float
-    ceiling: float
-    """Matmul FLOP/s measured in the same run."""
+    ceiling: float | None
+    """Matmul FLOP/s measured in the same run; None if it was not measured."""
     times: list[LoopTimes]
     missing: dict[str, str]
     """Ways that are not here, or failed, and why."""
     block_steps: int
+    second_start: float | None = None
+    """Seconds until the first step of `started_again`, in a new process with the same caches."""
 
 
-def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_warmup: int, log: Any) -> LoopComparison:
-    """Compare all loops; a block of the slowest takes `seconds`."""
+class NoLoopError(SystemExit):
+    """No loop could be started. The message says why."""
+
+
+def compare_loops(
+    specs: Iterable[Spec],
+    *,
+    rounds: int,
+    seconds: float,
+    max_warmup: int,
+    log: Any,
+    has_ceiling: bool = True,
+    variables: Mapping[str, str | None] | None = None,
+    started_again: str | None = None,
+) -> LoopComparison:
+    """Compare all loops; a block of the slowest takes `seconds`.
+
+    `variables` are environment variables of their processes, and `started_again` is a loop that is started twice.
+    """
     specs = list(specs)
     missing: dict[str, str] = {}
     with ExitStack() as exit_stack:
         times: dict[str, LoopTimes] = {}
         # Imports and initialization are not timed, so all processes do them concurrently.
-        loops = {spec.loop: LoopProcess(spec) for spec in (_ceiling_of(specs[0]), *specs)}
+        started = [*([_ceiling_of(specs[0])] if has_ceiling else []), *specs]
+        loops = {spec.loop: LoopProcess(spec, variables=variables) for spec in started}
         for loop in loops.values():
             exit_stack.callback(loop.close)
         _drop_absent(loops, missing)
-        product = loops.pop("ceiling")
-        ceiling = _ready(product, max_warmup=10)
+        product = loops.pop("ceiling", None)
+        ceiling = None if product is None else _ready(product, max_warmup=10)
         _compile_first(loops)
         for name, loop in list(loops.items()):
             try:
@@ -86,14 +106,15 @@ def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_war
                 del loops[name]
                 log(f"{loop.spec.name}: {error}")
         if not times:
-            raise SystemExit("no loop could be started")
+            raise NoLoopError("; ".join(sorted(set(missing.values()))) or "no loop could be started")
         slowest = max(each.estimate for each in times.values())
         block = max(_MIN_STEPS, round(seconds / slowest))
         first = next(iter(loops.values()))
         rng = random.Random(0)
         for number in range(rounds):
             # Before the loops in random order, so that no single loop always follows the matrix products.
-            ceiling.blocks.append(_block(product, max(10, round(0.2 / ceiling.estimate))))
+            if product is not None and ceiling is not None:
+                ceiling.blocks.append(_block(product, max(10, round(0.2 / ceiling.estimate))))
             for name in rng.sample(list(loops), len(loops)):
                 try:
                     times[name].blocks.append(_block(loops[name], block, into=times[name]))
@@ -104,11 +125,22 @@ def compare_loops(specs: Iterable[Spec], *, rounds: int, seconds: float, max_war
             spec=first.spec,
             description=str(first.made["description"]),
             flops=float(first.made["flops"]),
-            ceiling=float(product.made["flops"]) / min(ceiling.blocks),
+            ceiling=float(product.made["flops"]) / min(ceiling.blocks) if product and ceiling else None,
             times=list(times.values()),
             missing=missing,
             block_steps=block,
+            second_start=_start_again(loops[started_again], variables) if started_again in loops else None,
         )
+
+
+def _start_again(loop: LoopProcess, variables: Mapping[str, str | None] | None) -> float:
+    """Return the seconds until the first step of the same training in a new process with the same caches."""
+    again = LoopProcess(loop.spec, variables=variables, cache=loop.cache)
+    try:
+        again.wait_made()
+        return float(again.steps(1)["seconds"])
+    finally:
+        again.close()
 
 
 def _drop_absent(loops: dict[str, LoopProcess], missing: dict[str, str]) -> None:

@@ -17,7 +17,8 @@ def run(workload: PeerWorkload, gate: StepGate, spec: Spec) -> None:
     optimizer = adamw(model, workload, fused=True)
     schedule = linear(optimizer, spec)
     batch_of = workload.resident(spec.device)
-    call = torch.compile(model, dynamic=False) if spec.is_compiled else model
+    mode = "reduce-overhead" if spec.loop.endswith("-overhead") else None
+    call = torch.compile(model, dynamic=False, mode=mode) if spec.is_compiled else model
     for step in range(spec.total_steps):
         with autocast(spec):
             loss = call(**batch_of(step))["loss"]
