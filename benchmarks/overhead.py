@@ -6,7 +6,8 @@ Before each step of whet, a bare loop runs one on its own model, so that both se
 time of whet's step ends when the next step begins: set-up does not count, everything between steps does. The slowest
 tenth of each side's steps is dropped. In each round a second bare loop takes the place of whet as well, which measures
 the cost of the position itself; it is subtracted. The table shows the median over rounds and its 95 % bootstrap
-interval.
+interval. Session and train() also run with a callback of the user's, which has a method for each step; whet's own
+callbacks are always there.
 """
 
 import argparse
@@ -17,7 +18,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from results import at_least
@@ -25,6 +28,8 @@ from torch import nn
 
 import whet
 from whet.data.order import epoch_order
+from whet.step.step import Outcome
+from whet.training.callback import State
 
 BATCH = 32
 
@@ -84,19 +89,57 @@ def run_bare(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: 
         pass
 
 
+class LossHistory(whet.Callback):
+    """A callback as users write them: it keeps a moving average of the loss and would stop at a limit."""
+
+    def __init__(self) -> None:
+        self.average: torch.Tensor | None = None
+        self.num_steps = 0
+
+    def after_step(self, state: State, outcome: Outcome) -> whet.Action:
+        self.num_steps += 1
+        loss = outcome.loss
+        # A tensor: reading the value here would wait for the device.
+        self.average = loss if self.average is None else torch.lerp(self.average, loss, 0.1)
+        return whet.Action.STOP("enough") if state.step >= 1_000_000 else whet.Action.NONE
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.num_steps = state["average"], state["num_steps"]
+
+
 def run_session(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: InterleavedLoss
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    steps: int,
+    run: Path,
+    loss_of: InterleavedLoss,
+    *,
+    has_callback: bool = False,
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     options = {"global_batch_size": BATCH, "max_steps": steps, "clip": 1.0, "overrides": OVERRIDES}
-    with whet.Session(model, optimizer, (x, y), run=run, **options) as session:
+    callbacks = _callbacks(has_callback)
+    with whet.Session(model, optimizer, (x, y), run=run, callbacks=callbacks, **options) as session:
         for batch in session:
             session.step(lambda micro: loss_of(micro.x, micro.y), batch)
+    _check_calls(callbacks, steps)
 
 
 def run_train(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: InterleavedLoss
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    steps: int,
+    run: Path,
+    loss_of: InterleavedLoss,
+    *,
+    has_callback: bool = False,
 ) -> None:
+    callbacks = _callbacks(has_callback)
     whet.train(
         model,
         (x, y),
@@ -107,13 +150,30 @@ def run_train(
         clip=1.0,
         run=run,
         overrides=OVERRIDES,
+        callbacks=callbacks,
         on_event=None,
     )
+    _check_calls(callbacks, steps)
+
+
+def _callbacks(has_callback: bool) -> list[LossHistory]:
+    return [LossHistory()] if has_callback else []
+
+
+def _check_calls(callbacks: list[LossHistory], steps: int) -> None:
+    for callback in callbacks:
+        assert callback.num_steps == steps, "otherwise the callback was not measured"
 
 
 OVERRIDES = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
 BASELINE = "bare loop"
-VARIANTS = {BASELINE: run_bare, "Session": run_session, "train()": run_train}
+OURS = {
+    "Session": run_session,
+    "Session with a callback": partial(run_session, has_callback=True),
+    "train()": run_train,
+    "train() with a callback": partial(run_train, has_callback=True),
+}
+VARIANTS = {BASELINE: run_bare, **OURS}
 
 
 def width_for(milliseconds: float, x: torch.Tensor, y: torch.Tensor) -> int:
@@ -167,7 +227,7 @@ def main() -> None:
     width = width_for(given.milliseconds, x, y)
     seconds = measure(width, x, y, rounds=given.rounds, steps=given.steps)
     print(f"{given.rounds} rounds of {given.steps} steps, width {width}, one thread, torch {torch.__version__}")
-    print(f"{'variant':10} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
+    print(f"{'variant':24} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
     for name, times in seconds.items():
         ratios = [
             (ours / theirs) / (again / bare)
@@ -175,11 +235,11 @@ def main() -> None:
         ]
         low, high = interval(ratios)
         ours = statistics.median(ours for _, ours in times) * 1e3
-        print(f"{name:10} {ours:12.3f} {statistics.median(ratios):24.4f}    {low:.4f} to {high:.4f}")
+        print(f"{name:24} {ours:12.3f} {statistics.median(ratios):24.4f}    {low:.4f} to {high:.4f}")
 
     seconds = measure(8, x, y, rounds=given.rounds, steps=2 * given.steps)
     print("\noverhead of a tiny step over the bare loop")
-    for name in ("Session", "train()"):
+    for name in OURS:
         more = [
             1e6 * ((ours - theirs) - (again - bare))
             for (theirs, ours), (bare, again) in zip(seconds[name], seconds[BASELINE], strict=True)
@@ -187,7 +247,7 @@ def main() -> None:
         low, high = interval(more)
         share = statistics.median(more) / (given.milliseconds * 1e3)
         print(
-            f"{name:10} {statistics.median(more):8.1f} us, 95 % interval {low:.1f} to {high:.1f}: "
+            f"{name:24} {statistics.median(more):8.1f} us, 95 % interval {low:.1f} to {high:.1f}: "
             f"{share:.1%} of a step of {given.milliseconds:g} ms"
         )
 

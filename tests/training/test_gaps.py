@@ -468,6 +468,26 @@ def _loader(p: Program) -> None:
     p.data = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(4))
 
 
+class Reseeded(Sampler[int]):
+    """Draws by the epoch that it was given, like torch's DistributedSampler."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(X), generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def _sampler_with_epochs(p: Program) -> None:
+    p.data = DataLoader(TensorDataset(X, Y), batch_size=48, sampler=Reseeded())
+    p.options["epochs"] = 3
+
+
 def _global_draws(p: Program) -> None:
     p.loss = lambda batch: cross_entropy(p.model, (batch[0] + torch.randn(6) + random.random(), batch[1]))
 
@@ -526,8 +546,8 @@ def _probe(p: Program) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _plain, _closure_over_data, _criterion, _loader, _global_draws, _batchnorm, _callback_with_state, _registered,
-        _lambda_schedule, _probe,
+        _plain, _closure_over_data, _criterion, _loader, _sampler_with_epochs, _global_draws, _batchnorm,
+        _callback_with_state, _registered, _lambda_schedule, _probe,
     ],
 )  # fmt: skip
 def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program], None], tmp_path: Path) -> None:

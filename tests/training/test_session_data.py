@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,8 +162,6 @@ class Squares:
 
 
 def test_numpy_arrays_are_data() -> None:
-    import numpy as np
-
     x = np.random.default_rng(0).normal(size=(16, 3))
     model = nn.Linear(3, 2)
     seen: list[torch.dtype] = []
@@ -173,6 +172,42 @@ def test_numpy_arrays_are_data() -> None:
 
     train(model, (x, np.zeros(16, dtype=np.int64)), loss=loss)
     assert set(seen) == {torch.float32}
+
+
+class Named:
+    """Samples as NumPy gives them: an array of numbers, a number, a string."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": np.full(3, float(index)), "y": np.int64(index % 2), "name": np.array([f"{index}"])[0]}
+
+
+@pytest.mark.parametrize("form", ["dataset", "dict", "tuple", "lists"])
+def test_columns_that_torch_cannot_hold_stay_on_the_host(form: str) -> None:
+    x, y, names = np.arange(36.0).reshape(12, 3) / 36, np.arange(12) % 2, np.array([f"{n}" for n in range(12)])
+    data: Any = {
+        "dataset": Named(),
+        "dict": {"x": x, "y": y, "name": names},
+        "tuple": (x, y, names),
+        "lists": (x, y.tolist(), names.tolist()),
+    }[form]
+    model, seen = nn.Linear(3, 2), []
+
+    def loss(batch: Any) -> Tensor:
+        of_x, of_y, of_name = batch if isinstance(batch, tuple) else batch.values()
+        seen.extend(zip(of_name, of_y.tolist(), strict=True))
+        return nn.functional.cross_entropy(model(of_x), of_y)
+
+    assert train(model, data, loss=loss, global_batch_size=4, overrides={"workers": 0}).step == 3
+    assert {(str(name), label) for name, label in seen} == {(f"{n}", n % 2) for n in range(12)}
+
+
+def test_a_tuple_with_lists_of_unequal_lengths_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(WhetError, match=r"columns must have equal lengths\n.*x: 12, y: 11"):
+        train(model, (torch.zeros(12, 3), [0] * 11), loss=nn.functional.cross_entropy, global_batch_size=4)
 
 
 class Sentences:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch, GlobalBatch, MicroBatch, Position, Ragged, map_field
-from whet.data.columns import Columns, MakeData, RowDataset, as_columns, columns_type, rows_to_collate, select_column
+from whet.data.columns import Columns, MakeData, as_columns, as_rows, columns_type, rows_to_collate, select_column
 from whet.data.loader import CollateFunction, is_iterable_loader, loader_columns, loader_order
 from whet.data.order import PlannedBatch, SampleOrder, SeededOrder
 from whet.data.recorded import RecordedBatches, RecordedSource
@@ -75,7 +75,7 @@ def open_source(
         order = SeededOrder(size, batch_size=global_batch_size, seed=seed, shuffle=shuffle)
         make_data = columns_type(data)
         return TensorSource(columns, device, order, is_resident=is_resident, share=share, make_data=make_data)
-    dataset = RowDataset(data) if isinstance(data, Mapping) else data
+    dataset = as_rows(data)
     if is_map_style(dataset):
         order = SeededOrder(len(dataset), batch_size=global_batch_size, seed=seed, shuffle=shuffle)
         reader = DatasetReader(dataset, seed, collate_fn=collate_fn)
@@ -135,10 +135,8 @@ def count_data(data: Any, *, global_batch_size: int) -> tuple[int | None, int | 
     columns = as_columns(data)
     if columns is not None:
         size = len(next(iter(columns.values())))
-    elif isinstance(data, Mapping):
-        size = len(RowDataset(data))
-    elif is_map_style(data):
-        size = len(data)
+    elif is_map_style(rows := as_rows(data)):
+        size = len(rows)
     else:
         return None, None
     return size, -(-size // global_batch_size)

@@ -41,7 +41,7 @@ def as_columns(data: object) -> Columns | None:
         named = _as_fields(data)
     else:
         return None
-    named = {name: _as_tensor(c) if isinstance(c, np.ndarray) else c for name, c in named.items()}
+    named = {name: _as_tensor(c) if isinstance(c, np.ndarray) and _is_numeric(c) else c for name, c in named.items()}
     if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
         return None
     _check_lengths(named)
@@ -121,18 +121,30 @@ def stack_nested(values: Sequence[Any], *, ragged: set[str] | None = None, name:
 def _is_numeric(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(_is_numeric(part) for part in value)
-    return isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float | complex)
+    if isinstance(value, np.ndarray | np.generic):
+        # Arrays of strings, dates and objects have no dtype of torch.
+        return value.dtype.kind in "biufc"
+    return isinstance(value, Tensor | bool | int | float | complex)
+
+
+def as_rows(data: Any) -> Any:
+    """Return a dict or tuple of columns of which some are lists as a dataset of its rows, and other data unchanged."""
+    if isinstance(data, Mapping):
+        return RowDataset(data)
+    if not isinstance(data, tuple) or not any(isinstance(part, Tensor | np.ndarray) for part in data):
+        return data
+    if all(isinstance(part, Tensor | np.ndarray | list | tuple) for part in data):
+        return TupleRows(data)
+    return data
 
 
 class RowDataset:
     """Rows of columns of which some are lists (strings, objects), as a map-style dataset of dicts."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
-        sizes = {name: len(column) for name, column in columns.items()}
-        if len(set(sizes.values())) > 1:
-            raise _unequal_lengths(sizes)
+        _check_lengths(columns)
         self._columns = columns
-        self._num_rows = next(iter(sizes.values()), 0)
+        self._num_rows = len(next(iter(columns.values()), ()))
 
     def __len__(self) -> int:
         return self._num_rows
@@ -145,6 +157,7 @@ class TupleRows:
     """Rows of several columns as tuples, or the entries of a list, as a map-style dataset."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
+        _check_lengths(name_fields(columns))
         self._columns = columns
 
     def __len__(self) -> int:
@@ -208,18 +221,14 @@ def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     return Ragged.of(values)
 
 
-def _check_lengths(columns: Columns) -> None:
+def _check_lengths(columns: Mapping[str, Any]) -> None:
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise _unequal_lengths(sizes)
-
-
-def _unequal_lengths(sizes: Mapping[str, int]) -> WhetError:
-    return WhetError(
-        "columns must have equal lengths",
-        got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
-        try_="one row for each sample in every column",
-    )
+        raise WhetError(
+            "columns must have equal lengths",
+            got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+            try_="one row for each sample in every column",
+        )
 
 
 def _check_finite_data(columns: Columns) -> None:

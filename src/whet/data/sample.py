@@ -218,7 +218,7 @@ def pack_samples(value: Any) -> memoryview:
         raise BadSampleError(
             "a batch cannot be sent from a worker",
             got=f"{type(error).__name__}: {error}",
-            try_="workers=0, or batches that can be pickled",
+            try_='workers=0 (in Python: overrides={"workers": 0}), or batches that can be pickled',
         ) from error
 
 

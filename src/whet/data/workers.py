@@ -161,7 +161,7 @@ class Workers:
                 raise UsageError(
                     "the dataset or its collate function cannot be sent to workers",
                     got=f"{type(error).__name__}: {error}",
-                    try_="workers=0, or functions of a module instead of lambdas and local functions",
+                    try_='workers=0 (in Python: overrides={"workers": 0}), or functions of a module instead of lambdas',
                 ) from error
         # Close these ends in this process, so that a read from the pipe of a dead worker returns EOF.
         commands_in.close()

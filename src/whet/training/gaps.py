@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from whet.base.units import format_list
 from whet.checkpoint.attributes import has_encoding
+from whet.data.samplers import copy_sampler, set_epoch
 from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _MAX_NAMES = 3
+_SAMPLER = "the sampler"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -82,11 +84,13 @@ class GapDetector:
         for gap in self._optimizers.unknown(self._run):
             self._run.note_gap(gap)
         roots = self._all_roots()
-        rebound = {self._loss_label(key): {*_rebound_names(self._losses[key])} for key in self._recreated}
+        expected = {self._loss_label(key): {*_rebound_names(self._losses[key])} for key in self._recreated}
         for owner, now in self._fingerprints(roots).items():
             before = self._before.setdefault(owner, now)
             names = changed_names(before, now)
-            names = [n for n in names if (owner, n) not in self._reported and n not in rebound.get(owner, ())]
+            if names and owner == _SAMPLER:
+                expected[owner] = _names_set_by_epoch(self._run.config.data)
+            names = [n for n in names if (owner, n) not in self._reported and n not in expected.get(owner, ())]
             self._reported |= {(owner, name) for name in names}
             if names:
                 listed = format_list([f"`{name}`" for name in names])
@@ -193,14 +197,30 @@ def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[st
         yield "the collate function", [(_name_of(collate_fn), collate_fn)]
         return
     if isinstance(data, DataLoader):
-        sampler = data.batch_sampler if data.batch_size is None else data.sampler
+        sampler = _sampler_of(data)
         yield from _data_parts(data.dataset, data.collate_fn)
         if not type(sampler).__module__.startswith("torch.") and not hasattr(sampler, "state_dict"):
-            yield "the sampler", [("self", sampler)]
+            yield _SAMPLER, [("self", sampler)]
         yield "worker_init_fn", [("worker_init_fn", data.worker_init_fn)]
         return
     yield "the dataset", [("self", data)]
     yield "the collate function", [(_name_of(collate_fn), collate_fn)]
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.batch_sampler if loader.batch_size is None else loader.sampler
+
+
+def _names_set_by_epoch(loader: DataLoader[Any]) -> set[str]:
+    """Return what `set_epoch` changes in a sampler. A resumed run calls it too, so nothing of that is lost."""
+    copied = copy_sampler(_sampler_of(loader))
+    epochs = []
+    for epoch in (1, 2):
+        set_epoch(copied, epoch)
+        walk = StateWalk(follows_code=False)
+        walk.walk(copied, "self")
+        epochs.append(walk.digests)
+    return set(changed_names(*epochs))
 
 
 def _name_of(part: Any) -> str:
