@@ -105,7 +105,7 @@ def failed_request(problem: BaseException) -> None:
 
 
 def rank_lost(line: str) -> None:
-    """Print that a rank is lost; from the rank that noticed it, whichever that is."""
+    """Print that a rank is lost. Any rank may print this, not only rank 0: the one that noticed it does."""
     _to_stderr(line)
 
 

@@ -65,7 +65,7 @@ def unknown_key(
 
 
 def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -> UsageError:
-    """Return the batch sizes that a number of accumulation steps stands for."""
+    """Return the error for accumulation steps, with the batch sizes that have the same effect."""
     steps = values[key] if key in values and isinstance(values[key], int) else 0
     given = values.get("micro_batch", values.get("global_batch_size"))
     default = model.model_fields["global_batch_size"].default if issubclass(model, CommonConfig) else None

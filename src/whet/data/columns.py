@@ -122,7 +122,7 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(_is_numeric(part) for part in value)
     if isinstance(value, np.ndarray | np.generic):
-        # Arrays of strings, dates and objects have no dtype of torch.
+        # torch has no dtype for strings, dates and objects.
         return value.dtype.kind in "biufc"
     return isinstance(value, Tensor | bool | int | float | complex)
 

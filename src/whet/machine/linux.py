@@ -271,7 +271,7 @@ def read_cgroup_v2(folder: Path) -> CgroupLimits:
 
 
 def tightest(one: CgroupLimits, other: CgroupLimits) -> CgroupLimits:
-    """Return the smaller of each limit."""
+    """Return the lower of two values for each limit."""
     return CgroupLimits(
         min_known(one.processors, other.processors),
         min_known(one.memory_bytes, other.memory_bytes),

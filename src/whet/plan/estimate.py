@@ -31,8 +31,8 @@ _BANDWIDTH_SHARE = 0.7
 # with some 2,500 operators); MPS: 249 us for a GRUCell of about 10 operators (pytorch/pytorch#138898).
 _OPERATOR_SECONDS = {"cuda": 12e-6, "mps": 20e-6, "cpu": 12e-6}
 _CAPTURED_SECONDS = 3e-6
-# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers. The
-# bandwidth is not that of the memory: exponentials and norms of one core pass about 4 GB/s of activations.
+# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core, at 3 GHz, as servers usually have.
+# Memory is faster than this bandwidth, which is how fast one core computes exponentials and norms of activations.
 _CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 4e9
 
 # Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.

@@ -80,7 +80,7 @@ class Recipe:
     single_process_reason: str | None = None
     """The reason why several processes cannot train this recipe together; None if they can."""
 
-    # Required methods and training.
+    # Data, model, loss and metrics.
 
     def data(self, config: Any) -> Splits:
         """Read the data."""

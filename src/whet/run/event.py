@@ -4,9 +4,9 @@ Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimi
 kind. NaN and infinity are written as described in strict_json. Fields that readers know:
 
     start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min")
-    plan        message: why the plan changed, a note on it (is_in_plan), or what was verified before the first step;
-                then also seconds and
-                difference (the largest relative error: against the CPU, or of a compiled model against its own code)
+    plan        message: why the plan changed, a note on it (is_in_plan), or what was verified before the first step,
+                which adds seconds and difference (the largest relative error: against the CPU, or of a compiled model
+                against its eager code)
     step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
                 16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
                 on the device's own clock ("graph" for a step that is replayed as a whole), and what was spent since

@@ -187,7 +187,7 @@ def train_run(
 
 
 def _goal(goal: str | None, *, evaluate: Evaluate | None, val: Any) -> str | None:
-    """Return the goal, by default the validation loss where it is what is evaluated."""
+    """Return the goal. Without an evaluate function, it is the validation loss."""
     if evaluate is not None or val is None:
         return goal
     if goal not in (None, VAL_LOSS):

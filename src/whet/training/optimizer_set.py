@@ -91,8 +91,8 @@ def parameters_of_others(optimizers: Mapping[str, Optimizer], name: str) -> list
 def config_for_optimizer(training: TrainingConfig, name: str, optimizer: AnyOptimizer) -> TrainingConfig:
     """Return the options with the schedule of one of several optimizers.
 
-    A dict has a schedule for each name, and a torch scheduler belongs to the optimizer that it was made for. All other
-    schedules hold for every optimizer.
+    A dict has a schedule for each name, and a torch scheduler belongs to the optimizer that it was made for. Any other
+    schedule applies to every optimizer.
     """
     if not name:
         return training

@@ -177,9 +177,9 @@ def _marks(column: np.ndarray) -> list[np.ndarray]:
 
 
 def _unevenness(order: np.ndarray, first: int, marks: list[np.ndarray]) -> float:
-    """Return the smallest difference between the shares of a value in the two parts."""
-    found = [mark[order] for mark in marks]
-    return min((abs(m[:first].mean() - m[first:].mean()) for m in found if m.any() and not m.all()), default=0.0)
+    """Return how differently a value is distributed over the two parts, for the value that differs least."""
+    ordered = [mark[order] for mark in marks]
+    return min((abs(m[:first].mean() - m[first:].mean()) for m in ordered if m.any() and not m.all()), default=0.0)
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def _compare_planted(
 
 
 def _ignored_labels(whole: MicroBatch, labels: list[str], *, is_cpu: bool) -> Iterator[dict[str, float]]:
-    """Yield values that are commonly ignored, by the names of the fields in which they are planted together."""
+    """Yield the fields in which labels are replaced by a value that losses commonly ignore, with that value."""
     # By torch's cross entropy and transformers, and by nanoGPT and others.
     for ignored in (-100, -1):
         # A negative label that is not ignored ends a CUDA process.

@@ -116,7 +116,7 @@ class ChatRoutes:
         self._check_model(params.model)
         turns, max_new_tokens = params.turns, self._max_new_tokens(params)
         try:
-            # In a thread: other requests go on while a long conversation is encoded.
+            # In a thread, so that other requests are served while a long conversation is encoded.
             prompt = await asyncio.to_thread(self._responder.prompt, turns, max_new_tokens=max_new_tokens)
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
