@@ -24,6 +24,7 @@ from whet.checkpoint.store import checkpoint_name
 from whet.data.batch import GlobalBatch, Position
 from whet.data.order import collate_seed, sample_seed
 from whet.data.sample import seeded_rng
+from whet.device.random_streams import RandomStreams
 from whet.training.callback import Action, CallbackList, State
 from whet.training.session import Session
 
@@ -40,7 +41,7 @@ class PortRecorder:
     def install(self) -> None:
         """Wrap the methods of Session."""
         recorder, step, manual, leave = self, Session.step, Session.manual, Session.__exit__
-        after_step = CallbackList.after_step
+        after_step, enter_step = CallbackList.after_step, RandomStreams.enter_step
 
         def record_step(session: Session, loss: Any, batch: GlobalBatch, **options: Any) -> None:
             recorder.begin(session, batch)
@@ -49,6 +50,10 @@ class PortRecorder:
         def record_manual(session: Session, batch: GlobalBatch) -> AbstractContextManager[Any]:
             recorder.begin(session, batch)
             return manual(session, batch)
+
+        def record_rng(streams: RandomStreams) -> None:
+            enter_step(streams)
+            recorder.add_rng()
 
         def record_loss(callbacks: CallbackList, state: State, outcome: Any) -> Action:
             recorder.record.losses.append(float(outcome.loss))
@@ -63,9 +68,10 @@ class PortRecorder:
         Session.manual = record_manual  # type: ignore[method-assign]
         Session.__exit__ = record_exit  # type: ignore[method-assign]
         CallbackList.after_step = record_loss  # type: ignore[method-assign]
+        RandomStreams.enter_step = record_rng  # type: ignore[method-assign]
 
     def begin(self, session: Session, batch: GlobalBatch) -> None:
-        """Record the samples of a step, and the state of the generator before it."""
+        """Record the samples of a step."""
         record, epoch = self.record, session.state.epoch
         after = (batch.after.epoch, batch.after.samples)
         if not record.batches:
@@ -77,7 +83,11 @@ class PortRecorder:
             # Another optimizer steps on the same batch.
             return
         record.batches.append(BatchRecord(ids=batch.ids.tolist(), epoch=epoch, after=after))
-        record.rng.append(torch.get_rng_state())
+
+    def add_rng(self) -> None:
+        """Record the state of the generator at the beginning of a step, which code between steps does not move."""
+        if len(self.record.rng) < len(self.record.batches):
+            self.record.rng.append(torch.get_rng_state())
 
     def end(self, state: State) -> Action:
         """Ask for a checkpoint, or stop this process, if it is the step for it."""

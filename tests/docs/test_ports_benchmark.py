@@ -39,7 +39,10 @@ for epoch in range(3):
 """
 call = """
 import whet
-whet.train(model, loader, loss=nn.functional.mse_loss, optimizer=optimizer, epochs=3, run="run", on_event=None)
+with whet.Session(model, optimizer, loader, epochs=3, run="run") as session:
+    for batch in session:
+        session.step(nn.functional.mse_loss, batch)
+        torch.randn(3)  # a loop that samples from its model now and then
 """
 edit = Edit(first="for epoch", last="optimizer.step", new=call)
 wrong = Edit(first="optimizer =", new="optimizer = torch.optim.SGD(model.parameters(), lr=0.11)")

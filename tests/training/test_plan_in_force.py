@@ -102,3 +102,33 @@ def test_an_override_without_effect_is_in_the_warnings_and_on_the_screen(
     assert seen.plan.mps_fallback == "off"
     assert any("your on has no effect" in line for line in whet.summarize(tmp_path / "run").warnings)
     assert observe(tmp_path / "run", max_steps=4, mps_fallback="on").plan.mps_fallback == "off", "the same call resumes"
+
+
+@pytest.mark.parametrize("split_batch", ["auto", False, True])
+def test_a_micro_batch_with_batchnorm_is_executed_or_refused(split_batch: Any, tmp_path: Path) -> None:
+    x, y = images(32, seed=0)
+    sizes: list[int] = []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(x[0].numel()), torch.nn.LazyLinear(10))
+    model(x)
+
+    def loss(batch: Any) -> torch.Tensor:
+        sizes.append(len(batch[1]))
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def train() -> Any:
+        observer = Observer()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: Any = {"global_batch_size": 16, "split_batch": split_batch, "overrides": {"micro_batch": 4}}
+        keywords: Any = {"run": tmp_path / "run", "callbacks": [observer], "on_event": None, "measure": False}
+        whet.train(model, (x, y), loss=loss, optimizer=optimizer, **options, **keywords)
+        return observer.plan
+
+    if split_batch is True:
+        plan = train()
+        assert (plan.micro_batch, set(sizes)) == (4, {4})
+        assert any("BatchNorm" in line for line in plan.warnings)
+    else:
+        with pytest.raises(UsageError, match="micro_batch=4 would change the training"):
+            train()
+        assert not (tmp_path / "run").exists()

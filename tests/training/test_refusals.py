@@ -30,6 +30,10 @@ def net(width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
 
 
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
 def sgd(model: nn.Module, **values: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **values})
 
@@ -106,9 +110,11 @@ NEVER = [
     ({"device": "cuda"}, "cuda"),
     ({"overrides": {"micro_bach": 3}}, "no such setting"),
     ({"overrides": {"attention": "own"}}, "attention|another"),
-    ({"overrides": {"norms": "own"}}, "norms|another"),
+    ({"overrides": {"attention": "whet"}}, "cpu has no such attention kernel|another attention"),
+    ({"overrides": {"norms": "whet"}}, "cpu has no norm kernels|another norms"),
     ({"overrides": {"layout": "channels_last"}}, "channels_last|another"),
     ({"micro_batch": 4}, "setting of the plan"),
+    ({"model": normalized, "overrides": {"micro_batch": 4}}, "micro_batch=4 would change the training|another"),
     ({"global_batch_size": "auto"}, "measured|fixed"),
     ({"mode": "up"}, "mode must be"),
     ({"goal": "loss", "evaluate": lambda model, batches: {}}, "no data to evaluate"),

@@ -289,6 +289,21 @@ def check_whet_norms(plan: Plan) -> None:
         )
 
 
+# --- splitting --------------------------------------------------------------------------------------------------------
+
+
+def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
+    """Raise for a micro_batch of the user's that would change the statistics of BatchNorm, unless they ask for it."""
+    micro, share = plan.overrides.get("micro_batch"), plan.workload.share
+    if not plan.workload.has_batchnorm or training.split_batch is True or not isinstance(micro, int) or micro >= share:
+        return
+    raise UsageError(
+        f"micro_batch={micro} would change the training",
+        got="BatchNorm, whose statistics would be those of a micro-batch",
+        try_="no micro_batch; or split_batch=True if that is what you want",
+    )
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 

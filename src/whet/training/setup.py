@@ -129,6 +129,7 @@ def _build(
     """
     model, optimizer, training = config.model, config.optimizer, config.training
     checks.check_multi_rank(model, optimizer, plan, group.ranks)
+    checks.check_micro_batch(plan, training)
     plan, device, fallback_reason = open_planned_device(plan, group.ranks)
     group.use_device(device)
     seed_everything(training.seed)

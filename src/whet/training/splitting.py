@@ -61,7 +61,9 @@ class BatchSplitting:
         """Return how the current plan splits batches. It is read from the plan once, because every step needs it."""
         run, plan = self._run, self._run.plan
         if self._sizes is None or self._sizes.plan is not plan:
+            # With BatchNorm, a micro_batch of the user's is allowed only if they have declared that it may be split.
             is_whole = plan.workload.whole_batch_reason is not None and run.group.is_single_process
+            is_whole = is_whole and "micro_batch" not in plan.overrides
             size = plan.workload.global_batch_size
             self._sizes = _BatchSizes(plan, plan.micro_batch, size, plan.lengths, is_whole)
         return self._sizes
