@@ -36,6 +36,16 @@ def test_every_keyword_is_in_the_signature_and_the_docstring(function, missing: 
         assert field.is_required() or parameters[name].default == field.default
 
 
+def test_an_editor_completes_the_keywords() -> None:
+    """jedi reads the source, so it sees neither overloads nor `__wrapped__` as inspect does."""
+    jedi = pytest.importorskip("jedi")
+    (train,) = jedi.Script("import whet\nwhet.train(").get_signatures()
+    offered = {parameter.name for parameter in train.params}
+    assert {"model", "data", "loss", "optimizer", "epochs", "val", "run", "callbacks", "overrides"} <= offered
+    completed = jedi.Script("import whet\nwhet.Session(model, optimizer, data, ep").complete()
+    assert {each.name_with_symbols for each in completed} == {"epochs=", "epochs_per_session="}
+
+
 def test_a_new_option_appears_in_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     import keywords

@@ -99,7 +99,7 @@ def train(
 
 # The signature that help() shows is that of the first overload.
 @functools.wraps(loop.train, assigned=())
-def train(model: Any, *args: Any, **keywords: Any) -> TrainResult:
+def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
     """Train a model: probe the machine, plan, train and save checkpoints. The same call with the same `run` resumes.
 
     >>> import torch
@@ -181,8 +181,8 @@ def train(model: Any, *args: Any, **keywords: Any) -> TrainResult:
             verified.
     """
     if isinstance(model, str):
-        return train_by_name(model, *args, **keywords)
-    return loop.train(model, *args, **keywords)
+        return train_by_name(model, data, **keywords)
+    return loop.train(model, data, **keywords)
 
 
 def train_by_name(
