@@ -46,6 +46,9 @@ def test_a_run_records_the_function_that_made_it(trained: Path) -> None:
     ("words", "hint"),
     [
         (("prove", "runs/mine"), f"try: whet prove {SCRIPT}:main"),
+        (("bench", "runs/mine"), f"try: {SCRIPT}:main instead of runs/mine"),
+        (("compare", "runs/mine"), f"try: {SCRIPT}:main instead of runs/mine"),
+        (("check", "runs/mine"), f"try: {SCRIPT}:main instead of runs/mine"),
         (("predict", "runs/mine", "a text"), f"whet predict runs/mine --model {SCRIPT}:make_model inputs.npy"),
         (("export", "runs/mine", "--to", "transformers"), "whet export runs/mine --to safetensors; or --model"),
         (("export", "runs/mine", "--to", "transformers", "--model", MODEL), "try: --to safetensors"),

@@ -7,7 +7,7 @@ and a branch in `open_source`.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -236,13 +236,6 @@ def _hash_columns(columns: Columns, num_samples: int) -> str:
 
 
 # --- map-style datasets ----------------------------------------------------------------------------------------------
-
-
-class MapStyleDataset(Protocol):
-    """A dataset with a length and integer indices."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @final

@@ -4,13 +4,12 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from whet.distributed.group import RankGroup
 from whet.distributed.strategies import ParallelStrategy, sum_over_ranks
@@ -86,14 +85,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather the whole tensor. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """Shard a tensor like `target`. Every rank must have the whole tensor. Unchanged if `target` is not sharded."""
-    if not isinstance(target, DTensor):
-        return value
-    sharded: Any = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    return sharded
 
 
 def _device_mesh(group: RankGroup, kind: str) -> DeviceMesh:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 from whet.base.errors import DataChangedError, UsageError, WhetError, closest_match
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
-from whet.run.folder import installed_versions
+from whet.run.folder import RUN_FILE, installed_versions, read_header, short_script
 from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
@@ -248,6 +248,8 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
             "the recipe comes before its settings", got=word, try_=f"chat {word}; or text, puzzle, hex, a file.py"
         )
     else:
+        if (Path(word) / RUN_FILE).is_file():
+            raise _run_folder_error(word)
         meant = closest_match(word, BUILT_IN)
         hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"
         raise UsageError("no such recipe", got=word, try_=hint)
@@ -259,6 +261,18 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
             hint = f"whet prove, bench, check and compare take {place}:main"
         raise UsageError(f"{place} does not define {' or '.join(names)}()", got=word, try_=hint)
     return cast("Callable[[], Any]", match)
+
+
+def _run_folder_error(word: str) -> UsageError:
+    """Return the error for a run folder in place of a recipe, with what made the run."""
+    header = read_header(Path(word).absolute())
+    if header.script is not None:
+        script = short_script(header.script)
+        file, _, function = script.partition(":")
+        hint = script if function else f"{file}:main, after the training is in a function: def main(): ..."
+    else:
+        hint = header.recipe if header.command else "the file of its code: FILE.py:main"
+    return UsageError("a run folder is not a recipe, and it holds no code", got=word, try_=f"{hint} instead of {word}")
 
 
 def validate_recipe(made: object, word: str) -> Recipe:
