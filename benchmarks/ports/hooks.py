@@ -26,6 +26,7 @@ from whet.data.order import collate_seed, sample_seed
 from whet.data.sample import seeded_rng
 from whet.device.random_streams import RandomStreams
 from whet.training.callback import Action, CallbackList, State
+from whet.training.run_config import RunConfig
 from whet.training.session import Session
 
 
@@ -41,7 +42,12 @@ class PortRecorder:
     def install(self) -> None:
         """Wrap the methods of Session."""
         recorder, step, manual, leave = self, Session.step, Session.manual, Session.__exit__
+        use_config = Session._use_config
         after_step, enter_step = CallbackList.after_step, RandomStreams.enter_step
+
+        def keep_kernels(session: Session, config: RunConfig) -> None:
+            # The original has the kernels of its own optimizer. Others round differently.
+            use_config(session, replace(config, overrides={**config.overrides, "optimizer_kernels": "yours"}))
 
         def record_step(session: Session, loss: Any, batch: GlobalBatch, **options: Any) -> None:
             recorder.begin(session, batch)
@@ -64,6 +70,7 @@ class PortRecorder:
             if error is None:
                 recorder.save(session)
 
+        Session._use_config = keep_kernels  # type: ignore[method-assign]
         Session.step = record_step  # type: ignore[method-assign]
         Session.manual = record_manual  # type: ignore[method-assign]
         Session.__exit__ = record_exit  # type: ignore[method-assign]

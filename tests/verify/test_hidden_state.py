@@ -191,3 +191,12 @@ def test_what_cannot_be_read_is_left_out() -> None:
     value = {"table": table, "proxy": proxy, "broken": Broken([1]), "last": 5}
     assert change(value, lambda: value.update(last=6)) == ["x['last']"]
     assert table.uses == 0
+
+
+@pytest.mark.parametrize(("package", "is_walked"), [("einops._backends", False), ("mine._backends", True)])
+def test_caches_of_libraries_that_do_not_affect_results_are_left_out(package: str, is_walked: bool) -> None:
+    namespace: dict[str, Any] = {"__name__": package, "_loaded": {"torch": 1}}
+    exec("def get_backend():\n    return _loaded", namespace)
+    walk = StateWalk()
+    walk.walk(namespace["get_backend"], "get_backend")
+    assert bool(walk.digests) is is_walked

@@ -66,7 +66,7 @@ class GapDetector:
     def add_loss(self, loss: Any) -> None:
         """Take fingerprints of what a loss refers to, before its first call. A known code object is skipped."""
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
-        # A partial or an object with __call__ may be made anew in each step too.
+        # A partial or an object with __call__ may also be recreated in each step.
         key = loss_code(loss) if code is None else code
         if key in self._losses:
             if self._losses[key] is not loss:

@@ -42,7 +42,7 @@ _SKIPPED_PACKAGES = frozenset(
     {
         *sys.stdlib_module_names, "whet", "tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich",
         "matplotlib", "PIL", "IPython", "ipykernel", "h5py", "pandas", "pyarrow", "datasets", "tokenizers",
-        "transformers", "pytest", "_pytest", "pydantic", "jaxtyping",
+        "transformers", "pytest", "_pytest", "pydantic", "jaxtyping", "einops",
     }
 )  # fmt: skip
 

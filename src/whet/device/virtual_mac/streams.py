@@ -1,4 +1,4 @@
-"""Streams of `torch.mps`, which torch has since 2.15. A Linux build has the classes, but nothing behind them."""
+"""Streams of `torch.mps`, which torch has since 2.15. A Linux build has the classes without an implementation."""
 
 import itertools
 from typing import Any
