@@ -1,9 +1,14 @@
-"""Tensors of a state that are the same object, or share memory, do so again after they are decoded."""
+"""Tensors and containers of a state that are the same object, or share memory, do so again after they are decoded."""
 
+import random
+from collections import Counter, deque
+
+import numpy as np
 import pytest
 import torch
 
-from whet.checkpoint.state_json import StateDecoder, StateEncoder
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder
 
 pytestmark = pytest.mark.torch
 
@@ -34,3 +39,39 @@ def test_the_same_alias_in_two_states_is_one_object() -> None:
     assert ours[1] is not ours[0]
     ours[0].add_(1)
     assert torch.equal(theirs[0], ours[0])
+
+
+def test_a_container_at_two_places_is_one_object() -> None:
+    seen, order = [1, [2]], {"z": 1, "a": 2}
+    made = round_trip({"a": seen, "b": (seen, seen[1]), "c": {"order": order}, "d": [order], "e": [1, [2]]})[0]
+    assert made["a"] is made["b"][0]
+    assert made["a"][1] is made["b"][1]
+    assert made["c"]["order"] is made["d"][0]
+    assert made["e"] == made["a"] == [1, [2]]
+    assert made["e"] is not made["a"]
+    assert list(made["d"][0].items()) == [("z", 1), ("a", 2)]
+
+
+def test_generators_sets_and_arrays_at_two_places_are_one_object() -> None:
+    objects = [torch.Generator(), random.Random(1), np.random.default_rng(2), {1}, deque([1]), np.zeros(2), Counter()]
+    made = round_trip({"first": objects, "again": list(objects)})[0]
+    assert all(ours is theirs for ours, theirs in zip(made["first"], made["again"], strict=True))
+
+
+def test_equal_containers_of_two_states_stay_two_objects() -> None:
+    seen = [1]
+    ours, theirs = round_trip({"a": seen}, {"a": seen})
+    assert ours["a"] == theirs["a"]
+    assert ours["a"] is not theirs["a"]
+
+
+def test_keys_that_look_like_ids_survive() -> None:
+    state = {"$id": 1, "$": 2, "a": [{"$": "id", "value": "x"}, 3]}
+    assert round_trip(state) == [state]
+
+
+def test_a_state_inside_of_itself_is_refused() -> None:
+    state: list[object] = []
+    state.append(state)
+    with pytest.raises(NotEncodableError, match="inside of itself"):
+        StateEncoder().encode(state, "state/")

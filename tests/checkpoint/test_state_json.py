@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from whet.checkpoint.encoding import as_bytes, decode_tensors, dump_json, encode_tensors, load_json
-from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder, decode_state, encode_state
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder
+from whet.checkpoint.state_json import decode_state, encode_state
 
 pytestmark = pytest.mark.torch
 

@@ -366,6 +366,56 @@ def plain_attributes() -> Program:
     return training(Attributes())
 
 
+class SharedContainers(nn.Module):
+    """Containers that two attributes begin to share while it trains, and containers that cease to be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.first: list[int] | None = None
+        self.second: list[int] | None = None
+        self.together = self.apart = [0]
+        self.nested: dict[str, list[int]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None or self.second is None:
+            self.first = self.second = [0]
+            self.apart = [5]
+            self.nested = {"a": self.first, "b": self.apart}
+        self.first[0] += 1
+        self.nested["b"][0] += 1
+        self.together[0] += 2
+        assert self.second is self.first
+        assert self.nested["a"] is self.first
+        assert self.nested["b"] is self.apart
+        assert self.apart is not self.together
+        return self.net(x) * (1 + 0.001 * (self.second[0] + self.apart[0] + self.together[0]))
+
+
+@program
+def shared_containers() -> Program:
+    return training(SharedContainers())
+
+
+class SharingSgd(torch.optim.SGD):
+    """An optimizer whose parameters share a list in their state."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        counts = self.state[parameters[0]].setdefault("counts", [0])
+        for parameter in parameters:
+            assert self.state[parameter].setdefault("counts", counts) is counts
+            counts[0] += 1
+            parameter.grad.mul_(1 + 0.001 * counts[0])
+        return super().step(closure)
+
+
+@program
+def optimizer_with_shared_list() -> Program:
+    model = mlp()
+    return training(model, optimizer=SharingSgd(model.parameters(), lr=0.05, momentum=0.9))
+
+
 class LateBuffers(nn.Module):
     """A buffer that is None until the first forward pass, one that does not exist, and one that grows."""
 

@@ -4,11 +4,14 @@ Training may change them: a dropout rate, a counter, a generator. A checkpoint k
 the session began. A resume sets what training has changed. What the user has changed since stays, and is reported.
 """
 
+import contextlib
 import hashlib
+import io
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.checkpoint.encoding import as_bytes
-from whet.checkpoint.state_json import (
-    Encoder,
-    NotEncodableError,
-    StateDecoder,
-    StateEncoder,
-    join_path,
-    memory_key,
-    plain_value,
-)
+from whet.checkpoint.shared_memory import memory_key
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import Encoder, NotEncodableError, StateEncoder
+from whet.checkpoint.state_format import CHANGEABLE, join_path
+from whet.checkpoint.state_json import plain_value
 
 MIN_TENSOR_BYTES = 64 * 1024**2
 MAX_SHARE = 0.25
@@ -79,18 +78,34 @@ def _optimizer_names() -> frozenset[str]:
     return frozenset({*vars(Optimizer([nn.Parameter(torch.empty(0))], {})), "_opt_called", "_step_count"})
 
 
+def _named_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the owner, the name and the value of all plain attributes, sorted, as a file sorts them.
+
+    Attributes are encoded and decoded in this order: one that holds an object again refers to the first one.
+    """
+    for owner_name, owner in sorted(attribute_owners(model, optimizers), key=lambda named: named[0]):
+        yield from ((owner_name, name, vars(owner)[name]) for name in sorted(_plain_names(owner)))
+
+
 def fingerprint_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer], *, max_bytes: int) -> Encoded:
     """Return the encoded attributes, with hashes in place of tensors."""
+    values: dict[str, dict[str, Any]] = {}
+    for owner_name, name, value in _named_attributes(model, optimizers):
+        with contextlib.suppress(NotEncodableError):
+            if _num_bytes(value) <= max_bytes:
+                values.setdefault(owner_name, {})[name] = value
+    return _fingerprints(values, model)
+
+
+def _fingerprints(values: Mapping[str, Mapping[str, Any]], model: nn.Module) -> Encoded:
     encoder = _Fingerprints(model)
     prints: Encoded = {}
-    for owner_name, owner in attribute_owners(model, optimizers):
-        for name in _plain_names(owner):
-            value = vars(owner)[name]
-            try:
-                if _num_bytes(value) <= max_bytes:
-                    prints.setdefault(owner_name, {})[name] = encoder.encode(value, "")
-            except NotEncodableError:
-                continue
+    with encoder.one_state():
+        for owner_name, of_owner in values.items():
+            for name, value in of_owner.items():
+                with contextlib.suppress(NotEncodableError):
+                    path = f"attribute/{describe_attribute(owner_name, name)}"
+                    prints.setdefault(owner_name, {})[name] = encoder.encode(value, path)
     return prints
 
 
@@ -125,29 +140,27 @@ def encode_attributes(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the attributes and their initial values where they differ, and the names of those that are not saved."""
     now: Encoded = {}
-    before: Encoded = {}
     gaps: list[str] = []
     left = max_bytes
-    for owner_name, owner in attribute_owners(model, optimizers):
-        prints = initial.get(owner_name, {})
-        values: dict[str, Any] = {}
-        for name in _plain_names(owner):
+    with encoder.one_state():
+        for owner_name, name, value in _named_attributes(model, optimizers):
             path = describe_attribute(owner_name, name)
-            value = vars(owner)[name]
             try:
                 size = _num_bytes(value)
-                values[name] = encoder.encode(value, f"attribute/{path}") if size <= left else _OPAQUE
+                encoded = encoder.encode(value, f"attribute/{path}") if size <= left else _OPAQUE
             except NotEncodableError:
-                if name in prints:
-                    values[name] = _OPAQUE
+                if name in initial.get(owner_name, {}):
+                    now.setdefault(owner_name, {})[name] = _OPAQUE
                     gaps.append(f"the attribute {path}, now a {type(value).__name__}, is not saved")
                 continue
+            now.setdefault(owner_name, {})[name] = encoded
             if size > left:
                 gaps.append(f"the attribute {path} is not saved: {size:,} bytes in tensors that are no buffers")
             left -= size if size <= left else 0
+    before: Encoded = {}
+    for owner_name, _ in attribute_owners(model, optimizers):
+        prints, values = initial.get(owner_name, {}), now.get(owner_name, {})
         started = {n: prints.get(n, _ABSENT) for n in {**prints, **values} if prints.get(n, _ABSENT) != values.get(n)}
-        if values:
-            now[owner_name] = values
         if started:
             before[owner_name] = started
     return {"now": now, "initial": before}, gaps
@@ -164,27 +177,29 @@ def restore_attributes(
 ) -> list[str]:
     """Set the attributes that training has changed. Return those that the user has changed since, by name."""
     changes = []
-    encoder = _Fingerprints(model)
+    values = {
+        owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
+        for owner, of_owner in sorted(saved["now"].items())
+    }
+    wanted_prints = _fingerprints(values, model)
     current = fingerprint_attributes(model, optimizers, max_bytes=max_bytes)
+    merge = _Merge(model)
     for owner_name, owner in attribute_owners(model, optimizers):
-        values, started = saved["now"].get(owner_name, {}), saved["initial"].get(owner_name, {})
+        of_owner, started = values.get(owner_name, {}), saved["initial"].get(owner_name, {})
         prints, begun = current.get(owner_name, {}), initial.get(owner_name, {})
-        for name in {**values, **started, **prints}:
-            wanted, is_now = values.get(name, _ABSENT), prints.get(name, _ABSENT)
-            if wanted in (_OPAQUE, is_now) or (name not in prints and name in vars(owner)):
+        opaque = saved["now"].get(owner_name, {}).keys() - of_owner.keys()
+        for name in sorted({*of_owner, *started, *prints} - opaque):
+            if name not in prints and name in vars(owner):
                 continue
-            value = None if wanted == _ABSENT else decoder.decode(wanted)
-            wanted_print = wanted if wanted == _ABSENT else encoder.encode(value, "")
-            if wanted_print == is_now:
-                continue
-            then, new = started.get(name, wanted_print), begun.get(name, _ABSENT)
-            if then != new:
+            wanted, is_now = wanted_prints.get(owner_name, {}).get(name, _ABSENT), prints.get(name, _ABSENT)
+            then, new = started.get(name, wanted), begun.get(name, _ABSENT)
+            if wanted != is_now and then != new:
                 path = describe_attribute(owner_name, name)
                 changes.append(f"{path} {plain_value(then)} -> {plain_value(new)}")
-            elif wanted == _ABSENT:
+            elif wanted != _ABSENT:
+                vars(owner)[name] = merge(vars(owner).get(name), of_owner[name], is_equal=wanted == is_now)
+            elif is_now != _ABSENT:
                 del vars(owner)[name]
-            else:
-                vars(owner)[name] = _updated(vars(owner).get(name), value, encoder)
     return changes
 
 
@@ -210,10 +225,10 @@ def has_encoding(value: Any) -> bool:
 
 def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Set the attributes that `saved_attributes` returned."""
-    parts = _Fingerprints(module)
+    merge = _Merge(module)
     for owner_name, owner in module.named_modules():
         for name, value in saved.get(owner_name, {}).items():
-            vars(owner)[name] = _updated(vars(owner).get(name), value, parts)
+            vars(owner)[name] = merge(vars(owner).get(name), value)
 
 
 def describe_attribute(owner: str, name: str) -> str:
@@ -223,48 +238,101 @@ def describe_attribute(owner: str, name: str) -> str:
     return join_path(owner, name)
 
 
-def _updated(now: Any, value: Any, model: _Fingerprints) -> Any:
-    """Return `now` with the content of `value` if possible, since other objects may hold it too; else `value`."""
-    if type(now) is not type(value):
-        return value
-    if isinstance(now, list):
-        now[:] = [_updated(*pair, model) for pair in zip(now, value, strict=False)] + value[len(now) :]
-        return now
-    if isinstance(now, dict):
-        items = {key: _updated(now[key], item, model) if key in now else item for key, item in value.items()}
-        now.clear()
-        now.update(items)
-        return now
-    if isinstance(now, tuple) and type(now) is tuple and len(now) == len(value):
-        return tuple(_updated(*pair, model) for pair in zip(now, value, strict=True))
-    if isinstance(now, deque) and now.maxlen == value.maxlen:
-        now.clear()
-        now.extend(value)
-        return now
-    if isinstance(now, set):
-        now.clear()
-        now.update(value)
-        return now
-    if isinstance(now, torch.Generator) and now.device == value.device:
-        now.set_state(value.get_state())
-        return now
-    if isinstance(now, np.random.Generator) and type(now.bit_generator) is type(value.bit_generator):
-        now.bit_generator.state = value.bit_generator.state
-        return now
-    if isinstance(now, np.random.RandomState):
-        now.set_state(value.get_state(legacy=False))
-        return now
-    if isinstance(now, random.Random):
-        now.setstate(value.getstate())
-        return now
-    if isinstance(now, np.ndarray) and (now.shape, now.dtype) == (value.shape, value.dtype) and now.flags.writeable:
-        now[...] = value
-        return now
-    if isinstance(now, Tensor) and _can_copy(now, value) and not model.is_part(now) and not model.is_part(value):
+class _Merge:
+    """Puts saved values into the objects that exist, because other objects may hold them too.
+
+    What was one object becomes one object, and what were two objects become two.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = _Fingerprints(model)
+        self._results: dict[int, Any] = {}
+        """What each saved object has become, by its id."""
+        self._seen: list[Any] = []
+        """The saved objects, and the existing ones that hold one of them. They are kept alive for their ids."""
+        self._taken: set[int] = set()
+
+    def __call__(self, now: Any, value: Any, *, is_equal: bool = False) -> Any:
+        """Return `now` with the content of `value` if possible, else `value`. With `is_equal`, both have it already."""
+        if type(value) is tuple or hasattr(value, "_fields"):
+            return self._tuple(now, value, is_equal=is_equal)
+        if not isinstance(value, CHANGEABLE):
+            if is_equal:
+                return now
+            return self._tensor(now, value) if isinstance(value, Tensor) else value
+        if id(value) in self._results:
+            return self._results[id(value)]
+        target = now if type(now) is type(value) and id(now) not in self._taken and _can_hold(now, value) else value
+        self._results[id(value)] = target
+        self._seen += [value, target]
+        self._taken.add(id(target))
+        self._fill(target, value, is_equal=is_equal)
+        return target
+
+    def _fill(self, target: Any, value: Any, *, is_equal: bool) -> None:
+        """Give an object the content of another one of its type, which may be itself."""
+        if isinstance(value, list | deque):
+            items = [self(*pair, is_equal=is_equal) for pair in zip_longest([*target][: len(value)], value)]
+            target.clear()
+            target.extend(items)
+        elif isinstance(value, dict):
+            entries = {key: self(target.get(key), item, is_equal=is_equal) for key, item in value.items()}
+            target.clear()
+            target.update(entries)
+        elif target is not value and not is_equal:
+            _copy_content(target, value)
+
+    def _tuple(self, now: Any, value: Any, *, is_equal: bool) -> Any:
+        before = now if type(now) is type(value) and len(now) == len(value) else (None,) * len(value)
+        items = [self(*pair, is_equal=is_equal) for pair in zip(before, value, strict=True)]
+        if all(item is old for item, old in zip(items, before, strict=True)) and before is now:
+            return now
+        return value._make(items) if hasattr(value, "_fields") else tuple(items)
+
+    def _tensor(self, now: Any, value: Tensor) -> Tensor:
+        is_own = type(now) is type(value) and not self._model.is_part(now) and not self._model.is_part(value)
+        if not is_own or not _can_copy(now, value):
+            return value
         with torch.no_grad():
             now.copy_(value)
         return now
-    return value
+
+
+def _can_hold(now: Any, value: Any) -> bool:
+    """Return whether an existing object can take the content of a saved one."""
+    if isinstance(now, deque):
+        return bool(now.maxlen == value.maxlen)
+    if isinstance(now, torch.Generator):
+        return now.device == value.device
+    if isinstance(now, np.random.Generator):
+        return type(now.bit_generator) is type(value.bit_generator)
+    if isinstance(now, np.ndarray):
+        return (now.shape, now.dtype) == (value.shape, value.dtype) and now.flags.writeable
+    if isinstance(now, defaultdict):
+        return now.default_factory is value.default_factory
+    return True
+
+
+def _copy_content(target: Any, value: Any) -> None:
+    if isinstance(value, set):
+        target.clear()
+        target.update(value)
+    elif isinstance(value, torch.Generator):
+        target.set_state(value.get_state())
+    elif isinstance(value, np.random.Generator):
+        target.bit_generator.state = value.bit_generator.state
+    elif isinstance(value, np.random.RandomState):
+        target.set_state(value.get_state(legacy=False))
+    elif isinstance(value, random.Random):
+        target.setstate(value.getstate())
+    elif isinstance(value, io.BytesIO):
+        target.seek(0)
+        target.truncate()
+        target.write(value.getvalue())
+        target.seek(value.tell())
+    else:
+        # An array or a bytearray.
+        target[... if isinstance(value, np.ndarray) else slice(None)] = value
 
 
 def _can_copy(now: Tensor, value: Tensor) -> bool:
@@ -275,7 +343,7 @@ def _can_copy(now: Tensor, value: Tensor) -> bool:
 def _num_bytes(value: Any) -> int:
     """Return the bytes of the tensors and arrays in a value.
 
-    Raise NotEncodableError for too many items, and for a container at two places: it would be restored as two.
+    Raise NotEncodableError for too many items.
     """
     total, items, seen, rest = 0, 0, set(), [value]
     while rest:
@@ -283,8 +351,8 @@ def _num_bytes(value: Any) -> int:
         if isinstance(part, Tensor | np.ndarray):
             total += part.nbytes if not isinstance(part, Tensor) or part.layout is torch.strided else 0
         elif isinstance(part, dict | list | tuple | deque | set | frozenset):
-            if id(part) in seen and not isinstance(part, tuple | frozenset):
-                raise NotEncodableError("", value, why=" with one container at two places")
+            if id(part) in seen:
+                continue
             seen.add(id(part))
             items += len(part)
             if items > MAX_ITEMS:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from whet.base.errors import WhetError
 from whet.checkpoint import attributes
 from whet.checkpoint.attributes import MAX_SHARE, MIN_TENSOR_BYTES, Encoded
-from whet.checkpoint.state_json import StateDecoder, StateEncoder
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import StateEncoder
 from whet.step.ema import named_tensors
 
 Structure = dict[str, Any]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
-from whet.checkpoint.state_json import StateDecoder, StateEncoder
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import StateEncoder
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.model_contexts import align_state
 from whet.step.optimizers import EXECUTION_KEYS
@@ -35,13 +36,14 @@ def encode_optimizer(
     """
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     facts: dict[str, Any] = {"class": type(optimizer).__name__}
-    facts |= _encode_parts(encoder, optimizer, names, num_groups=num_groups, prefix=prefix)
-    for attribute, inner in _inner_optimizers(optimizer):
-        parts = _encode_parts(encoder, inner, names, prefix=f"{prefix}@{attribute}/")
-        facts.setdefault("inner", {})[attribute] = {"class": type(inner).__name__, **parts}
-    if _has_own_state(optimizer):
-        # Mostly the same tensors as above, to which the encoding refers.
-        facts["own"] = encoder.encode(optimizer.state_dict(), f"{prefix}@state_dict/")
+    with encoder.one_state():
+        facts |= _encode_parts(encoder, optimizer, names, num_groups=num_groups, prefix=prefix)
+        for attribute, inner in _inner_optimizers(optimizer):
+            parts = _encode_parts(encoder, inner, names, prefix=f"{prefix}@{attribute}/")
+            facts.setdefault("inner", {})[attribute] = {"class": type(inner).__name__, **parts}
+        if _has_own_state(optimizer):
+            # Mostly the same tensors as above, to which the encoding refers.
+            facts["own"] = encoder.encode(optimizer.state_dict(), f"{prefix}@state_dict/")
     return facts
 
 
@@ -58,7 +60,8 @@ def _encode_parts(
             "parameters": [names.get(p, _GONE) for p in group["params"]],
             "values": {
                 key: encoder.encode(value, f"{prefix}@group/{number}.{key}")
-                for key, value in group.items()
+                # Sorted, as a file sorts them: they are decoded in the order in which they are encoded.
+                for key, value in sorted(group.items())
                 # Functions are not saved: the user's program creates them again.
                 if key != "params" and not callable(value)
             },
@@ -87,8 +90,8 @@ def _encode_parts(
 
 
 def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers that a wrapper such as Lookahead steps."""
-    for name, value in vars(optimizer).items():
+    """Yield the optimizers that a wrapper such as Lookahead steps, sorted by name."""
+    for name, value in sorted(vars(optimizer).items()):
         if isinstance(value, Optimizer) and value is not optimizer:
             yield name, value
 
@@ -177,7 +180,7 @@ class OptimizerRestorer:
         """Return the values of the parameter groups, and the state."""
         groups = [
             # The current plan selects kernels. It may differ from the plan of the saved run.
-            {key: self._group_value(group, key, v) for key, v in saved["values"].items() if key not in EXECUTION_KEYS}
+            {k: self._group_value(group, k, v) for k, v in sorted(saved["values"].items()) if k not in EXECUTION_KEYS}
             for saved, group in zip(facts["groups"], optimizer.param_groups, strict=True)
         ]
         state: dict[Any, Any] = {}

@@ -24,7 +24,9 @@ from whet.checkpoint.model_state import (
 )
 from whet.checkpoint.optimizer_state import OptimizerRestorer, encode_optimizer
 from whet.checkpoint.shards import WantedRows
-from whet.checkpoint.state_json import NotEncodableError, StateDecoder, StateEncoder, overlaps_itself
+from whet.checkpoint.shared_memory import overlaps_itself
+from whet.checkpoint.state_decoder import StateDecoder
+from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder
 from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
 from whet.device.random_streams import RandomStreams

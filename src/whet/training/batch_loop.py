@@ -48,6 +48,8 @@ class BatchLoop:
         self._sync = RankSync(run.group)
         self._first_epoch = run.state.epoch
         self._is_in_step = False
+        self._is_in_body = False
+        """Whether the code of the loop that iterates over the batches is running."""
         self._num_rollbacks = 0
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -63,7 +65,9 @@ class BatchLoop:
             for batch in run.batches():
                 self.steps.begin(batch)
                 run.callbacks.before_step(state)
+                self._is_in_body = True
                 yield batch
+                self._is_in_body = False
                 if self.steps.is_pending:
                     self.finish_batch()
                 action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
@@ -255,6 +259,7 @@ class BatchLoop:
         can_save = error is None or (is_usable and run.stepper.strategy.has_full_model)
         is_whole = can_save and not self._is_in_step and not self.steps.is_pending
         unsaved: Exception | None = None
+        self._note_interruption(error)
         try:
             if is_whole and run.executor.is_finite(check_weights=True):
                 self._save("last")
@@ -265,6 +270,17 @@ class BatchLoop:
         if run.checkpointer is not None:
             run.checkpointer.close()
         return unsaved
+
+    def _note_interruption(self, error: BaseException | None) -> None:
+        """Record that the user's code was left in the middle of a batch, which it may have been about to change."""
+        run, step = self.run, self.state.step
+        if run.checkpointer is None:
+            return
+        if run.callbacks.failure is not None:
+            name, failure = run.callbacks.failure
+            run.checkpointer.note_interruption(f"{type(failure).__name__} ended the callback {name} at step {step:,}")
+        elif error is not None and self._is_in_body and run.config.is_own_loop:
+            run.checkpointer.note_interruption(f"{type(error).__name__} ended the body of your loop at step {step:,}")
 
     def _save(self, urgency: Urgency) -> None:
         if self.run.checkpointer is not None:

@@ -157,6 +157,10 @@ class Checkpointer:
         self._info = self._info.model_copy(update={name: (*noted, gap)})
         return True
 
+    def note_interruption(self, what: str) -> None:
+        """Record in all later checkpoints that an error ended the user's code in the middle of a batch."""
+        self._info = self._info.model_copy(update={"interruption": what})
+
     def save_initial_again(self) -> None:
         """Write the initial state once more, with objects that were registered since. Later states have them."""
         if self._run.state.step == 0 and self._info.attempt == 1:
@@ -367,6 +371,7 @@ class Checkpointer:
                 "exactness": before.exactness,
                 "gaps": before.gaps,
                 "unregistered": before.unregistered,
+                "interruption": before.interruption,
             }
         )
         for reason in restored.reasons:

@@ -38,6 +38,8 @@ _MAX_NAMES = 3
 _SAMPLER = "the sampler"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_DATA_OWNERS = ("the dataset", "the sampler")
+"""Compared by samples: data is large, and samples that change are found when they are read again."""
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -55,6 +57,8 @@ class GapDetector:
         """Code objects whose function is redefined during the run. Its closure variables belong to the loop."""
         self._before: dict[str, dict[str, bytes]] = {}
         """Hashes of values before the first step, by owner and name."""
+        self._partial: dict[str, list[str]] = {}
+        """Names of what is too large to be compared as a whole, by owner."""
         self._reported: set[tuple[str, str]] = set()
         self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
         run.exit_stack.callback(self._optimizers.close)
@@ -94,7 +98,10 @@ class GapDetector:
             self._reported |= {(owner, name) for name in names}
             if names:
                 listed = format_list([f"`{name}`" for name in names])
-                self._run.note_gap(f"{listed} of {owner}", is_variable=True)
+                self._run.note_gap(f"{listed} of {owner} changed", is_variable=True)
+        for owner, names in self._partial.items():
+            listed = format_list([f"`{name}`" for name in names])
+            self._run.note_gap(f"{listed} of {owner}, too large to be compared as a whole,", is_variable=True)
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
         """Return hashes of the user's variables by name, including local variables of the running functions.
@@ -124,10 +131,12 @@ class GapDetector:
         found = {}
         for owner, parts in roots.items():
             # One walk per owner, so that names do not depend on which owner reaches an object first.
-            walk = StateWalk(known=known)
+            walk = StateWalk(known=known, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
             found[owner] = walk.digests
+            if walk.partial and not walk.is_sample:
+                self._partial[owner] = list(walk.partial)
         return found
 
     def _saved_objects(self) -> Iterator[Any]:

@@ -87,14 +87,26 @@ OWN_LOOP = "session state restored exactly; your own variables only if registere
 """The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
 
 
-def describe_exactness(reasons: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
-    """Describe how exactly a resumed run reproduces an uninterrupted one."""
+def describe_exactness(reasons: list[str], info: CheckpointInfo, device: AbstractDevice, *, is_own_loop: bool) -> str:
+    """Describe how exactly a resumed run reproduces an uninterrupted one.
+
+    `reasons` say why it does not. What the checkpoint may lack is named beside the claim of an own loop; a short call
+    with such a checkpoint may be bit-exact, but is not shown to be.
+    """
+    missing = [f"{variables} and is not saved" for variables in info.unregistered]
+    if missing and not is_own_loop:
+        missing[-1] += " (register={name: object}, if training reads it)"
+    if info.interruption is not None:
+        missing.append(f"{info.interruption}: what it had still to do is missing")
     if reasons:
-        return "not bit-exact: " + "; ".join(reasons)
-    if device.kind == "cpu" or torch.are_deterministic_algorithms_enabled():
-        return OWN_LOOP if is_own_loop else "bit-exact"
-    kernels = f"kernels of {device.kind} may round differently each time"
-    return f"{OWN_LOOP}; {kernels}" if is_own_loop else f"exact state; {kernels}"
+        return "not bit-exact: " + "; ".join([*reasons, *missing])
+    is_deterministic = device.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
+    kernels = [] if is_deterministic else [f"kernels of {device.kind} may round differently each time"]
+    if is_own_loop:
+        return "; ".join([OWN_LOOP, *missing, *kernels])
+    if missing:
+        return "not shown to be bit-exact: " + "; ".join([*missing, *kernels])
+    return "; ".join(["exact state", *kernels]) if kernels else "bit-exact"
 
 
 def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
@@ -180,12 +192,7 @@ def restore_run(
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
         reasons += [f"not restored: {format_list(names, separator='; ')}"] if names else []
     reasons += snapshot.info.gaps
-    unregistered = snapshot.info.unregistered
-    if not run.config.is_own_loop:
-        reasons += [f"{variables} changed and was not saved" for variables in unregistered]
-    exactness = describe_exactness(reasons, run.device, is_own_loop=run.config.is_own_loop)
-    if unregistered and run.config.is_own_loop and not reasons:
-        exactness += f"; not registered: {'; '.join(unregistered)}"
+    exactness = describe_exactness(reasons, snapshot.info, run.device, is_own_loop=run.config.is_own_loop)
     fields: dict[str, Any] = {"exactness": exactness}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]

@@ -13,7 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.checkpoint.state_json import NotEncodableError, decode_state, encode_state, state_changes
+from whet.checkpoint.state_encoder import NotEncodableError
+from whet.checkpoint.state_json import decode_state, encode_state, state_changes
 from whet.step.optimizers import EXECUTION_KEYS, set_learning_rate
 
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")

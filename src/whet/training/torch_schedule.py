@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, MultiplicativeLR, OneCycleLR, ReduceLROnPlateau
 
 from whet.base.errors import UsageError
-from whet.checkpoint.state_json import NotEncodableError, decode_state, encode_state
+from whet.checkpoint.state_encoder import NotEncodableError
+from whet.checkpoint.state_json import decode_state, encode_state
 from whet.config.options import SchedulerObject
 from whet.step.optimizers import OptimizerChoice
 from whet.training.schedule import (

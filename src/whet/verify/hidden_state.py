@@ -1,7 +1,7 @@
 """Fingerprints of the state that user code refers to: closures, globals, attributes, generators and modules.
 
-Hidden state is state that changes during training and that no checkpoint holds. The walk is bounded, copies only
-samples of tensors from the device, and calls no user code.
+Hidden state is state that changes during training and that no checkpoint holds. The walk is bounded, copies no whole
+tensor from the device, and calls no user code.
 """
 
 import collections
@@ -9,10 +9,11 @@ import functools
 import hashlib
 import inspect
 import itertools
+import marshal
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,10 +29,14 @@ from whet.distributed.strategies import local_tensor
 
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
-_MAX_ITEMS = 128
-"""Items of a container that are inspected, at its beginning and at its end together."""
+_MAX_ITEMS = 4_096
+"""Items of a container that are entered. A larger container of plain values is hashed as a whole."""
+_SAMPLE_ITEMS = 128
+"""Items of a container of which only a sample is compared, at its beginning and at its end together."""
 _MAX_ELEMENTS = 65_536
-"""Elements of a tensor that are hashed, evenly spread."""
+"""Elements of a tensor whose bytes are hashed, evenly spread. Larger tensors have checksums of all elements too."""
+
+_WORDS_PER_ROW = 1_024
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -55,6 +60,10 @@ class StateWalk:
     """Objects that checkpoints save anyway, by id. They are not entered."""
     follows_code: bool = True
     """Whether functions and classes are entered, for what their code refers to."""
+    is_sample: bool = False
+    """Whether samples of containers and tensors are enough, as for the data, which is large and seldom changes."""
+    partial: dict[str, None] = field(default_factory=dict)
+    """The names of what was compared in part, because it is too large."""
     digests: dict[str, bytes] = field(default_factory=dict)
     visited: dict[int, Any] = field(default_factory=dict)
     """Every object that was entered, by id. It is kept alive, so that its id is not reused during the walk."""
@@ -62,6 +71,7 @@ class StateWalk:
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
         """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
+            self.partial[_outermost(name)] = None
             return
         if id(value) in self.known or id(value) in self.visited:
             return
@@ -82,9 +92,9 @@ class StateWalk:
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         """Record the value itself, and yield what it refers to with a name for each."""
         if isinstance(value, Tensor):
-            self._record(name, _tensor_bytes(value))
+            self._record(name, _tensor_bytes(value, is_sample=self.is_sample))
         elif isinstance(value, np.ndarray):
-            self._record(name, _array_bytes(value))
+            self._record(name, _array_bytes(value, is_sample=self.is_sample))
         elif isinstance(value, _GENERATORS):
             self._record(name, repr(_generator_state(value)).encode())
         elif isinstance(value, _FUNCTIONS):
@@ -94,16 +104,19 @@ class StateWalk:
             self._record(name, b"finished" if frame is None else str(frame.f_lasti).encode())
             yield from () if frame is None else ((f"{name}.{local}", v) for local, v in frame.f_locals.items())
         elif isinstance(value, set | frozenset):
-            self._record(name, b"".join(sorted(_scalar_bytes(item) for item in itertools.islice(value, _MAX_ITEMS))))
+            # Sorted, because the order of a set differs between processes.
+            self._record(name, b"".join(sorted(map(_scalar_bytes, value))))
             self._record(f"len({name})", str(len(value)).encode())
         elif isinstance(value, dict | types.MappingProxyType):
             # Other mappings are objects: reading an item may call code of the user, read a file or count a use.
             get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             self._record(f"len({name})", str(len(value)).encode())
-            yield from ((f"{name}[{key!r:.40}]", get(value, key)) for key in _ends(list(value)))
+            keys = self._inspected(value, list(value), name)
+            yield from ((f"{name}[{key!r:.40}]", get(value, key)) for key in keys)
         elif isinstance(value, list | tuple | collections.deque):
             self._record(f"len({name})", str(len(value)).encode())
-            yield from ((f"{name}[{index}]", value[index]) for index in _ends(range(len(value))))
+            indices = self._inspected(value, range(len(value)), name)
+            yield from ((f"{name}[{index}]", value[index]) for index in indices)
         elif isinstance(value, type):
             # The functions of a class are yielded by `class_references`, from an instance of it.
             yield from ((f"{name}.{key}", item) for key, item in vars(value).items() if not _is_machinery(key, item))
@@ -113,6 +126,20 @@ class StateWalk:
             self._record(name, repr(_iterator_state(value)).encode())
         else:
             yield from self._object_parts(value, name)
+
+    def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
+        """Return the items of a container to enter. A large one is hashed as a whole, if its values are plain."""
+        if len(items) <= (_SAMPLE_ITEMS if self.is_sample else _MAX_ITEMS):
+            return items
+        if not self.is_sample:
+            try:
+                # Version 2 writes equal values as equal bytes: it has no references to values that appear again.
+                plain = list(value) if isinstance(value, collections.deque) else value
+                self._record(name, marshal.dumps(plain, 2))
+            except ValueError:
+                self.partial[name] = None
+        half = _SAMPLE_ITEMS // 2
+        return [*items[:half], *items[-half:]]
 
     def _module_parts(self, module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         for part in (module._parameters, module._buffers, module._modules):
@@ -261,11 +288,8 @@ def is_installed(module: types.ModuleType | None) -> bool:
     return "site-packages" in path or "dist-packages" in path
 
 
-def _ends(items: Any) -> list[Any]:
-    if len(items) <= _MAX_ITEMS:
-        return list(items)
-    half = _MAX_ITEMS // 2
-    return [*items[:half], *items[-half:]]
+def _outermost(name: str) -> str:
+    return next(_prefixes(name), name)
 
 
 _BUILTIN_ITERATORS: tuple[type, ...] = (
@@ -298,7 +322,7 @@ def _scalar_bytes(value: Any) -> bytes:
     return f"{type(value).__name__} {text}".encode(errors="replace")
 
 
-def _tensor_bytes(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor, *, is_sample: bool) -> bytes:
     about = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     try:
         # The rows of this rank: reading a sharded tensor would wait for the other ranks, which may not look.
@@ -309,6 +333,7 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
         if flat.layout is not torch.strided:
             flat = flat.coalesce().values() if flat.layout is torch.sparse_coo else flat.values()
         if flat.numel() > _MAX_ELEMENTS:
+            about += b"" if is_sample else _checksums(flat)
             if not flat.is_contiguous():
                 flat = flat.flatten(0, -2)[:: max(1, flat.numel() // flat.shape[-1] // 64)]
             flat = flat.reshape(-1)[:: max(1, flat.numel() // _MAX_ELEMENTS)]
@@ -320,10 +345,29 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
         return about
 
 
-def _array_bytes(array: "np.ndarray[Any, Any]") -> bytes:
+def _checksums(tensor: Tensor) -> bytes:
+    """Return sums of all elements as integers: those of the rows and those of the columns of their words.
+
+    They take the time of reading the memory, which is a fraction of that of a hash.
+    """
+    data = tensor.contiguous().reshape(-1)
+    if data.storage_offset():
+        # Memory can be read as words from a multiple of eight bytes only.
+        data = data.clone()
+    data = data.view(torch.uint8)
+    size = len(data) // (8 * _WORDS_PER_ROW) * 8 * _WORDS_PER_ROW
+    rows = data[:size].view(torch.int64).reshape(-1, _WORDS_PER_ROW)
+    sums = torch.cat([rows.sum(0), rows.sum(1)]).cpu()
+    return sums.numpy().tobytes() + data[size:].to("cpu", copy=True).numpy().tobytes()
+
+
+def _array_bytes(array: "np.ndarray[Any, Any]", *, is_sample: bool) -> bytes:
     about = f"{array.dtype} {array.shape}".encode()
     if array.dtype.hasobject:
         return about
+    if array.size > _MAX_ELEMENTS and not is_sample:
+        # A copy, because torch cannot read an array that is not writeable.
+        about += _checksums(torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8))
     step = max(1, array.size // _MAX_ELEMENTS)
     sample = array.reshape(-1)[::step] if array.flags.c_contiguous else array[(slice(None, None, step), ...)]
     return about + np.ascontiguousarray(sample).tobytes()

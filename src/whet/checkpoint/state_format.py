@@ -1,0 +1,54 @@
+"""The format of an encoded state: JSON and named tensors. Nothing is pickled.
+
+value                                 JSON
+None, bool, int, str, list            unchanged
+a finite float                        unchanged: the shortest text that reads back as the same bits
+nan, inf, -inf                        {"$": "float", "value": "inf"}
+a dict with text keys                 unchanged, with the key "$order" unless its keys are sorted: a file sorts them
+any other dict                        {"$": "dict", "items": [[key, value], ...]}
+tuple, set, deque, bytes, ...         {"$": its type, ...}
+torch.Generator, random.Random, ...   {"$": its type, "state": ...}
+the same list, dict, generator again  {"$": "again", "of": its id}. The first has the id: a dict under the key "$id",
+                                      a list in front of its items, as {"$": "id", "value": its id}
+a tensor, stored outside the JSON     {"$": "reference", "name": its path}
+the same tensor object again          {"$": "same", "of": the path of the first}
+a tensor that shares its memory       {"$": "alias" or "view", "of": the path of the first}
+a small tensor, stored in the JSON    {"$": "tensor", "dtype": "F32", "shape": [...], "items": [...]}
+"""
+
+import io
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+
+TAG, ORDER, ID = "$", "$order", "$id"
+FACTORIES: dict[str, Any] = {"None": None} | {t.__name__: t for t in (list, dict, set, int, float, bool, str, tuple)}
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+CHANGEABLE = (
+    list, dict, OrderedDict, defaultdict, Counter, set, deque, bytearray, io.BytesIO, np.ndarray, torch.Generator,
+    np.random.Generator, np.random.RandomState, random.Random,
+)  # fmt: skip
+"""Types whose objects can change in place. An object at two places of a state stays one object."""
+
+
+def class_name(kind: type) -> str:
+    """Return the name under which `find_class` finds a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_class(name: str, base: type) -> Any:
+    """Return a class that the program has imported itself, or None: reading a checkpoint imports nothing."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def join_path(path: str, name: object) -> str:
+    """Return the path of an entry. A path that ends with "/" gets no other separator."""
+    return f"{path}.{name}" if path and not path.endswith("/") else f"{path}{name}"
