@@ -116,6 +116,8 @@ def _fork(request: dict) -> int:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        # As for a module that is imported: its classes are found by their names.
+        sys.modules["job"] = module
         spec.loader.exec_module(module)
         code = module.main(request["arguments"])
     except KeyboardInterrupt:

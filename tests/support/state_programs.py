@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.nn import functional as f
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import whet
@@ -470,6 +470,67 @@ def pruned_in_the_middle() -> Program:
         prune.l1_unstructured(model[0], "weight", 0.3)
 
     return training(model, ema=True, callbacks=[At(2, change), At(13, change)])
+
+
+def reparametrized(change: Callable[[nn.Module], Any], **options: Any) -> Program:
+    """Reparametrize a layer after step 2, and put its new parameters into the optimizer."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def begin() -> None:
+        change(model[0])
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    return training(model, optimizer=optimizer, callbacks=[At(2, begin)], **options)
+
+
+class Scaled(nn.Module):
+    """A parametrization with state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.ones(1)), 0
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = self.mean * 0.9 + weight.detach().mean()
+        return weight * self.scale + 0.001 * self.calls * self.mean[0]
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+@program
+def weight_norm_in_the_middle() -> Program:
+    return reparametrized(parametrizations.weight_norm, ema=True)
+
+
+@program
+def old_weight_norm_in_the_middle() -> Program:
+    return reparametrized(nn.utils.weight_norm, clip=1.0)
+
+
+@program
+def old_spectral_norm_in_the_middle() -> Program:
+    return reparametrized(nn.utils.spectral_norm)
+
+
+@program
+def own_parametrizations_in_the_middle() -> Program:
+    def change(layer: nn.Module) -> None:
+        parametrize.register_parametrization(layer, "weight", Scaled())
+        parametrizations.spectral_norm(layer, "weight")
+
+    return reparametrized(change)
+
+
+@program
+def weight_norm_removed_in_the_middle() -> Program:
+    program = reparametrized(lambda layer: parametrize.remove_parametrizations(layer, "weight"))
+    parametrizations.weight_norm(program["model"][0])
+    program["optimizer"].param_groups[0]["params"] = list(program["model"].parameters())
+    return program
 
 
 class SparseEmbedding(nn.Module):

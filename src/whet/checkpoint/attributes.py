@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import io
 import random
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -177,10 +178,7 @@ def restore_attributes(
 ) -> list[str]:
     """Set the attributes that training has changed. Return those that the user has changed since, by name."""
     changes = []
-    values = {
-        owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
-        for owner, of_owner in sorted(saved["now"].items())
-    }
+    values = decode_attributes(saved, decoder)
     wanted_prints = _fingerprints(values, model)
     current = fingerprint_attributes(model, optimizers, max_bytes=max_bytes)
     merge = _Merge(model)
@@ -201,6 +199,14 @@ def restore_attributes(
             elif is_now != _ABSENT:
                 del vars(owner)[name]
     return changes
+
+
+def decode_attributes(saved: Mapping[str, Any], decoder: StateDecoder) -> dict[str, dict[str, Any]]:
+    """Return the saved attributes by owner and name."""
+    return {
+        owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
+        for owner, of_owner in sorted(saved["now"].items())
+    }
 
 
 def saved_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -348,6 +354,8 @@ def _num_bytes(value: Any) -> int:
     total, items, seen, rest = 0, 0, set(), [value]
     while rest:
         part = rest.pop()
+        if type(part) in weakref.ProxyTypes:
+            raise NotEncodableError("", part)
         if isinstance(part, Tensor | np.ndarray):
             total += part.nbytes if not isinstance(part, Tensor) or part.layout is torch.strided else 0
         elif isinstance(part, dict | list | tuple | deque | set | frozenset):

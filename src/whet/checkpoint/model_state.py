@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 from whet.base.errors import WhetError
 from whet.checkpoint import attributes
 from whet.checkpoint.attributes import MAX_SHARE, MIN_TENSOR_BYTES, Encoded
+from whet.checkpoint.reparametrization import (
+    Described,
+    describe_reparametrizations,
+    fit_reparametrizations,
+    reparametrized_names,
+)
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.checkpoint.state_encoder import StateEncoder
 from whet.step.ema import named_tensors
@@ -25,6 +31,8 @@ class InitialState:
     """The model and the optimizers when the session began, before a checkpoint was restored."""
 
     structure: Structure
+    reparametrized: Described
+    """The parametrizations, weight_norm and spectral_norm."""
     attributes: Encoded
     """The plain attributes of modules and optimizers, with hashes in place of tensors."""
     frozen: frozenset[str]
@@ -40,6 +48,7 @@ class InitialState:
         in_eval = _modules_in_eval(model)
         return cls(
             structure=describe_structure(model),
+            reparametrized=describe_reparametrizations(model),
             attributes=attributes.fingerprint_attributes(model, optimizers, max_bytes=_max_bytes(model)),
             frozen=_frozen_parameters(model),
             in_eval=in_eval,
@@ -82,11 +91,16 @@ def _describe(kind: str, tensor: Tensor) -> list[Any]:
     return [kind, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
-def late_changes(initial: Structure, now: Structure) -> list[str]:
-    """Return the parameters that were added, removed or renamed since the session began, except by pruning."""
+def late_changes(initial: Structure, now: Structure, *described: Described) -> list[str]:
+    """Return the parameters that were added, removed or renamed since the session began.
+
+    Not those that pruning, or a reparametrization among `described`, has replaced: a resume does that again.
+    """
     started = {name for name, kind in initial.items() if kind is not None and kind[0] == "parameter"}
     current = {_unpruned(name, now) for name, kind in now.items() if kind is not None and kind[0] == "parameter"}
-    return sorted(started ^ current)
+    known = [names for one in described for names in reparametrized_names(one)]
+    late = started ^ current
+    return sorted(n for n in late if not any(n == name or n.startswith(prefix) for name, prefix in known))
 
 
 def _unpruned(name: str, structure: Structure) -> str:
@@ -96,21 +110,23 @@ def _unpruned(name: str, structure: Structure) -> str:
 
 def fit_structure(
     saved: Mapping[str, Any], model: nn.Module, initial: Structure | None, *, ignored: tuple[str, ...] = ()
-) -> None:
-    """Give a model the buffers and the pruning that a saved one had, if it fits.
+) -> list[str]:
+    """Give a model the buffers, parametrizations and pruning that a saved one had, if it fits.
 
     It fits if each entry of its initial structure is what the saved model had at first, or in the end. Names that start
     with one of `ignored` are not compared. A model that does not fit is left as it is: copying the weights reports it.
+    Return the modules that were made, which have no attributes yet.
     """
     first, last, current = saved["initial"], saved["now"], describe_structure(model)
     if current == last:
-        return
+        return []
     reference = current if initial is None else initial
     for name in {**first, **last, **reference}:
         is_fixed = initial is not None or first.get(name, "") == last.get(name, "")
         fits = reference.get(name, "") in (first.get(name, ""), last.get(name, ""))
         if is_fixed and not fits and not name.startswith(ignored):
-            return
+            return []
+    made = fit_reparametrizations(model, saved["reparametrized"], last)
     _fit_pruning(model, last)
     current = describe_structure(model)
     for name in {**current, **last}:
@@ -121,6 +137,7 @@ def fit_structure(
             _fit_parameter(model, name, wanted, now)
         else:
             _fit_buffer(model, name, wanted, is_persistent=name not in saved["non_persistent"])
+    return made
 
 
 def _fit_pruning(model: nn.Module, last: Structure) -> None:
@@ -203,6 +220,7 @@ def encode_model(
             "now": now,
             "initial": now if initial is None else initial.structure,
             "non_persistent": _non_persistent(model),
+            "reparametrized": (reparametrized := describe_reparametrizations(model)),
         },
         "sparse": {
             name: encoder.encode(tensor, f"attribute/{name}")
@@ -226,7 +244,7 @@ def encode_model(
     facts["attributes"], gaps = attributes.encode_attributes(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
-    if late := late_changes(initial.structure, now):
+    if late := late_changes(initial.structure, now, initial.reparametrized, reparametrized):
         gaps.append(
             f"parameters were added or renamed during the run ({', '.join(late[:4])}): a resume needs a model with the "
             "same change, made before the session"
@@ -244,8 +262,12 @@ def _non_persistent(model: nn.Module) -> list[str]:
     return [f"{p}.{n}" if p else n for p, m in modules for n in sorted(m._non_persistent_buffers_set)]
 
 
-def restore_extra(saved: Mapping[str, Any], model: nn.Module, decoder: StateDecoder) -> None:
-    """Restore sparse tensors and the extra state of modules."""
+def restore_extra(saved: Mapping[str, Any], model: nn.Module, decoder: StateDecoder, *, made: Collection[str]) -> None:
+    """Restore sparse tensors, the extra state of modules, and the attributes of modules that `fit_structure` made."""
+    if made and "attributes" in saved:
+        values = attributes.decode_attributes(saved["attributes"], decoder)
+        for name in made:
+            vars(model.get_submodule(name)).update(values.get(name, {}))
     for name, encoded in saved["sparse"].items():
         tensor = decoder.decode(encoded)
         if name in dict(model.named_parameters()):

@@ -1,6 +1,6 @@
 """The state of optimizers: any structure, through their own state_dict() where they override it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,14 @@ class OptimizerRestorer:
         tensors: Mapping[str, Tensor],
         rows: Mapping[str, RowRange],
         part_for: Callable[[Tensor, str], Tensor],
+        *,
+        late: Collection[str],
     ) -> None:
-        """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor for a parameter."""
+        """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor for a parameter.
+
+        `late` are the parameters that the saved run has added to the model, and perhaps to its optimizer.
+        """
+        self._late = late
         self._by_name = dict(model.named_parameters())
         self._decoder, self._tensors, self._rows, self._part_for = decoder, tensors, rows, part_for
 
@@ -164,15 +170,33 @@ class OptimizerRestorer:
                 try_="the parameter groups the run was started with",
             )
         for saved, group in zip(facts["groups"], groups, strict=True):
-            order = [self._by_name.get(name) for name in saved["parameters"]]
-            if {id(p) for p in order} != {id(p) for p in group["params"]}:
-                gone = " that are no parameters of this model" if None in order else ""
-                got = f"{len(order)} parameters{gone}"
+            order = self._in_saved_order(saved["parameters"], group["params"])
+            if order is None:
+                gone = " that are no parameters of this model" if _GONE in saved["parameters"] else ""
+                got = f"{len(saved['parameters'])} parameters{gone}"
                 raise WhetError(
                     "the checkpoint's parameter groups differ",
                     got=got,
                     try_="the parameter groups the run was started with",
                 )
+            group["params"][:] = order
+
+    def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the parameters of a group in their saved order; None if they are others.
+
+        weight_norm replaces a parameter during a run. The group keeps the one that is gone, unless the user has put
+        the new ones into it: then the restored model has new ones too.
+        """
+        in_model = {id(p) for p in self._by_name.values()}
+        gone = [p for p in now if id(p) not in in_model]
+        left = iter(gone)
+        found = [next(left, None) if name == _GONE else self._by_name.get(name) for name in names]
+        order = [p for p in found if p is not None]
+        saved = {id(p) for p in order}
+        is_same = saved == {id(p) for p in now}
+        is_late = all(name in self._late for name in names if id(self._by_name.get(name)) not in {id(p) for p in now})
+        is_replaced = (gone or is_late) and all(id(p) in saved or id(p) not in in_model for p in now)
+        return order if len(order) == len(names) and (is_same or is_replaced) else None
 
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]

@@ -238,8 +238,14 @@ def restore_snapshot(
             ema.follow_model()
             _copy_into(ema.average, snapshot, "ema")
         decoder = _decoder(snapshot, model, device.torch_device)
+        structure = snapshot.facts["model"]["structure"]
         restorer = OptimizerRestorer(
-            model, decoder, snapshot.tensors, snapshot.rows, lambda target, name: _part_for(target, snapshot, name)
+            model,
+            decoder,
+            snapshot.tensors,
+            snapshot.rows,
+            lambda target, name: _part_for(target, snapshot, name),
+            late=structure["now"].keys() - structure["initial"].keys(),
         )
         restorer.restore(optimizer, snapshot.facts["optimizer"])
         if snapshot.facts["scaler"]:
@@ -324,10 +330,10 @@ def restore_model(
     memory: tuple[str, ...] = ()
     if not with_memory:
         memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
-    facts = snapshot.facts.get("model")
+    facts, made = snapshot.facts.get("model"), []
     if facts is not None:
         structure = None if initial is None else initial.structure
-        fit_structure(facts["structure"], model, structure, ignored=memory)
+        made = fit_structure(facts["structure"], model, structure, ignored=memory)
     targets = {name: tensor for name, tensor in named_tensors(model) if is_plain(tensor)}
     if memory:
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}
@@ -338,7 +344,7 @@ def restore_model(
         replace_buffer(model, name, buffer)
     if facts is not None:
         place = next((tensor.device for tensor in targets.values()), torch.device("cpu"))
-        restore_extra(facts, model, _decoder(snapshot, model, place))
+        restore_extra(facts, model, _decoder(snapshot, model, place), made=made)
     averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
     if use_average and averaged:
         _copy_into(averaged, snapshot, "ema")

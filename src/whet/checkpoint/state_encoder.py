@@ -5,6 +5,7 @@ import contextlib
 import io
 import math
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
@@ -75,6 +76,9 @@ class Encoder:
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Return a value as JSON. `depth` is how many containers it is inside of."""
+        if type(value) in weakref.ProxyTypes:
+            # Its object may be gone, and then isinstance raises.
+            raise NotEncodableError(path, value)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, np.generic):

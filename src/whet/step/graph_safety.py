@@ -4,6 +4,7 @@ A replay runs no Python, so everything that Python decided during the capture mu
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -140,14 +141,26 @@ def loss_key(loss: Callable[..., Any]) -> Hashable:
 
 
 def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
-    """Yield everything that a loss refers to. A caller keeps these objects alive so that their ids are not reused."""
+    """Yield everything that a loss refers to. A caller keeps these objects alive so that their ids are not reused.
+
+    A weakref.proxy stands for its object. If that is gone, the proxy is left out: isinstance would raise.
+    """
+    for part in _dependencies(loss):
+        if type(part) not in weakref.ProxyTypes:
+            yield part
+            continue
+        with suppress(ReferenceError, AttributeError):
+            yield part.__init__.__self__
+
+
+def _dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
     if isinstance(loss, BatchLoss):
         yield loss.model
-        yield from loss_dependencies(loss.function)
+        yield from _dependencies(loss.function)
         return
     if isinstance(loss, functools.partial):
         yield from (*loss.args, *loss.keywords, *loss.keywords.values())
-        yield from loss_dependencies(loss.func)
+        yield from _dependencies(loss.func)
         return
     function = getattr(loss, "__func__", loss)
     code = getattr(function, "__code__", None)

@@ -84,6 +84,9 @@ def loss_code(loss: Any) -> Hashable:
 
 
 def _code(value: Any, depth: int) -> Any:
+    if type(value) in weakref.ProxyTypes:
+        # Its object may be gone, and then isinstance raises.
+        return type(value)
     if value is None or isinstance(value, _CONSTANTS):
         return value
     if depth == 0:

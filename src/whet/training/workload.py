@@ -134,8 +134,8 @@ def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
         elif depth and inspect.isfunction(used) and used.__module__.partition(".")[0] != "torch":
             yield from _used_modules(used, depth=depth - 1)
         elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
-            # The object of a method.
-            yield from (part for part in vars(used).values() if isinstance(part, nn.Module))
+            # The object of a method. isinstance raises for an attribute that is a proxy of an object that is gone.
+            yield from (part for part in vars(used).values() if issubclass(type(part), nn.Module))
 
 
 def calls_attention(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> bool:

@@ -13,6 +13,7 @@ import marshal
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -73,9 +74,12 @@ class StateWalk:
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
             self.partial[_outermost(name)] = None
             return
-        if id(value) in self.known or id(value) in self.visited:
-            return
         try:
+            if type(value) in weakref.ProxyTypes:
+                # The object itself, which may be a known one. This raises if it is gone.
+                value = value.__init__.__self__
+            if id(value) in self.known or id(value) in self.visited:
+                return
             if isinstance(value, _SCALARS):
                 self._record(name, _scalar_bytes(value))
                 return
@@ -97,6 +101,8 @@ class StateWalk:
             self._record(name, _array_bytes(value, is_sample=self.is_sample))
         elif isinstance(value, _GENERATORS):
             self._record(name, repr(_generator_state(value)).encode())
+        elif isinstance(value, weakref.ReferenceType):
+            yield f"{name}()", value()
         elif isinstance(value, _FUNCTIONS):
             yield from function_references(value, name) if self.follows_code else ()
         elif isinstance(value, types.GeneratorType):
@@ -299,7 +305,8 @@ _BUILTIN_ITERATORS: tuple[type, ...] = (
 
 
 _ENTERED = (
-    list, tuple, set, frozenset, dict, collections.deque, types.GeneratorType, *_GENERATORS, *_BUILTIN_ITERATORS,
+    list, tuple, set, frozenset, dict, collections.deque, types.GeneratorType, weakref.ReferenceType, *_GENERATORS,
+    *_BUILTIN_ITERATORS,
 )  # fmt: skip
 """Types of the standard library that may hold the user's state."""
 
