@@ -1,5 +1,6 @@
 """An error between two steps loses no step: earlier steps are saved, and the run resumes from there."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import whet
 from whet.base.errors import UsageError
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.restore import OWN_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -107,6 +109,76 @@ def test_the_steps_before_a_failure_of_your_schedule_are_saved(tmp_path: Path) -
         train(tmp_path / "run", fails_at=UPSET_AFTER + 1)
     assert last_saved(tmp_path / "run") == UPSET_AFTER
     assert_goes_on(tmp_path / "run", after=UPSET_AFTER, whole=tmp_path / "whole")
+
+
+def claim(folder: Path) -> str:
+    return str([*read_events(open_run(folder), kinds=("resume",))][-1].get("exactness"))
+
+
+def clamp(model: nn.Module, *, limit: float = 0.1) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-limit, limit)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_in_the_body_of_a_loop_is_named_by_the_resume(fails: bool, tmp_path: Path) -> None:
+    """What the body had still to do with its batch is missing. Nothing is lost, but more cannot be claimed."""
+
+    def loop(stop: int | None) -> None:
+        model = nn.Linear(3, 1)
+        data = torch.ones(16, 3), torch.ones(16, 1)
+        optimizer = Adam(model.parameters(), lr=0.1)
+        with whet.Session(model, optimizer, data, run=tmp_path / "run", global_batch_size=4) as session:
+            for batch in session:
+                session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+                if session.state.step == stop and fails:
+                    raise ValueError("no")
+                clamp(model)
+                if session.state.step == stop:
+                    break
+
+    with pytest.raises(ValueError, match="no") if fails else contextlib.nullcontext():
+        loop(2)
+    assert last_saved(tmp_path / "run") == 2
+    loop(None)
+    what = "; ValueError ended the body of your loop at step 2: what it had still to do is missing"
+    assert claim(tmp_path / "run") == OWN_LOOP + (what if fails else "")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_in_a_callback_is_named_by_the_resume(fails: bool, tmp_path: Path) -> None:
+    class Clamp(whet.Callback):
+        def __init__(self, model: nn.Module, fails_at: int) -> None:
+            self.model, self.fails_at = model, fails_at
+
+        def after_step(self, state: whet.State, outcome: object) -> None:
+            if state.step == self.fails_at:
+                raise ValueError("no")
+            clamp(self.model)
+
+    def fit(max_steps: int, fails_at: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        whet.train(
+            model,
+            (torch.ones(16, 3), torch.ones(16, 1)),
+            loss=nn.functional.mse_loss,
+            optimizer=Adam(model.parameters(), lr=0.1),
+            callbacks=[Clamp(model, fails_at)],
+            run=tmp_path / "run",
+            max_steps=max_steps,
+            global_batch_size=4,
+            on_event=None,
+        )
+
+    with pytest.raises(ValueError, match="no") if fails else contextlib.nullcontext():
+        fit(2, 2 if fails else 0)
+    assert last_saved(tmp_path / "run") == 2
+    fit(4, 0)
+    what = "ValueError ended the callback test_an_error_in_a_callback_is_named_by_the_resume.<locals>.Clamp at step 2"
+    expected = f"not shown to be bit-exact: {what}: what it had still to do is missing"
+    assert claim(tmp_path / "run") == (expected if fails else "bit-exact")
 
 
 @pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])

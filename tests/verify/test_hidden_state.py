@@ -66,6 +66,14 @@ def _nested() -> tuple[Any, Any]:
     return outer, lambda: inner.update(a=2)
 
 
+_KEPT = Plain(count=0)
+
+
+def _proxied() -> list[Any]:
+    """A proxy of an object, and one of an object that is gone."""
+    return [weakref.proxy(_KEPT), weakref.proxy(Plain())]
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -78,6 +86,17 @@ def _nested() -> tuple[Any, Any]:
         (lambda: _pair(defaultdict(int), lambda v: v["a"]), ["x"]),
         (lambda: _pair(OrderedDict(a=1), lambda v: v.update(a=2)), ["x['a']"]),
         (lambda: _pair(list(range(10_000)), lambda v: v.append(0)), ["x"]),
+        (lambda: _pair(list(range(10_000)), lambda v: v.__setitem__(5_000, 0)), ["x"]),
+        (lambda: _pair({str(n): n for n in range(200_000)}, lambda v: v.update({"100000": 0})), ["x"]),
+        (lambda: _pair(deque(range(10_000)), lambda v: v.__setitem__(5_000, 0)), ["x"]),
+        (lambda: _pair({*range(10_000)}, lambda v: (v.remove(5_000), v.add(-1))), ["x"]),
+        (lambda: _pair(torch.zeros(1_000_003), lambda v: v[500_001].add_(1)), ["x"]),
+        (lambda: _pair(torch.arange(1_000_003)[1:], lambda v: v[[7, 8]].sort(descending=True)), []),
+        (lambda: _pair(torch.arange(1_000_003)[1:], lambda v: v.data[5:9].copy_(v[5:9].flip(0))), ["x"]),
+        (lambda: _pair(torch.zeros(2_000, 2_000).t(), lambda v: v[1_001, 777].add_(1)), ["x"]),
+        (lambda: _pair(np.zeros(1_000_003), lambda v: v.__setitem__(500_001, 1)), ["x"]),
+        (lambda: _pair(_proxied(), lambda v: v[0].__setattr__("count", 1)), ["x[0].count"]),
+        (lambda: _pair([weakref.ref(_KEPT)], lambda v: setattr(_KEPT, "count", _KEPT.count + 1)), ["x[0]().count"]),
         (lambda: _pair(torch.zeros(3), lambda v: v.add_(1)), ["x"]),
         (lambda: _pair(torch.zeros(100, 70).t(), lambda v: v.add_(1)), ["x"]),
         (lambda: _pair(torch.zeros(2000, 70).t(), lambda v: v.add_(1)), ["x"]),
@@ -200,3 +219,12 @@ def test_caches_of_libraries_that_do_not_affect_results_are_left_out(package: st
     walk = StateWalk()
     walk.walk(namespace["get_backend"], "get_backend")
     assert bool(walk.digests) is is_walked
+
+
+def test_what_was_compared_in_part_is_named() -> None:
+    walk = StateWalk()
+    walk.walk({"plain": list(range(10_000)), "objects": [Plain() for _ in range(10_000)]}, "x")
+    assert list(walk.partial) == ["x['objects']"]
+    sample = StateWalk(is_sample=True)
+    sample.walk([Plain() for _ in range(10_000)], "x")
+    assert not sample.partial

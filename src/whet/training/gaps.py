@@ -101,7 +101,7 @@ class GapDetector:
                 self._run.note_gap(f"{listed} of {owner} changed", is_variable=True)
         for owner, names in self._partial.items():
             listed = format_list([f"`{name}`" for name in names])
-            self._run.note_gap(f"{listed} of {owner}, too large to be compared as a whole,", is_variable=True)
+            self._run.note_gap(f"{listed} of {owner} is too large to be compared as a whole", is_variable=True)
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
         """Return hashes of the user's variables by name, including local variables of the running functions.
