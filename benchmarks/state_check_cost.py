@@ -18,7 +18,7 @@ from whet.run.events import read_events
 from whet.training import batch_loop
 from whet.training.gaps import GapDetector
 
-SIZES = ((64, 2), (512, 8), (1024, 16))
+SIZES = ((64, 2), (512, 8), (1024, 16), (1792, 16))
 """Width and number of layers."""
 REPEATS = 3
 

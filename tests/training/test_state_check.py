@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 import whet
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError
 from whet.checkpoint import store
+from whet.checkpoint.comparison import compare_snapshots
 from whet.run import durable
 from whet.run.events import read_events
 from whet.training import state_check
@@ -128,21 +129,19 @@ def test_what_does_not_survive_is_refused_before_the_first_step_counts(
 
 
 def test_planted_faults_of_the_checkpoint_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load: Callable[[Path], Any] = store.load_checkpoint
+    decode: Callable[[Any], Any] = store.encode_and_decode
 
-    def flipped(path: Path) -> Any:
-        snapshot = load(path)
+    def flipped(snapshot: Any) -> Any:
+        snapshot = decode(snapshot)
         name = "optimizer/0.weight/exp_avg"
         return replace(
             snapshot, tensors={**snapshot.tensors, name: snapshot.tensors[name].nextafter(torch.tensor(9.0))}
         )
 
-    monkeypatch.setattr(store, "load_checkpoint", flipped)
-    with pytest.raises(
-        UsageError, match=r"written to a file and read, it differs\n.*exp_avg of 0\.weight in the optim"
-    ):
+    monkeypatch.setattr(store, "encode_and_decode", flipped)
+    with pytest.raises(UsageError, match=r"encoded and decoded, it differs\n.*exp_avg of 0\.weight in the optim"):
         train(tmp_path / "run")
-    monkeypatch.setattr(store, "load_checkpoint", load)
+    monkeypatch.setattr(store, "encode_and_decode", decode)
     restore = state_check.restore_snapshot
 
     def forgetful(snapshot: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
@@ -155,20 +154,23 @@ def test_planted_faults_of_the_checkpoint_are_caught(tmp_path: Path, monkeypatch
         train(tmp_path / "run")
 
 
-def test_a_full_disk_does_not_stop_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = store.save_checkpoint
+def test_what_is_checked_is_what_a_checkpoint_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check encodes to memory. A checkpoint of the same state is read as the same."""
+    checked: list[Any] = []
+    decode = store.encode_and_decode
 
-    def full(folder: Path, snapshot: Any, *, step: int) -> int:
-        if durable.is_leftover(folder):
-            try:
-                raise OSError(28, "No space left on device")
-            except OSError as error:
-                raise WhetError("the disk is full", got="0 bytes", try_="free some") from error
-        return save(folder, snapshot, step=step)
+    def written(snapshot: Any) -> Any:
+        store.save_checkpoint(tmp_path / "scratch", snapshot, step=snapshot.facts["step"])
+        checked.append(decode(snapshot))
+        return checked[-1]
 
-    monkeypatch.setattr(store, "save_checkpoint", full)
-    assert train(tmp_path / "run")
-    assert not [path for path in (tmp_path / "run").iterdir() if durable.is_leftover(path)]
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(store, "encode_and_decode", written)
+    train(tmp_path / "run", optimizer=torch.optim.Adagrad, ema=True)
+    newest = store.load_newest(tmp_path / "scratch")
+    assert newest is not None
+    assert compare_snapshots(newest.snapshot, checked[0]) == []
+    assert newest.snapshot.info == checked[0].info
 
 
 class Ignoring(Forgetful):

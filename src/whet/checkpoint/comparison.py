@@ -33,11 +33,12 @@ def tensors_equal(ours: Tensor, theirs: Tensor) -> bool:
     ours, theirs = (t.detach().contiguous().cpu() for t in (ours, theirs))
     if ours.is_complex():
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-    same = ours.view(_INTEGERS[ours.itemsize]) == theirs.view(_INTEGERS[ours.itemsize])
-    if bool(same.all()):
+    words = [tensor.view(_INTEGERS[tensor.itemsize]) for tensor in (ours, theirs)]
+    if torch.equal(*words):
         return True
     # torch has no isnan of 8-bit floats.
-    return ours.is_floating_point() and bool((same | (ours.float().isnan() & theirs.float().isnan())).all())
+    are_nan = ours.float().isnan() & theirs.float().isnan() if ours.is_floating_point() else None
+    return are_nan is not None and bool(((words[0] == words[1]) | are_nan).all())
 
 
 def describe_tensor(name: str) -> str:

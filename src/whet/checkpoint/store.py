@@ -190,6 +190,19 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
     return Snapshot(tensors=tensors | read, facts=facts, info=manifest.info, rows=rows | some)
 
 
+def encode_and_decode(snapshot: Snapshot) -> Snapshot:
+    """Return what a checkpoint of this snapshot would be read as. It is encoded to memory, not to disk."""
+    layout = encoding.layout_tensors(snapshot.tensors)
+    data = bytearray(len(layout.header()) + layout.num_bytes)
+    place = memoryview(data)
+    for chunk in encode_tensors(snapshot.tensors):
+        place[: len(chunk)] = chunk
+        place = place[len(chunk) :]
+    place.release()
+    facts = encoding.load_json(_facts_bytes(snapshot))
+    return Snapshot(tensors=decode_tensors(data), facts=facts, info=snapshot.info)
+
+
 def check_sizes(path: Path) -> CheckpointManifest:
     """Return the manifest, after checking that exactly the listed files exist and have the listed sizes.
 

@@ -16,7 +16,6 @@ from whet.checkpoint import store
 from whet.checkpoint.comparison import compare_snapshots
 from whet.checkpoint.snapshot import Snapshot, restore_snapshot
 from whet.device.errors import is_out_of_memory
-from whet.run import durable
 from whet.step.optimizers import EXECUTION_KEYS
 
 if TYPE_CHECKING:
@@ -32,32 +31,19 @@ def state_is_unchecked(run: "RunContext") -> bool:
 
 
 def check_first_step(run: "RunContext") -> None:
-    """Save the state after the first update to a scratch folder, load it, restore it, and compare each time.
+    """Encode the state after the first update to memory, decode it, restore it, and compare each time.
 
-    Raises UsageError for state that differs, before the step counts. The scratch folder is removed. Disk errors are
-    ignored here: the next checkpoint reports them.
+    Raises UsageError for state that differs, before the step counts. Nothing is written: the files of a checkpoint have
+    hashes, which are compared when it is read.
     """
     assert run.checkpointer is not None
-    assert run.path is not None
     if not all(stepper.has_finite_weights() for stepper in run.steppers.values()):
         # The NaN guard rolls this step back.
         return
     start = time.perf_counter()
-    scratch = durable.leftover_name(run.path / "state-check")
-    try:
-        snapshot = run.checkpointer.take_snapshot()
-        try:
-            durable.make_directory(scratch)
-            store.save_checkpoint(scratch, snapshot, step=run.state.step)
-            loaded = store.load_checkpoint(scratch / store.checkpoint_name(run.state.step))
-        finally:
-            if scratch.exists():
-                durable.remove(scratch)
-    except WhetError as error:
-        if isinstance(error.__cause__, OSError):
-            return
-        raise
-    _raise_if_different(compare_snapshots(snapshot, loaded), "written to a file and read")
+    snapshot = run.checkpointer.take_snapshot()
+    loaded = store.encode_and_decode(snapshot)
+    _raise_if_different(compare_snapshots(snapshot, loaded), "encoded and decoded")
     del snapshot
     with _same_objects(run):
         restore_state(run, loaded)
