@@ -533,6 +533,30 @@ def weight_norm_removed_in_the_middle() -> Program:
     return program
 
 
+@program
+def layers_replaced_and_added_in_the_middle() -> Program:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def change() -> None:
+        model[1] = nn.Softplus(beta=2.0)
+        model.append(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    return training(model, optimizer=optimizer, callbacks=[At(2, change)])
+
+
+@program
+def tied_and_untied_in_the_middle() -> Program:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4))
+    model[2].weight = model[1].weight
+
+    def change() -> None:
+        model[1].weight = model[0].weight
+
+    return training(model, callbacks=[At(2, change)])
+
+
 class SparseEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

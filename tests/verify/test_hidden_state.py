@@ -1,11 +1,20 @@
 """The walk over the state of user code: what it finds, what it leaves out, and how it names it."""
 
+import argparse
+import array
 import functools
+import io
 import itertools
+import queue
 import random
+import threading
+import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -95,6 +104,21 @@ def _proxied() -> list[Any]:
         (lambda: _pair(torch.arange(1_000_003)[1:], lambda v: v.data[5:9].copy_(v[5:9].flip(0))), ["x"]),
         (lambda: _pair(torch.zeros(2_000, 2_000).t(), lambda v: v[1_001, 777].add_(1)), ["x"]),
         (lambda: _pair(np.zeros(1_000_003), lambda v: v.__setitem__(500_001, 1)), ["x"]),
+        (lambda: _pair(types.SimpleNamespace(n=0), lambda v: vars(v).update(n=1)), ["x.n"]),
+        (lambda: _pair(argparse.Namespace(n=0), lambda v: vars(v).update(n=1)), ["x.n"]),
+        (lambda: _pair(UserDict(n=0), lambda v: v.update(n=1)), ["x.data['n']"]),
+        (lambda: _pair(ChainMap({}, {"n": 0}), lambda v: v.update(n=1)), ["x.maps[0]"]),
+        (lambda: _pair(array.array("i", [0]), lambda v: v.__setitem__(0, 1)), ["x"]),
+        (lambda: _pair(io.StringIO(), lambda v: v.write("a")), ["x"]),
+        (lambda: _pair(queue.SimpleQueue(), lambda v: v.put(1)), ["x"]),
+        (lambda: _pair(queue.Queue(), lambda v: v.queue.append(1)), ["x.queue"]),
+        (lambda: _pair(ContextVar("n", default=0), lambda v: v.set(1)), ["x.get()"]),
+        (lambda: _pair(threading.local(), lambda v: vars(v).update(n=1)), ["x.n"]),
+        (lambda: _pair(weakref.WeakKeyDictionary({_KEPT: 0}), lambda v: v.update({_KEPT: 1})), ["x[Plain 0]"]),
+        (lambda: _pair(weakref.WeakSet(), lambda v: v.add(_KEPT)), ["x"]),
+        (lambda: _pair([Fraction(1, 3), Decimal(1)], lambda v: v.__setitem__(0, Fraction(1, 4))), ["x[0]"]),
+        (lambda: _pair(functools.cache(lambda n: random.random()), lambda v: v(1)), ["x"]),
+        (lambda: _pair(functools.cache(lambda n: n + 1), lambda v: v(1)), []),
         (lambda: _pair(_proxied(), lambda v: v[0].__setattr__("count", 1)), ["x[0].count"]),
         (lambda: _pair([weakref.ref(_KEPT)], lambda v: setattr(_KEPT, "count", _KEPT.count + 1)), ["x[0]().count"]),
         (lambda: _pair(torch.zeros(3), lambda v: v.add_(1)), ["x"]),
@@ -219,6 +243,12 @@ def test_caches_of_libraries_that_do_not_affect_results_are_left_out(package: st
     walk = StateWalk()
     walk.walk(namespace["get_backend"], "get_backend")
     assert bool(walk.digests) is is_walked
+
+
+def test_iterators_that_do_not_tell_how_far_they_are_are_named() -> None:
+    walk = StateWalk()
+    walk.walk([itertools.chain([1], [2]), itertools.cycle("ab"), zip([1], [2], strict=True), itertools.count()], "x")
+    assert list(walk.partial) == ["x[0]", "x[1]", "x[2]"]
 
 
 def test_what_was_compared_in_part_is_named() -> None:

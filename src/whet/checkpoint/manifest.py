@@ -49,8 +49,8 @@ class CheckpointInfo(FrozenModel):
     gaps: tuple[str, ...] = ()
     """State of the training that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
     unregistered: tuple[str, ...] = ()
-    """Variables of the user that the checkpoint does not hold, and that have changed since the run began or are too
-    large to compare."""
+    """Variables of the user that the checkpoint does not hold, and that have changed since the run began or cannot be
+    compared."""
     interruption: str | None = None
     """The error that ended the loop's body or a callback before the checkpoint was written. What it had still to do
     with that batch is missing."""

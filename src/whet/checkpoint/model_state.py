@@ -12,6 +12,15 @@ from torch.optim import Optimizer
 from whet.base.errors import WhetError
 from whet.checkpoint import attributes
 from whet.checkpoint.attributes import MAX_SHARE, MIN_TENSOR_BYTES, Encoded
+from whet.checkpoint.late_modules import (
+    Classes,
+    describe_changes,
+    describe_classes,
+    describe_ties,
+    fit_modules,
+    fit_ties,
+    names_inside,
+)
 from whet.checkpoint.reparametrization import (
     Described,
     describe_reparametrizations,
@@ -31,6 +40,10 @@ class InitialState:
     """The model and the optimizers when the session began, before a checkpoint was restored."""
 
     structure: Structure
+    classes: Classes
+    """The classes of the modules."""
+    ties: list[list[str]]
+    """The names that refer to one parameter."""
     reparametrized: Described
     """The parametrizations, weight_norm and spectral_norm."""
     attributes: Encoded
@@ -48,6 +61,8 @@ class InitialState:
         in_eval = _modules_in_eval(model)
         return cls(
             structure=describe_structure(model),
+            classes=describe_classes(model),
+            ties=describe_ties(model),
             reparametrized=describe_reparametrizations(model),
             attributes=attributes.fingerprint_attributes(model, optimizers, max_bytes=_max_bytes(model)),
             frozen=_frozen_parameters(model),
@@ -109,24 +124,27 @@ def _unpruned(name: str, structure: Structure) -> str:
 
 
 def fit_structure(
-    saved: Mapping[str, Any], model: nn.Module, initial: Structure | None, *, ignored: tuple[str, ...] = ()
+    saved: Mapping[str, Any], model: nn.Module, initial: InitialState | None, *, ignored: tuple[str, ...] = ()
 ) -> list[str]:
-    """Give a model the buffers, parametrizations and pruning that a saved one had, if it fits.
+    """Give a model the modules, buffers, parametrizations and pruning that a saved one had, if it fits.
 
     It fits if each entry of its initial structure is what the saved model had at first, or in the end. Names that start
     with one of `ignored` are not compared. A model that does not fit is left as it is: copying the weights reports it.
     Return the modules that were made, which have no attributes yet.
     """
     first, last, current = saved["initial"], saved["now"], describe_structure(model)
+    classes = None if initial is None else initial.classes
     if current == last:
-        return []
-    reference = current if initial is None else initial
+        return fit_modules(model, saved["modules"], classes, last)
+    reference = current if initial is None else initial.structure
     for name in {**first, **last, **reference}:
         is_fixed = initial is not None or first.get(name, "") == last.get(name, "")
         fits = reference.get(name, "") in (first.get(name, ""), last.get(name, ""))
         if is_fixed and not fits and not name.startswith(ignored):
             return []
-    made = fit_reparametrizations(model, saved["reparametrized"], last)
+    made = fit_modules(model, saved["modules"], classes, last)
+    made += fit_reparametrizations(model, saved["reparametrized"], last)
+    fit_ties(model, saved["ties"])
     _fit_pruning(model, last)
     current = describe_structure(model)
     for name in {**current, **last}:
@@ -215,11 +233,14 @@ def encode_model(
     those of training: an evaluation may have left the model in eval mode.
     """
     now = describe_structure(model)
+    modules, lost = describe_changes(model, None if initial is None else initial.classes)
     facts: dict[str, Any] = {
         "structure": {
             "now": now,
             "initial": now if initial is None else initial.structure,
             "non_persistent": _non_persistent(model),
+            "modules": modules,
+            "ties": (ties := describe_ties(model)),
             "reparametrized": (reparametrized := describe_reparametrizations(model)),
         },
         "sparse": {
@@ -244,10 +265,16 @@ def encode_model(
     facts["attributes"], gaps = attributes.encode_attributes(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
-    if late := late_changes(initial.structure, now, initial.reparametrized, reparametrized):
+    late = late_changes(initial.structure, now, initial.reparametrized, reparametrized)
+    # Those of modules that a resume makes again are no gap.
+    made = {name for name, _ in modules["changed"]} | {*modules["removed"]} - {*lost}
+    tied = {
+        name for group in (*ties, *initial.ties) if group not in ties or group not in initial.ties for name in group
+    }
+    if late := [*lost, *sorted({*late} - names_inside(late, made) - tied)]:
         gaps.append(
-            f"parameters were added or renamed during the run ({', '.join(late[:4])}): a resume needs a model with the "
-            "same change, made before the session"
+            f"modules or parameters were added or renamed during the run ({', '.join(late[:4])}): a resume needs a "
+            "model with the same change, made before the session"
         )
     return facts, gaps
 

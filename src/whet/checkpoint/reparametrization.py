@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from whet.base.errors import WhetError
+from whet.checkpoint.late_modules import make_module
 from whet.checkpoint.state_format import class_name, find_class
 
 Described = dict[str, dict[str, Any]]
@@ -134,27 +134,4 @@ def _add_parametrization(
     for part, cls in sorted(how["classes"].items(), key=lambda item: item[0].count(".")):
         owner, _, last = part.rpartition(".")
         place = parametrizations.get_submodule(owner) if owner else parametrizations
-        place.add_module(last, _rebuild(cls, f"{path}.{part}", structure, original.device))
-
-
-def _rebuild(name: str, path: str, structure: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """Return a module of a class, with empty parameters and buffers, and without a call of its constructor."""
-    cls = find_class(name, nn.Module)
-    if cls is None:
-        raise WhetError(
-            "a module that was added during the run cannot be restored",
-            got=f"{path} is a {name.partition(':')[2]}, which is no class of an imported module",
-            try_="a class at the top of a file; or the model with this module, made before the session",
-        )
-    module: nn.Module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    for key, kind in structure.items():
-        owner, _, last = key.rpartition(".")
-        if owner != path:
-            continue
-        tensor = None if kind is None else torch.empty(kind[1], dtype=getattr(torch, kind[2]), device=device)
-        if kind is not None and kind[0] == "parameter":
-            module.register_parameter(last, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-        else:
-            module.register_buffer(last, tensor)
-    return module
+        place.add_module(last, make_module(cls, f"{path}.{part}", structure, original.device))

@@ -332,8 +332,7 @@ def restore_model(
         memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
     facts, made = snapshot.facts.get("model"), []
     if facts is not None:
-        structure = None if initial is None else initial.structure
-        made = fit_structure(facts["structure"], model, structure, ignored=memory)
+        made = fit_structure(facts["structure"], model, initial, ignored=memory)
     targets = {name: tensor for name, tensor in named_tensors(model) if is_plain(tensor)}
     if memory:
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}

@@ -58,7 +58,7 @@ class GapDetector:
         self._before: dict[str, dict[str, bytes]] = {}
         """Hashes of values before the first step, by owner and name."""
         self._partial: dict[str, list[str]] = {}
-        """Names of what is too large to be compared as a whole, by owner."""
+        """Names of what cannot be compared as a whole, by owner."""
         self._reported: set[tuple[str, str]] = set()
         self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
         run.exit_stack.callback(self._optimizers.close)
@@ -101,7 +101,7 @@ class GapDetector:
                 self._run.note_gap(f"{listed} of {owner} changed", is_variable=True)
         for owner, names in self._partial.items():
             listed = format_list([f"`{name}`" for name in names])
-            self._run.note_gap(f"{listed} of {owner} is too large to be compared as a whole", is_variable=True)
+            self._run.note_gap(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
         """Return hashes of the user's variables by name, including local variables of the running functions.
@@ -180,6 +180,8 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in module_attributes(module):
             if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield from ((f"{name}.{key}", value) for key, value in vars(tensor).items())
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         yield from class_references(kind)
 

@@ -68,6 +68,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
         "world_size": world_size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         **{name: env.read(name) for name in _CPU_VARIABLES + (_CUDA_VARIABLES if device.kind == "cuda" else ())},
     }

@@ -4,19 +4,30 @@ Hidden state is state that changes during training and that no checkpoint holds.
 tensor from the device, and calls no user code.
 """
 
+import argparse
+import array
 import collections
+import contextvars
+import datetime as dt
 import functools
 import hashlib
 import inspect
+import io
 import itertools
 import marshal
+import queue
 import random
 import sys
+import threading
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -39,7 +50,11 @@ _MAX_ELEMENTS = 65_536
 
 _WORDS_PER_ROW = 1_024
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic)
+_SCALARS = (
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic, Fraction, Decimal,
+    dt.date, dt.time, dt.timedelta, PurePath, uuid.UUID,
+)  # fmt: skip
+"""Values whose text tells them apart."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Their state is saved with the run, does not affect training, or cannot be read.
@@ -118,7 +133,7 @@ class StateWalk:
             get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             self._record(f"len({name})", str(len(value)).encode())
             keys = self._inspected(value, list(value), name)
-            yield from ((f"{name}[{key!r:.40}]", get(value, key)) for key in keys)
+            yield from ((f"{name}[{_key_text(key, index)}]", get(value, key)) for index, key in enumerate(keys))
         elif isinstance(value, list | tuple | collections.deque):
             self._record(f"len({name})", str(len(value)).encode())
             indices = self._inspected(value, range(len(value)), name)
@@ -128,10 +143,10 @@ class StateWalk:
             yield from ((f"{name}.{key}", item) for key, item in vars(value).items() if not _is_machinery(key, item))
         elif isinstance(value, nn.Module):
             yield from self._module_parts(value, name)
-        elif isinstance(value, _BUILTIN_ITERATORS):
-            self._record(name, repr(_iterator_state(value)).encode())
+        elif isinstance(value, _ITERATORS):
+            self._record_iterator(value, name)
         else:
-            yield from self._object_parts(value, name)
+            yield from self._library_parts(value, name)
 
     def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
         """Return the items of a container to enter. A large one is hashed as a whole, if its values are plain."""
@@ -146,6 +161,38 @@ class StateWalk:
                 self.partial[name] = None
         half = _SAMPLE_ITEMS // 2
         return [*items[:half], *items[-half:]]
+
+    def _record_iterator(self, value: Any, name: str) -> None:
+        """Record how far an iterator is. Most of itertools does not tell."""
+        hint: Callable[[], int] | None = getattr(value, "__length_hint__", None)
+        if isinstance(value, itertools.count):
+            self._record(name, repr(value).encode())
+        elif hint is not None:
+            self._record(name, str(hint()).encode())
+        else:
+            self.partial[name] = None
+
+    def _library_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        """Yield the parts of an object of the standard library whose state is not in attributes, or of any other."""
+        if isinstance(value, array.array):
+            self._record(name, value.tobytes())
+        elif isinstance(value, io.StringIO | io.BytesIO):
+            self._record(name, repr((value.getvalue(), value.tell())).encode())
+        elif isinstance(value, contextvars.ContextVar):
+            yield f"{name}.get()", value.get(None)
+        elif isinstance(value, queue.SimpleQueue):
+            self._record(name, str(value.qsize()).encode())
+        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            yield name, dict(value.items())
+        elif isinstance(value, weakref.WeakSet):
+            yield name, list(value)
+        elif isinstance(value, _CachedFunction):
+            # The cache of a function that draws random numbers is state. That of others can be computed again.
+            if _draws(value.__wrapped__):
+                self._record(name, str(value.cache_info().currsize).encode())
+            yield name, value.__wrapped__
+        else:
+            yield from self._object_parts(value, name)
 
     def _module_parts(self, module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         for part in (module._parameters, module._buffers, module._modules):
@@ -294,28 +341,44 @@ def is_installed(module: types.ModuleType | None) -> bool:
     return "site-packages" in path or "dist-packages" in path
 
 
+def _key_text(key: Any, index: int) -> str:
+    """Return a key for a name. The repr of other objects is code of the user, or an address."""
+    if isinstance(key, (*_SCALARS, tuple)):
+        return f"{key!r:.40}"
+    return f"{type(key).__name__} {index}"
+
+
 def _outermost(name: str) -> str:
     return next(_prefixes(name), name)
 
 
-_BUILTIN_ITERATORS: tuple[type, ...] = (
-    itertools.count, itertools.cycle, enumerate, zip, map, type(iter([])), type(iter(())), type(iter(range(0))),
-    type(iter({})), type(reversed([])),
+_ITERATORS: tuple[type, ...] = (
+    enumerate, zip, map, filter, type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})),
+    type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter("")), type(reversed([])),
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
 )  # fmt: skip
-
+_CachedFunction = type(functools.lru_cache(len))
 
 _ENTERED = (
     list, tuple, set, frozenset, dict, collections.deque, types.GeneratorType, weakref.ReferenceType, *_GENERATORS,
-    *_BUILTIN_ITERATORS,
+    *_ITERATORS, _CachedFunction, types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList,
+    collections.ChainMap, array.array, queue.Queue, queue.SimpleQueue, contextvars.ContextVar, threading.local,
+    io.StringIO, io.BytesIO, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
 )  # fmt: skip
 """Types of the standard library that may hold the user's state."""
 
+_DRAWING_NAMES = frozenset(
+    {
+        "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
+        "shuffle", "choice", "choices", "sample", "gauss", "integers", "next", "time", "perf_counter",
+    }
+)  # fmt: skip
 
-def _iterator_state(iterator: Any) -> Any:
-    if isinstance(iterator, itertools.count):
-        return repr(iterator)
-    hint: Callable[[], int] | None = getattr(iterator, "__length_hint__", None)
-    return "unknown" if hint is None else hint()
+
+def _draws(function: Any) -> bool:
+    """Return whether the code of a function names something that returns another value each time."""
+    code = getattr(function, "__code__", None)
+    return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
 
 
 # --- values as bytes -------------------------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""Modules that are added, replaced or removed while a model trains, and parameters that are tied or untied.
+
+A checkpoint names their classes. Restoring it makes such modules from their classes, without a call of a constructor,
+before weights are copied; their attributes are restored with those of all other modules. Only classes that the program
+has imported itself are used.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from whet.base.errors import WhetError
+from whet.checkpoint.attributes import has_encoding, module_machinery
+from whet.checkpoint.state_format import class_name, find_class
+
+Classes = dict[str, str]
+"""The names of classes by the names of modules."""
+
+
+def describe_classes(model: nn.Module) -> Classes:
+    """Return the classes of all modules, except of those inside of parametrizations, which are described apart."""
+    return {
+        name: class_name(_own_class(module))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if "parametrizations" not in name.split(".")
+    }
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    # torch gives a parametrized module a class of its own, whose base is the user's.
+    cls = type(module)
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def describe_changes(model: nn.Module, initial: Mapping[str, str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return which modules are not those of the initial model, and those of them that cannot be made again."""
+    now = describe_classes(model)
+    initial = now if initial is None else initial
+    changed = {name: cls for name, cls in now.items() if initial.get(name) != cls}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lost = [name for name, cls in changed.items() if not _can_be_made(modules[name], cls)]
+    # A list, because a file would sort the names of a dict: a module is made before those inside of it.
+    facts = {"changed": [[name, cls] for name, cls in changed.items()], "removed": sorted(initial.keys() - now.keys())}
+    return facts, lost
+
+
+def _can_be_made(module: nn.Module, cls: str) -> bool:
+    plain = [value for name, value in vars(module).items() if name not in module_machinery()]
+    has_hooks = any(module._forward_hooks) or any(module._forward_pre_hooks) or any(module._backward_hooks)
+    return find_class(cls, nn.Module) is _own_class(module) and not has_hooks and all(map(has_encoding, plain))
+
+
+def fit_modules(
+    model: nn.Module, saved: Mapping[str, Any], initial: Mapping[str, str] | None, structure: Mapping[str, Any]
+) -> list[str]:
+    """Give a model the modules of a saved one, whose structure is given. Return the names of those that were made.
+
+    `initial` are the classes of this model when its session began: a rollback makes a module that was replaced since.
+    """
+    made = []
+    current = describe_classes(model)
+    wanted = {**(initial or {}), **dict(saved["changed"])}
+    for name in [name for name in current if name in saved["removed"] or (initial and name not in wanted)]:
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._modules.pop(last, None)
+    for name, cls in wanted.items():
+        if name and name not in saved["removed"] and current.get(name) != cls:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).add_module(last, make_module(cls, name, structure, _device(model)))
+            made.append(name)
+    return made
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def make_module(cls: str, path: str, structure: Mapping[str, Any], device: torch.device) -> nn.Module:
+    """Return a module of a class, with empty parameters and buffers, and without attributes."""
+    found = find_class(cls, nn.Module)
+    if found is None:
+        raise WhetError(
+            "a module that was added during the run cannot be restored",
+            got=f"{path} is a {cls.partition(':')[2]}, which is no class of an imported module",
+            try_="a class at the top of a file; or the model with this module, made before the session",
+        )
+    module: nn.Module = found.__new__(found)
+    nn.Module.__init__(module)
+    for name, kind in structure.items():
+        owner, _, last = name.rpartition(".")
+        if owner != path:
+            continue
+        tensor = None if kind is None else torch.empty(kind[1], dtype=getattr(torch, kind[2]), device=device)
+        if kind is not None and kind[0] == "parameter":
+            module.register_parameter(last, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+        else:
+            module.register_buffer(last, tensor)
+    return module
+
+
+def names_inside(names: Collection[str], modules: Collection[str]) -> set[str]:
+    """Return the names of tensors that belong to some modules."""
+    return {name for name in names if name.rpartition(".")[0] in modules}
+
+
+# --- tied parameters -------------------------------------------------------------------------------------------------
+
+
+def describe_ties(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names that refer to one parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def fit_ties(model: nn.Module, wanted: Sequence[Sequence[str]]) -> None:
+    """Tie the parameters of a model as those of a saved one were, and untie others. Weights are copied afterwards."""
+    first_of = {name: names[0] for names in wanted for name in names}
+    for names in describe_ties(model):
+        for name in names[1:]:
+            if first_of.get(name, name) != first_of.get(names[0], names[0]):
+                parameter = model.get_parameter(name)
+                _set_parameter(model, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+    known = dict(model.named_parameters(remove_duplicate=False))
+    for name, first in first_of.items():
+        if name in known and first in known:
+            _set_parameter(model, name, known[first])
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, last = name.rpartition(".")
+    model.get_submodule(owner)._parameters[last] = parameter
