@@ -93,8 +93,11 @@ def make_module(cls: str, path: str, structure: Mapping[str, Any], device: torch
         owner, _, last = name.rpartition(".")
         if owner != path:
             continue
-        tensor = None if kind is None else torch.empty(kind[1], dtype=getattr(torch, kind[2]), device=device)
-        if kind is not None and kind[0] == "parameter":
+        if kind is None:
+            module.register_buffer(last, None)
+            continue
+        tensor = torch.empty(kind[1], dtype=getattr(torch, kind[2]), device=device)
+        if kind[0] == "parameter":
             module.register_parameter(last, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
         else:
             module.register_buffer(last, tensor)

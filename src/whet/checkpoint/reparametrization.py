@@ -71,8 +71,8 @@ def fit_reparametrizations(
     current = describe_reparametrizations(model)
     modules = dict(model.named_modules())
     made: list[str] = []
-    for owner, names in current.items():
-        for name, how in names.items():
+    for owner, present in current.items():
+        for name, how in present.items():
             if wanted.get(owner, {}).get(name) != how:
                 _remove(modules[owner], name, how["kind"])
     for owner, names in wanted.items():
@@ -127,7 +127,7 @@ def _add_parametrization(
     kinds = [structure.get(f"{path}.original{number}") for number in range(how["tensors"])]
     tensors = [original.new_empty(kind[1], dtype=getattr(torch, kind[2])) for kind in kinds if kind is not None]
     parametrize.register_parametrization(module, name, _Placeholder([t.detach() for t in tensors]), unsafe=True)
-    parametrizations: Any = module.parametrizations[name]  # type: ignore[index, union-attr, operator]
+    parametrizations: Any = module.parametrizations[name]  # type: ignore[index]
     del parametrizations[0]
     parametrizations.unsafe = how["unsafe"]
     # Outer modules before those inside of them.
