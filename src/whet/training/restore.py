@@ -88,17 +88,22 @@ OWN_LOOP = "session state restored exactly; your own variables only if registere
 """The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
 
 
-def describe_exactness(reasons: list[str], info: CheckpointInfo, device: AbstractDevice, *, is_own_loop: bool) -> str:
-    """Describe how exactly a resumed run reproduces an uninterrupted one.
-
-    `reasons` say why it does not. What the checkpoint may lack is named beside the claim of an own loop; a short call
-    with such a checkpoint may be bit-exact, but is not shown to be.
-    """
+def missing_state(info: CheckpointInfo, *, is_own_loop: bool) -> list[str]:
+    """Return what a checkpoint lacks that may influence the training, or may not: a variable can be a log."""
     missing = [f"{variables} and is not saved" for variables in info.unregistered]
     if missing and not is_own_loop:
         missing[-1] += " (register={name: object}, if training reads it)"
     if info.interruption is not None:
         missing.append(f"{info.interruption}: what it had still to do is missing")
+    return missing
+
+
+def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
+    """Describe how exactly a resumed run reproduces an uninterrupted one.
+
+    `reasons` say why it does not. `missing` is what the checkpoint may lack: it is named beside the claim of an own
+    loop; a short call may be bit-exact in spite of it, but is not shown to be.
+    """
     if reasons:
         return "not bit-exact: " + "; ".join([*reasons, *missing])
     is_deterministic = device.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
@@ -126,6 +131,8 @@ class RestoredRun:
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
+    missing: list[str]
+    """What the checkpoint lacks that may influence the training."""
     fields: dict[str, Any]
     """Fields of the resume event."""
     changed_code: list[str]
@@ -193,13 +200,14 @@ def restore_run(
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
         reasons += [f"not restored: {format_list(names, separator='; ')}"] if names else []
     reasons += snapshot.info.gaps
-    exactness = describe_exactness(reasons, snapshot.info, run.device, is_own_loop=run.config.is_own_loop)
+    missing = missing_state(snapshot.info, is_own_loop=run.config.is_own_loop)
+    exactness = describe_exactness(reasons, missing, run.device, is_own_loop=run.config.is_own_loop)
     fields: dict[str, Any] = {"exactness": exactness}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]
     if reasons:
         fields |= {"exact": False, "reason": "; ".join(reasons)}
-    return RestoredRun(reasons=reasons, fields=fields, changed_code=changed_code)
+    return RestoredRun(reasons=reasons, missing=missing, fields=fields, changed_code=changed_code)
 
 
 def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapping[str, Any], list[str]]:

@@ -67,7 +67,7 @@ class ResumeVerification(Callback):
         if not differences:
             exactness = f"verified: {self._steps} were repeated with the same losses and weights"
             earlier = with_earlier_inexactness({"exactness": ""}, run.folder)["exactness"]
-            exactness = "; ".join(filter(None, (exactness, earlier, *self._restored.reasons)))
+            exactness = "; ".join(filter(None, (exactness, earlier, *self._restored.reasons, *self._restored.missing)))
             run.log_session("resume", {**self._restored.fields, "exactness": exactness})
             return
         restore_state(run, newest)
