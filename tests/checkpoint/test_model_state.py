@@ -225,6 +225,27 @@ def test_late_buffers_and_pruning_are_loaded_into_a_new_model(tmp_path: Path) ->
         whet.load(tmp_path / "run", nn.Sequential(LateBuffers(), nn.Linear(4, 5)))
 
 
+@pytest.mark.parametrize("change", [lambda m: prune.l1_unstructured(m[0], "weight", 0.3), lambda m: m.append(mlp())])
+def test_a_checkpoint_right_after_a_change_of_the_model_fits_its_average(
+    change: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
+    """The callback changes the model after the average was updated, and the step is saved and evaluated then."""
+
+    def run(folder: Path, *, steps: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+        callbacks = [At(2, lambda: change(model))]
+        fit(model, folder, steps=steps, ema=True, val=(X, Y), eval_every=2, callbacks=callbacks)
+        return model
+
+    run(tmp_path / "run", steps=2)
+    run(tmp_path / "run", steps=6)
+    run(tmp_path / "whole", steps=6)
+    assert exactness(tmp_path / "run") == "bit-exact"
+    ours, theirs = (store.load_newest(tmp_path / name / "checkpoints").snapshot for name in ("run", "whole"))
+    assert [n for n in compare_snapshots(ours, theirs) if not n.startswith("progress.")] == []
+
+
 def test_an_error_in_an_evaluation_does_not_save_its_mode(tmp_path: Path) -> None:
     def loop(model: nn.Module, *, fails: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

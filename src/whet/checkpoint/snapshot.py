@@ -1,6 +1,6 @@
 """Snapshots of a run's state: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -234,18 +234,18 @@ def restore_snapshot(
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
         restore_model(snapshot, model, initial=initial)
-        if ema is not None:
-            ema.follow_model()
-            _copy_into(ema.average, snapshot, "ema")
-        decoder = _decoder(snapshot, model, device.torch_device)
         structure = snapshot.facts["model"]["structure"]
+        late = structure["now"].keys() ^ structure["initial"].keys()
+        if ema is not None:
+            _restore_average(ema, snapshot, late)
+        decoder = _decoder(snapshot, model, device.torch_device)
         restorer = OptimizerRestorer(
             model,
             decoder,
             snapshot.tensors,
             snapshot.rows,
             lambda target, name: _part_for(target, snapshot, name),
-            late=structure["now"].keys() - structure["initial"].keys(),
+            late=late,
         )
         restorer.restore(optimizer, snapshot.facts["optimizer"])
         if snapshot.facts["scaler"]:
@@ -347,6 +347,20 @@ def restore_model(
     averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
     if use_average and averaged:
         _copy_into(averaged, snapshot, "ema")
+
+
+def _restore_average(ema: Ema, snapshot: Snapshot, late: Collection[str]) -> None:
+    """Restore the average with the names that it had. `late` are tensors that were added or renamed during the run.
+
+    A callback may have pruned the model just before the checkpoint. The average follows in the next step.
+    """
+    ema.follow_model()
+    saved = {name.removeprefix("ema/"): t for name, t in snapshot.tensors.items() if name.startswith("ema/")}
+    if saved and (saved.keys() ^ ema.average.keys()) <= {*late}:
+        place = next(iter(ema.average.values())).device
+        made = {name: torch.empty_like(t, device=place) for name, t in saved.items() if name not in ema.average}
+        ema.average = {name: made[name] if name in made else ema.average[name] for name in saved}
+    _copy_into(ema.average, snapshot, "ema")
 
 
 def has_average(snapshot: Snapshot) -> bool:

@@ -1,6 +1,6 @@
 """Exponential moving average of the weights, for evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,15 +34,15 @@ class Ema:
         live = self._live()
         before = self.average
         if live.keys() != before.keys() or any(before[name].shape != live[name].shape for name in live):
-            # Pruning renames a weight. The average of a new or resized tensor starts with its current value.
-            names = {name: name if name in before else name.removesuffix("_orig") for name in live}
-            self.average = {
-                name: before[names[name]]
-                if names[name] in before and before[names[name]].shape == tensor.shape
-                else tensor.detach().clone()
-                for name, tensor in live.items()
-            }
+            # The average of a new or resized tensor starts with its current value.
+            self.average = {n: tensor.detach().clone() for n, tensor in live.items()} | self._averages(live)
         return live
+
+    def _averages(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the averages of those tensors that have one, by their current names: pruning renames a weight."""
+        before = self.average
+        names = {name: name if name in before else name.removesuffix("_orig") for name in live}
+        return {n: before[o] for n, o in names.items() if o in before and before[o].shape == live[n].shape}
 
     def share(self, step: int) -> float:
         """Return the weight of the new values in the update after `step` steps."""
@@ -82,10 +82,12 @@ class Ema:
             self._swap()
 
     def _swap(self) -> None:
-        for name, live in self._live().items():
-            current = live.detach().clone()
-            live.detach().copy_(self.average[name])
-            self.average[name].copy_(current)
+        live = self._live()
+        # A tensor that a callback has just created has no average yet.
+        for name, average in self._averages(live).items():
+            current = live[name].detach().clone()
+            live[name].detach().copy_(average)
+            average.copy_(current)
 
 
 def _has_average(tensor: Tensor) -> bool:
