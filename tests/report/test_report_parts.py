@@ -1,7 +1,6 @@
 """The parts of a report: curves on every axis, timeline, evidence and advice. The runs are simulated."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,11 @@ import pytest
 from simulated_run import _waits_for_no_disk, plan, simulated_run, trial  # noqa: F401
 from whet.base.errors import UsageError
 from whet.report.comparison import MAX_COMPARED_RUNS, compare_runs
+from whet.report.markdown import run_markdown
 from whet.report.plan_evidence import plan_trials
 from whet.report.run_report import RunReport, summarize
+from whet.report.run_status import read_status
+from whet.report.text import main_curves, render_text
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 
@@ -56,10 +58,10 @@ def test_every_curve_lies_on_all_three_axes(report: RunReport) -> None:
 def test_time_between_sessions_is_not_training_time(report: RunReport) -> None:
     steps = report.track("step")
     assert steps is not None
-    assert steps.seconds[-1] < 60
+    assert steps.seconds[-1] < 120
     assert report.wall_seconds > 8 * 3600
     assert [session.step for session in report.sessions] == [0, STEPS // 2]
-    assert all(entry.seconds < 60 for entry in report.timeline)
+    assert all(entry.seconds < 120 for entry in report.timeline)
 
 
 def test_speed_is_samples_in_the_time_of_steps(tmp_path: Path) -> None:
@@ -87,11 +89,41 @@ def test_a_spike_survives_downsampling(tmp_path: Path) -> None:
     assert max(value for value in line.high if value is not None) == 99.0
 
 
-def test_slow_periods_and_timeline(report: RunReport) -> None:
-    assert [(s.cause, s.level, s.from_step, s.to_step) for s in report.slow_periods] == [
-        ("heat", "hot", 180, 270),
-        ("pressure", "warn", 480, 528),
-    ]
+def test_only_clearly_slow_steps_are_a_slow_period(report: RunReport) -> None:
+    # Memory pressure without slower steps is in the timeline only.
+    assert [(s.cause, s.level, s.from_step, s.to_step) for s in report.slow_periods] == [("heat", "hot", 180, 270)]
+    assert report.slow_periods[0].factor == pytest.approx(1.4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "seconds", "until", "is_shown"),
+    [(1.5, 1.0, 40, True), (1.2, 1.0, 40, False), (1.5, 0.1, 40, False), (1.5, 1.0, 100, True), (1.5, 1.0, 19, False)],
+    ids=["clearly slower", "1.2x", "a moment", "to the end", "the whole run"],
+)
+def test_a_slow_period_needs_slower_steps_for_a_while(
+    tmp_path: Path, slowdown: float, seconds: float, until: int, is_shown: bool
+) -> None:
+    now = [1_790_000_000.0]
+
+    def clock() -> float:
+        now[0] += seconds
+        return now[0]
+
+    run = bare(tmp_path / "r")
+    first = 20 if until > 20 else 1
+    with EventLog(run, clock=clock) as log:
+        log.append("start", step=0, total_steps=100)
+        for step in range(1, 101):
+            is_slow = first <= step < until or (first == 1)
+            log.append("step", step=step, loss=1.0, samples=8 * step, seconds={"forward": slowdown if is_slow else 1.0})
+            if step == first:
+                log.append("throttle", step=step, cause="heat", state="hot", reason="slower", factor=slowdown)
+            elif step == until and first > 1:
+                log.append("throttle", step=step, cause="heat", state="cool", reason="as before")
+    assert bool(summarize(run).slow_periods) is is_shown
+
+
+def test_timeline(report: RunReport) -> None:
     logged = [(m.kind, m.tone) for m in report.timeline if m.kind != "checkpoint"]
     assert logged == [
         ("start", "plain"),
@@ -150,9 +182,8 @@ def test_planned_and_actual_figures(report: RunReport) -> None:
 def test_advice_names_its_measurement(report: RunReport) -> None:
     logged = {one.try_: one.measured for one in report.advice}
     assert logged["workers=2 instead of 0, which you asked for"] == "workers=2: faster"
-    assert logged["compile=on in a run of more than 3,326 steps"] == "38 s to prepare, saves 11 ms in each step"
     assert any("cross_entropy was lowest, 0.7375 at step 300" in measured for measured in logged.values())
-    assert math.ceil(38 / (0.04 - 0.04 / 1.4)) == 3326
+    assert len(logged) == 2
 
 
 def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
@@ -167,16 +198,64 @@ def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
     assert summarize(run).advice == ()
 
 
-def test_slow_data_suggests_measured_workers(tmp_path: Path) -> None:
+def slow_data(path: Path, *, speedup: float | None, seconds: float = 90.0, state: str = "done") -> Run:
+    """A run that waited for data in 38 % of its time."""
+    times = iter((0.0, 0.0, seconds))
     settings = {"workers": {"value": 0, "reason": "", "source": "rule", "evidence": {}}}
-    run = bare(tmp_path / "r", plan={"settings": settings, "trials": [trial("workers", 2, "not worth it", 1.3)]})
-    with EventLog(run) as log:
+    trials = [] if speedup is None else [trial("workers", 2, "not worth it", speedup)]
+    run = bare(path, plan={"settings": settings, "trials": trials})
+    with EventLog(run, clock=lambda: 1e9 + next(times)) as log:
+        log.append("start", step=0, total_steps=1)
         log.append("step", step=1, loss=1.0, seconds={"data": 0.38, "forward": 0.62})
-    first = summarize(run).advice[0]
-    assert (first.try_, first.measured) == (
-        "workers=2",
-        "waiting for data took 38 % of the time of the steps; workers=2 was 1.30x",
-    )
+        log.append("end", step=1, state=state, reason="failed: ValueError: x", traceback="Traceback: x")
+    return run
+
+
+def test_slow_data_suggests_measured_workers(tmp_path: Path) -> None:
+    took = "waiting for data took 38 % of the time of the steps"
+    advice = {
+        speedup: [
+            (one.try_, one.measured) for one in summarize(slow_data(tmp_path / f"{speedup}", speedup=speedup)).advice
+        ]
+        for speedup in (None, 1.3, 1.04)
+    }
+    assert advice == {
+        None: [("more data workers, or less work per sample", took)],
+        1.3: [("workers=2", f"{took}; workers=2 was 1.30x")],
+        1.04: [("less work per sample", f"{took}, and no number of workers was clearly faster")],
+    }
+
+
+def test_a_short_or_failed_run_gets_no_advice(tmp_path: Path) -> None:
+    assert summarize(slow_data(tmp_path / "long", speedup=None)).advice
+    assert summarize(slow_data(tmp_path / "short", speedup=None, seconds=59.0)).advice == ()
+    failed = summarize(slow_data(tmp_path / "failed", speedup=None, state="failed"))
+    assert (failed.state, failed.advice, failed.traceback) == ("failed", (), "Traceback: x")
+
+
+def test_the_loss_of_each_optimizer_is_a_curve_of_its_own(tmp_path: Path) -> None:
+    run = bare(tmp_path / "gan")
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=8, optimizers=["d", "g"])
+        for step in range(1, 9):
+            # g steps on every fourth batch only.
+            losses = {"loss_d": 1.0 / step} | ({"loss_g": 2.0} if step % 4 == 0 else {})
+            log.append("step", step=step, loss=sum(losses.values()), **losses)
+    result = summarize(run)
+    assert result.losses == {"loss_d": 0.125, "loss_g": 2.0}
+    assert [name for name, _ in main_curves(result)] == ["loss_d (lower is better)", "loss_g (lower is better)"]
+    text = render_text(result)
+    assert "loss      last d 0.125, g 2" in text
+    assert "2.125" not in text + run_markdown(result)
+
+
+def test_a_run_from_python_is_called_after_its_script(tmp_path: Path) -> None:
+    run = create_run(
+        tmp_path / "r", recipe="session", config={}, plan={}, machine={}, versions={}, command=[],
+        script="/home/me/fine_tune.py:main",
+    )  # fmt: skip
+    assert summarize(run).recipe == "fine_tune.py"
+    assert read_status(run).recipe == "fine_tune.py"
 
 
 def test_confusion_and_samples_are_the_newest(report: RunReport) -> None:

@@ -12,9 +12,20 @@ from whet.report.evaluation import Evaluation
 from whet.report.plan_evidence import ReportSetting
 from whet.report.run_report import Incident, Provenance, RunReport, SavedCheckpoint
 from whet.report.text import MIN_WIDTH, render_text
-from whet.report.text_chart import curve_from_values, draw_curve
+from whet.report.text_chart import draw_curve
 from whet.report.timeline import SessionSpan
 from whet.report.tracks import PhaseTime, Track, TrackLine
+from whet.run.curve import Curve, CurvePoint
+
+
+def curve_from_values(values: dict[int, float], *, field: str) -> Curve:
+    """A curve of single values by step."""
+    points = []
+    for step, value in sorted(values.items()):
+        known = value if math.isfinite(value) else None
+        points.append(CurvePoint(step=step, low=known, high=known, mean=known, nonfinite=int(known is None)))
+    return Curve(field=field, points=tuple(points), last_step=max(values, default=0))
+
 
 SETTINGS = (
     ReportSetting(name="device", value="mps", reason="6.1x the CPU; 199 gradients agree with it", source="measured"),
@@ -93,10 +104,10 @@ def test_the_whole_page() -> None:
         "damage    skipped 2 unreadable lines of events.jsonl",
     ]
     assert lines[-14:] == [
-        "setting      value             why                                                             from",
-        "device       mps               6.1x the CPU; 199 gradients agree with it                       measured",
-        "micro_batch  16                                                                                you",
-        "lengths      sorted, 4 shapes  31 % padding instead of 64 %; the step's samples stay the same  rule M3",
+        "setting      value  why                                        from",
+        "device       mps    6.1x the CPU; 199 gradients agree with it  measured",
+        "micro_batch  16                                                you",
+        "1 setting by rules: whet plan /runs/text-001",
         "",
         "events",
         "  step 7 after 60 s: out of memory; too big; micro_batch 8",

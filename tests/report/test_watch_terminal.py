@@ -222,7 +222,9 @@ def test_a_sparkline_has_its_width_and_gaps_at_nan(tmp_path: Path) -> None:
             log.append("step", step=step, loss=float("nan"))
         for step in range(76, 101):
             log.append("step", step=step, loss=2.0)
-    drawn = sparkline(downsample_curve(run, field="loss", points=100), width=20, unicode=False)
+    drawn = sparkline(
+        [point.mean for point in downsample_curve(run, field="loss", points=100).points], width=20, unicode=False
+    )
     assert len(drawn) == 20
     assert drawn[0] != drawn[9] == "_"
     assert drawn[10:15] == " " * 5

@@ -90,7 +90,7 @@ def simulated_run(path: Path, *, steps: int = 600, seed: int = 0, name: str = "t
     now = [1_790_000_000.0]
 
     def clock() -> float:
-        now[0] += 0.05
+        now[0] += 0.15
         return now[0]
 
     with EventLog(run, clock=clock) as log:

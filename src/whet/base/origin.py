@@ -6,7 +6,7 @@ import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from traceback import FrameSummary, extract_tb
+from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import FrameType
 from typing import Literal
 
@@ -14,6 +14,8 @@ CodeOrigin = Literal["you", "library", "recipe", "torch", "python", "whet"]
 
 _WHET_FOLDER = Path(__file__).parents[1]
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+# A page shows at most 4,000 characters of a text.
+_MAX_FRAMES, _MAX_TRACEBACK = 20, 3_900
 
 
 @cache
@@ -51,6 +53,31 @@ def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSumm
 def frame_name(frame: FrameSummary) -> str:
     """Return a line as "file.py:12 in function()"."""
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception with its innermost frames, and without the folders of this machine."""
+    found = TracebackException.from_exception(error, limit=-_MAX_FRAMES, lookup_lines=True)
+    todo: list[TracebackException | None] = [found]
+    while todo:
+        if (one := todo.pop()) is not None:
+            todo += [one.__cause__, one.__context__]
+            # whet's own frames do not help to find an error in other code.
+            if one.stack and code_origin(one.stack[-1].filename) != "whet":
+                one.stack = StackSummary.from_list([f for f in one.stack if code_origin(f.filename) != "whet"])
+            for frame in one.stack:
+                frame.filename = _short_file(frame.filename)
+    return "".join(found.format()).rstrip()[-_MAX_TRACEBACK:]
+
+
+def _short_file(file: str) -> str:
+    """Return the path of a file relative to its libraries, the working folder, whet or Python; else its name."""
+    path = Path(file)
+    libraries = [folder for folder in path.parents if folder.name in _LIBRARY_FOLDERS]
+    for root in (*libraries, Path.cwd(), _WHET_FOLDER.parent, Path(sysconfig.get_path("stdlib"))):
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return path.name
 
 
 def _is_internal(file: str) -> bool:

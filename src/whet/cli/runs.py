@@ -11,6 +11,8 @@ from whet.cli.options import Json
 if TYPE_CHECKING:
     from whet.report.run_status import RunStatus
 
+_CURVE_WIDTH = 12
+
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that contains the runs.")] = Path("runs"),
@@ -45,7 +47,7 @@ def runs(
         output.note(f"removed {entry.path}: {entry.reason}")
     groups = run_groups(folder)
     if listed:
-        header = ("run", "state", "step", "loss", "goal", "age", "size")
+        header = ("run", "state", "step", "loss", "curve", "goal", "age", "size")
         output.result(output.table(header, [_row(run) for run in listed]))
     elif not groups:
         output.note(f"no runs in {folder}")
@@ -58,13 +60,17 @@ def runs(
 
 def _row(run: "RunStatus") -> tuple[str, ...]:
     from whet.base.units import format_bytes, format_seconds
+    from whet.cli import output
+    from whet.report.run_status import loss_text
+    from whet.report.text_chart import sparkline
 
     goal = f"{run.goal} {run.goal_value:.4g}" if run.goal and run.goal_value is not None else "-"
     return (
         str(run.path),
         run.state,
         f"{run.step:,}/{run.total_steps:,}" if run.total_steps else f"{run.step:,}",
-        "-" if run.loss is None else f"{run.loss:.4g}",
+        loss_text(run) or "-",
+        sparkline(run.sparkline, width=_CURVE_WIDTH, unicode=output.supports_unicode()),
         goal,
         format_seconds(max(0.0, time.time() - run.updated)),
         format_bytes(run.size_bytes or 0),

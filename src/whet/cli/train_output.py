@@ -1,4 +1,4 @@
-"""What `whet train` prints: plan and progress, notifications about restarts, and the closing summary."""
+"""What `whet train` prints: events, notifications about restarts, and the closing summary."""
 
 import contextlib
 import shlex
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
     """Return a function that prints the events of a run, and passes its step on to the supervising process."""
     from whet.cli import output
-    from whet.plan.plan import read_plan
-    from whet.plan.render import plan_lines
-    from whet.run.folder import open_run
     from whet.training.supervisor import report_to_parent
 
     def show(kind: str, fields: dict[str, Any]) -> None:
@@ -26,12 +23,10 @@ def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
             report_to_parent(path, step=fields["step"])
         if output.quiet or output.rank:
             return
-        if kind == "data":
-            line.print_line("\n".join(f"data      {note}" for note in fields["notes"]))
-        if kind in ("start", "resume") and "rollback_reason" not in fields:
-            plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
-            line.print_line("\n".join((f"run       {path}", *plan_lines(plan, width=output.width()), "")))
-        if not fields.get("is_in_plan"):
+        if kind == "end":
+            # The command prints its own summary, which says why the run ended.
+            line.close()
+        else:
             line(kind, fields)
 
     return show
@@ -90,21 +85,20 @@ def _progress(report: "RunReport") -> str:
 
 
 def print_summary(path: Path, recipe: "Recipe") -> None:
-    """Print the report of a finished run, and commands that use it."""
+    """Print how a run ended, its results, and commands that use it."""
     from whet.cli import output
     from whet.report.run_report import summarize
-    from whet.report.text import render_text
+    from whet.report.text import render_summary
 
-    report = summarize(path)
-    output.result(render_text(report, width=output.width(), unicode=output.supports_unicode(), has_settings=False))
-    output.note("\n".join(("", f"saved in  {path}", *_next_commands(path, recipe))))
+    output.result(render_summary(summarize(path), width=output.width()))
+    output.note("\n".join(("", *_next_commands(path, recipe))))
 
 
 def _next_commands(path: Path, recipe: "Recipe") -> list[str]:
     from whet.run.folder import shell_path
 
     run = shell_path(path)
-    commands = [(f"whet report {run} --html", "one page with curves and settings, to keep or share")]
+    commands = [(f"whet report {run}", "curves, time, settings; --html for a page to keep or share")]
     commands += _use_commands(path, run, recipe)
     commands.append((f"whet watch {shell_path(path.parent)}", "this run and others in the same folder, in the browser"))
     width = max(len(command) for command, _ in commands)

@@ -11,6 +11,8 @@ simple formula knows, so the result is a range: from half to twice the time, whi
 """
 
 import math
+from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 from whet.base.model import FrozenModel
@@ -18,6 +20,7 @@ from whet.base.units import format_seconds
 from whet.machine.chips import find_chip
 from whet.machine.facts import Accelerator, Machine
 from whet.plan.plan import Plan
+from whet.plan.setting import TuneTrial
 from whet.plan.workload import Workload
 
 SPREAD = 2.0
@@ -124,6 +127,19 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
         total_seconds=None if steps is None else (steps * fast, steps * slow),
         source=speed.source,
     )
+
+
+def measured_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
+    """Return the step time of the chosen plan, as measured before the run; None without a measurement."""
+    plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
+    if plans:
+        last = plans[-1]
+        return last.median_seconds if last.verdict == "faster" else last.baseline_seconds
+    winners = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
+    if winners:
+        return winners[-1].median_seconds
+    by_rules = [trial.baseline_seconds for trial in trials if not trial.against and trial.baseline_seconds]
+    return median(by_rules) if by_rules else None
 
 
 def device_speed(machine: Machine, device: str, *, precision: str, threads: int | str | None) -> DeviceSpeed | None:

@@ -1,26 +1,27 @@
-"""Suggestions for the next run, each backed by a measurement of this run or of its plan."""
+"""Suggestions for the next run, each backed by a measurement of this run or of its plan.
+
+A suggestion about speed must save at least 5 % of the run. A failed run, and a run of less than a minute, gets none.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.base.model import FrozenModel
-from whet.base.units import format_bytes, format_seconds
 from whet.plan.render import format_value
 from whet.plan.setting import TuneTrial
 from whet.report.evaluation import Evaluation
 from whet.report.plan_evidence import plan_setting
-from whet.report.tracks import PhaseTime
+from whet.report.tracks import NON_STEP_PHASES, PhaseTime
+from whet.run.event import as_number
 
 if TYPE_CHECKING:
     from whet.report.run_report import RunReport
 
-# Shares of the training time. A phase that takes more is worth a suggestion.
-_HIGH_DATA_SHARE, _HIGH_EVAL_SHARE, _HIGH_SAVE_SHARE = 0.15, 0.25, 0.05
-_HIGH_HEAT_SHARE = 0.2
-# In a shorter run, heat and checkpoints do not matter.
-_SHORT_SECONDS = 30.0
-_NEARLY_FULL = 0.9
+_MIN_RUN_SECONDS = 60.0
+_MIN_SAVING = 0.05
+# Share of the time of the steps spent waiting for data. Workers rarely save all of it.
+_HIGH_DATA_SHARE = 0.15
 _MIN_EVALUATIONS = 3
 # A trained model that is better than a trivial one by less has learned little.
 _SMALL_GAIN = 0.02
@@ -38,79 +39,61 @@ class Advice(FrozenModel):
 
 def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[Advice, ...]:
     """Return the suggestions, most promising first."""
+    if report.state == "failed" or report.training_seconds < _MIN_RUN_SECONDS:
+        return ()
     phases = {phase.name: phase for phase in report.phases}
-    unused = tuple(_unused_gains(plan, trials))
+    step_share = sum(phase.share for phase in report.phases if phase.name not in NON_STEP_PHASES)
+    unused = tuple(_unused_gains(plan, trials, step_share))
     return (
         *unused,
-        *(_data(phases.get("data"), trials) if not unused else ()),
-        *_too_short(trials),
-        *_unclear(trials),
+        *(_data(phases.get("data"), trials, step_share) if not unused else ()),
         *_evaluating_and_saving(report, phases),
+        *_heat(report),
+        *_fallbacks(report),
         *_near_baseline(report),
         *_overfitting(report),
-        *_heat(report),
-        *_memory(report),
-        *_fallbacks(report),
     )
 
 
-def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> Iterator[Advice]:
+def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial], step_share: float) -> Iterator[Advice]:
     """Yield values that measured faster than the user's override."""
     for trial in trials:
         setting, faster = plan_setting(plan, trial.setting), trial.settings.get(trial.setting)
         is_override = setting.get("source") == "you" and setting.get("value") != faster
-        if trial.verdict == "faster" and trial.setting != "plan" and is_override:
+        if trial.verdict == "faster" and trial.setting != "plan" and is_override and _saves(trial, step_share):
             used = format_value(setting.get("value"))
             text = f"{trial.setting}={format_value(faster)} instead of {used}, which you asked for"
             yield Advice(try_=text, measured=trial.note)
 
 
-def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial]) -> Iterator[Advice]:
+def _saves(trial: TuneTrial, step_share: float) -> bool:
+    """Return whether faster steps would save enough of the run."""
+    return trial.speedup is not None and (1 - 1 / max(1.0, trial.speedup)) * step_share >= _MIN_SAVING
+
+
+def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial], step_share: float) -> Iterator[Advice]:
     if phase is None or phase.share < _HIGH_DATA_SHARE:
         return
     took = f"waiting for data took {100 * phase.share:.0f} % of the time of the steps"
-    better = [t for t in trials if t.setting in ("workers", "data_location") and (t.speedup or 0) > 1 and t.interval]
-    best = max(better, key=lambda trial: trial.speedup or 0.0, default=None)
+    tried = [trial for trial in trials if trial.setting in ("workers", "data_location") and trial.interval]
+    best = max(tried, key=lambda trial: trial.speedup or 0.0, default=None)
     if best is None:
         yield Advice(try_="more data workers, or less work per sample", measured=took)
-        return
-    value = format_value(best.settings.get(best.setting))
-    yield Advice(try_=f"{best.setting}={value}", measured=f"{took}; {best.setting}={value} was {best.speedup:.2f}x")
-
-
-def _too_short(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
-    for trial in trials:
-        if trial.verdict != "not worth it" or not (trial.median_seconds and trial.baseline_seconds):
-            continue
-        saved = trial.baseline_seconds - trial.median_seconds
-        if saved <= 0 or not trial.preparation_seconds:
-            continue
-        value = f"{trial.setting}={format_value(trial.settings.get(trial.setting))}"
-        num_steps = math.ceil(trial.preparation_seconds / saved)
-        costs = f"{format_seconds(trial.preparation_seconds)} to prepare, saves {format_seconds(saved)} in each step"
-        yield Advice(try_=f"{value} in a run of more than {num_steps:,} steps", measured=costs)
-
-
-def _unclear(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
-    unclear = [t for t in trials if t.verdict == "unclear" and t.interval and t.interval[1] > 1.1]
-    if unclear:
-        names = ", ".join(dict.fromkeys(f"{t.setting}={format_value(t.settings.get(t.setting))}" for t in unclear[:3]))
-        best = max(unclear, key=lambda trial: trial.interval[1] if trial.interval else 0.0)
-        yield Advice(
-            try_=f"measuring longer (`whet plan --measure --budget 120`): no clear result for {names}",
-            measured=best.note,
-        )
+    elif not _saves(best, step_share):
+        yield Advice(try_="less work per sample", measured=f"{took}, and no number of workers was clearly faster")
+    else:
+        value = f"{best.setting}={format_value(best.settings.get(best.setting))}"
+        yield Advice(try_=value, measured=f"{took}; {value} was {best.speedup:.2f}x")
 
 
 def _evaluating_and_saving(report: "RunReport", phases: Mapping[str, PhaseTime]) -> Iterator[Advice]:
     evaluating, saving = phases.get("evaluate"), phases.get("save")
     count = len(report.evaluations)
-    if evaluating is not None and evaluating.share > _HIGH_EVAL_SHARE and count >= _MIN_EVALUATIONS:
+    if evaluating is not None and evaluating.share / 2 >= _MIN_SAVING and count >= _MIN_EVALUATIONS:
         interval = max(1, report.step // count)
         took = f"{count:,} evaluations took {100 * evaluating.share:.0f} % of the time"
         yield Advice(try_=f"eval_every={2 * interval}: half as many", measured=took)
-    is_long = report.training_seconds > _SHORT_SECONDS
-    if saving is not None and saving.share > _HIGH_SAVE_SHARE and report.saving.count > 1 and is_long:
+    if saving is not None and saving.share / 2 >= _MIN_SAVING and report.saving.count > 1:
         took = f"{report.saving.count:,} saves paused training for {100 * saving.share:.0f} % of the time"
         yield Advice(try_="checkpoint_minutes or checkpoint_steps twice as large", measured=took)
 
@@ -153,32 +136,21 @@ def _against_overfitting(report: "RunReport", best: Evaluation) -> str:
 
 def _heat(report: "RunReport") -> Iterator[Advice]:
     hot = [period for period in report.slow_periods if period.cause == "heat"]
-    seconds = sum(period.to_seconds - period.from_seconds for period in hot)
-    if seconds > max(_SHORT_SECONDS, _HIGH_HEAT_SHARE * report.training_seconds):
-        share = 100 * seconds / report.training_seconds
+    lost = sum((period.to_seconds - period.from_seconds) * (1 - 1 / period.factor) for period in hot)
+    if lost >= _MIN_SAVING * report.training_seconds:
         yield Advice(
             try_="a cooler place, or closing other programs; then on_heat=pause if it does not help",
-            measured=f"for {share:.0f} % of the time: {hot[-1].reason}",
+            measured=f"slow steps cost {100 * lost / report.training_seconds:.0f} % of the time: {hot[-1].reason}",
         )
-
-
-def _memory(report: "RunReport") -> Iterator[Advice]:
-    for track in report.tracks:
-        limit, used = track.line("memory/limit"), track.line("memory/peak") or track.line("memory/allocated")
-        if limit is None or used is None:
-            continue
-        pairs = [(u, m) for u, m in zip(used.high or used.mean, limit.mean, strict=True) if u and m]
-        fullest = max(pairs, key=lambda pair: pair[0] / pair[1], default=None)
-        if fullest is not None and fullest[0] > _NEARLY_FULL * fullest[1]:
-            measured = f"{format_bytes(fullest[0])} of {format_bytes(fullest[1])} were in use"
-            yield Advice(try_="a smaller micro_batch, or activation_checkpointing=on", measured=measured)
-            return
 
 
 def _fallbacks(report: "RunReport") -> Iterator[Advice]:
     for incident in report.incidents:
         operators = incident.fields.get("operators")
-        if incident.kind == "fallback" and isinstance(operators, Mapping) and operators:
+        if incident.kind != "fallback" or not isinstance(operators, Mapping) or not operators:
+            continue
+        timed = [as_number(one.get("seconds")) or 0.0 for one in operators.values() if isinstance(one, Mapping)]
+        if sum(timed) * report.step >= _MIN_SAVING * report.training_seconds:
             names = ", ".join(list(operators)[:3])
             measured = incident.fields.get("reason") or f"{len(operators)} operators ran on the CPU"
             yield Advice(

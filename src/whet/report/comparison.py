@@ -10,7 +10,7 @@ from whet.base.units import format_bytes, format_count, format_seconds, printabl
 from whet.plan.render import format_value
 from whet.report.plan_evidence import peak_memory
 from whet.report.run_report import RunReport
-from whet.report.table import align_columns
+from whet.report.table import align_columns, one_line
 from whet.run.strict_json import StrictModel
 
 MAX_COMPARED_RUNS = 12
@@ -72,8 +72,8 @@ def key_figures(report: RunReport) -> dict[str, str]:
     of_total = f" of {report.total_steps:,}" if report.total_steps else ""
     samples = f", {format_count(report.samples)} samples" if report.samples is not None else ""
     figures = {"state": report.state, "steps": f"{report.step:,}{of_total}{samples}"}
-    if report.loss is not None:
-        figures["training loss"] = f"{report.loss:.4g}"
+    losses = report.losses or {"training loss": report.loss}
+    figures |= {one_line(name.replace("_", " ")): f"{loss:.4g}" for name, loss in losses.items() if loss is not None}
     if report.goal is not None and report.goal_value is not None:
         figures[report.goal] = f"{report.goal_value:.4g}"
         if report.best_goal is not None and report.best_goal != report.goal_value:

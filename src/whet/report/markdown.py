@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from whet.base.units import format_bytes, format_count, format_seconds
+from whet.base.units import format_bytes, format_count, format_seconds, printable
 from whet.plan.render import format_value
 from whet.report.comparison import RunComparison, figure_rows, key_figures
 from whet.report.plan_evidence import PlannedVsActual
 from whet.report.run_report import RunReport
-from whet.report.table import code_span, escape_markdown, markdown_table, one_line
+from whet.report.table import code_span, escape_markdown, markdown_table
+from whet.report.text import main_curves
 from whet.report.text_chart import draw_curve
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 90, 8
@@ -21,6 +22,7 @@ def run_markdown(report: RunReport) -> str:
         f"# {escape_markdown(report.name)}",
         f"{escape_markdown(report.recipe)} on {escape_markdown(report.machine)}.",
         f"**Ended:** {escape_markdown(report.reason)}" if report.reason else "",
+        _fenced([printable(line) for line in (report.traceback or "").splitlines()]),
         markdown_table(("figure", "value"), figures),
         _curves(report),
         _advice(report),
@@ -55,14 +57,15 @@ def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 def _curves(report: RunReport) -> str:
     drawn: list[str] = []
-    for track, name in ((report.track("step"), "loss"), (report.track("eval"), report.goal)):
-        curve = track.curve(name) if track is not None and name is not None else None
-        if curve is None or len(curve.points) < 2:
-            continue
+    for name, curve in main_curves(report):
         lines = draw_curve(curve, width=_CURVE_WIDTH, height=_CURVE_HEIGHT)
-        drawn += ["", f"{one_line(curve.field).replace('`', chr(39))} by step", *lines] if lines else []
-    # Fence with four backticks. No line of the report begins with a backtick.
-    return "\n".join(["````text", *drawn[1:], "````"]) if drawn else ""
+        drawn += ["", f"{name} by step", *lines] if lines else []
+    return _fenced(drawn[1:])
+
+
+def _fenced(lines: Sequence[str]) -> str:
+    """Return lines as a block of code, which no backticks in them can end."""
+    return "\n".join(["````text", *(line.replace("`", chr(39)) for line in lines), "````"]) if lines else ""
 
 
 def _advice(report: RunReport) -> str:

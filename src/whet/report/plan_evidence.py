@@ -1,12 +1,12 @@
 """The plan of a run: its settings, their measurements, and planned versus actual figures."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from whet.base.model import FrozenModel
+from whet.plan.estimate import measured_step_seconds
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial
 from whet.report.tracks import NON_STEP_PHASES
@@ -147,7 +147,7 @@ def planned_vs_actual(
     """Return the figures that were planned before the run or are known after it."""
     workload = plan.get("workload")
     workload = workload if isinstance(workload, Mapping) else {}
-    step, batch = _planned_step_seconds(trials), as_number(workload.get("global_batch_size"))
+    step, batch = measured_step_seconds(trials), as_number(workload.get("global_batch_size"))
     num_steps = as_number(workload.get("num_steps"))
     spent = sum(phase.seconds for phase in report.phases if phase.name not in NON_STEP_PHASES)
     prepared = max((trial.preparation_seconds or 0.0 for trial in trials if trial.setting == "plan"), default=0.0)
@@ -195,19 +195,6 @@ def peak_memory(report: "RunReport") -> float | None:
             line = track.line(name)
             seen += [value for value in (line.high or line.mean if line else ()) if value is not None]
     return max(seen, default=None)
-
-
-def _planned_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
-    """Return the step time of the chosen plan, as measured before the run."""
-    plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
-    if plans:
-        last = plans[-1]
-        return last.median_seconds if last.verdict == "faster" else last.baseline_seconds
-    winners = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
-    if winners:
-        return winners[-1].median_seconds
-    by_rules = [trial.baseline_seconds for trial in trials if not trial.against and trial.baseline_seconds]
-    return median(by_rules) if by_rules else None
 
 
 def _planned_bytes(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> float | None:

@@ -53,6 +53,7 @@ FORMAT_VERSION = 2
 POINTS = 600
 _MAX_PAGE_EVALUATIONS = 500
 _MAX_PAGE_INCIDENTS = 100
+_MAX_END_TEXT = 10_000
 
 
 class EpochSummary(FrozenModel):
@@ -184,6 +185,8 @@ class RunReport(RunStatus):
     """Number of lines of events.jsonl that could not be read."""
     reason: str | None = None
     """Why the last session ended, as one sentence; None while it runs."""
+    traceback: str | None = None
+    """Traceback of a failed run."""
     resume: str | None = None
     """Command that resumes the run, or None if it is done or running."""
 
@@ -220,12 +223,13 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
     history = history if history is not None else History(run)
     status = read_status(run, history=history)
     trials = plan_trials(run.plan)
+    drawn = tracks(history, points=points, is_growing=status.state == "running")
     report = RunReport(
         **dict(status),
         name=run.path.name,
         whet=run.header.whet,
         created=run.header.created,
-        tracks=tracks(history, points=points, is_growing=status.state == "running"),
+        tracks=drawn,
         details=evaluation_details(history),
         epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
         settings=plan_settings(run.plan),
@@ -237,11 +241,11 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         saving=_saving_cost(history),
         proof=_proof(run.path),
         damaged_lines=history.damaged,
-        reason=None if status.state == "running" else _end_reason(history),
+        **({} if status.state == "running" else _end_fields(history)),
         resume=None if status.state in ("done", "running") else resume_command(run),
         **_progress_fields(history),
         **_result_fields(run, history, goal=status.goal),
-        **_time_fields(history),
+        **_time_fields(history, speeds=_speeds(drawn)),
         **_exactness_fields(history),
     )
     # These fields are derived from the rest of the report, so compute them last.
@@ -289,7 +293,16 @@ def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str,
     }
 
 
-def _time_fields(history: History) -> dict[str, Any]:
+def _speeds(drawn: tuple[Track, ...]) -> list[tuple[float, float]]:
+    """Return training seconds and samples per second of each point."""
+    steps = next((track for track in drawn if track.source == "step"), None)
+    speed = steps.line("samples_per_second") if steps is not None else None
+    if steps is None or speed is None:
+        return []
+    return [(at, value) for at, value in zip(steps.seconds, speed.mean, strict=True) if value is not None]
+
+
+def _time_fields(history: History, *, speeds: list[tuple[float, float]]) -> dict[str, Any]:
     sessions = session_spans(history)
     clock = TrainingClock(sessions)
     entries, omitted = timeline(history, clock)
@@ -298,7 +311,7 @@ def _time_fields(history: History) -> dict[str, Any]:
         "training_seconds": sum(max(0.0, session.ended - session.started) for session in sessions),
         "sessions": sessions,
         "phases": phase_times(history),
-        "slow_periods": slow_periods(history, clock),
+        "slow_periods": slow_periods(history, clock, speeds),
         "timeline": entries,
         "timeline_omitted": omitted,
         "incidents": tuple(
@@ -399,11 +412,14 @@ def _proof(folder: Path) -> str | None:
     return None if proof is None else proof_line(proof)
 
 
-def _end_reason(history: History) -> str | None:
+def _end_fields(history: History) -> dict[str, Any]:
     last = history.last(*SESSION_START_KINDS, "end")
     if last is None:
-        return None
-    return str(last.get("reason") or "") or None if last.kind == "end" else "stopped: the process died"
+        return {}
+    if last.kind != "end":
+        return {"reason": "stopped: the process died"}
+    fields = {"reason": last.get("reason"), "traceback": last.get("traceback")}
+    return {name: str(value)[:_MAX_END_TEXT] for name, value in fields.items() if value}
 
 
 def _plan_warnings(plan: Mapping[str, Any]) -> tuple[str, ...]:

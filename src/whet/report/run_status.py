@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
 from whet.report.timeline import TIMELINE_KINDS, TimelineEntry, TrainingClock, session_spans, timeline_entry
@@ -23,6 +25,8 @@ RunState = Literal["running", "done", "stopped", "failed", "never started", "unr
 _SPEED_SECONDS = 15.0
 _MAX_SPEED_STEPS = 2_000
 _MAX_RECENT = 12
+_SPARKLINE_POINTS = 32
+_MAX_LOSS_STEPS = 1_000
 _RECENT_KINDS = ("eval", "epoch", *TIMELINE_KINDS)
 
 
@@ -32,10 +36,15 @@ class RunStatus(StrictModel):
     path: Path
     state: RunState
     recipe: str = ""
+    """The recipe, or the file that trained in Python."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
-    """Newest training loss."""
+    """Newest training loss. With several optimizers it is a sum, which `losses` replaces."""
+    losses: dict[str, float | None] = Field(default_factory=dict)
+    """Newest loss of each optimizer by its name in the log ("loss_d"); empty for a single optimizer."""
+    sparkline: tuple[float | None, ...] = ()
+    """A few values of the training loss from start to end, for lists."""
     goal: str | None = None
     """Name of the metric that selects the best checkpoint."""
     goal_value: float | None = None
@@ -71,7 +80,7 @@ class LiveStatus(RunStatus):
     device: str = ""
     epoch: int | None = None
     curve: Curve | None = None
-    """Curve of the training loss."""
+    """Curve of the training loss, of the first optimizer if there are several."""
     samples_per_second: float | None = None
     seconds_left: float | None = None
     load: MachineLoad = MachineLoad()
@@ -97,10 +106,11 @@ def read_status(run: Run | Path | str, *, history: History | None = None) -> Run
     return RunStatus(
         path=run.path,
         state=run_state(run, history=history),
-        recipe=run.header.recipe,
+        recipe=run.header.title,
         step=step.step if step else 0,
         total_steps=total_steps(run, history=history),
         loss=step.number("loss") if step else None,
+        losses=_losses(history),
         goal=goal,
         goal_value=next((value for value in values if value is not None), None),
         updated=newest.time if newest else run.header.created,
@@ -119,13 +129,25 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
         **dict(status),
         device=_device(run.plan),
         epoch=epoch + 1 if isinstance(epoch, int) else None,
-        curve=downsample_curve(history, field="loss", points=points),
+        curve=downsample_curve(history, field=next(iter(status.losses), "loss"), points=points),
         samples_per_second=samples,
         seconds_left=left / steps if left and steps else None,
         load=machine_load(history, is_running=is_running),
         recent=_recent_events(history, is_running=is_running),
         resume=resume_command(run) if status.state in ("stopped", "failed") else None,
     )
+
+
+def loss_text(status: RunStatus) -> str:
+    """Return the newest loss, or that of each optimizer by its name; empty without a step.
+
+    >>> loss_text(RunStatus(path=Path("run"), state="done", loss=2.0, losses={"loss_d": 0.5, "loss_g": 1.5}))
+    'd 0.5, g 1.5'
+    """
+    if not status.losses:
+        return "" if status.loss is None else f"{status.loss:.4g}"
+    named = {name.removeprefix("loss_"): loss for name, loss in status.losses.items()}
+    return ", ".join(f"{name} {loss:.4g}" for name, loss in named.items() if loss is not None)
 
 
 def describe_problem(error: WhetError | OSError) -> str:
@@ -160,6 +182,25 @@ def total_steps(run: Run, *, history: History) -> int | None:
     return max_steps if type(max_steps) is int else None
 
 
+def _losses(history: History) -> dict[str, float | None]:
+    """Return the newest loss of each optimizer. Not every optimizer steps on every batch."""
+    begun = history.last(*SESSION_START_KINDS)
+    names = begun.get("optimizers") if begun is not None else None
+    losses: dict[str, float | None] = {f"loss_{name}": None for name in names or () if isinstance(name, str)}
+    recent = itertools.islice(history.backwards(kinds=("step",)), _MAX_LOSS_STEPS if losses else 0)
+    for event in recent:
+        losses |= {name: event.number(name) for name, value in losses.items() if value is None}
+        if None not in losses.values():
+            break
+    return losses
+
+
+def loss_sparkline(history: History, losses: Mapping[str, float | None]) -> tuple[float | None, ...]:
+    """Return a few values of the training loss, of the first optimizer if there are several."""
+    curve = downsample_curve(history, field=next(iter(losses), "loss"), points=_SPARKLINE_POINTS)
+    return tuple(None if point.mean is None else float(f"{point.mean:.4g}") for point in curve.points)
+
+
 def goal_name(history: History) -> str | None:
     """Return the name of the goal metric from the newest start event that has one, or None."""
     names = (event.get("goal") for event in history.backwards(kinds=SESSION_START_KINDS))
@@ -191,7 +232,10 @@ def machine_load(history: History, *, is_running: bool) -> MachineLoad:
 def _list_entry(path: Path) -> RunStatus:
     size, changed = disk_usage(path)
     try:
-        return read_status(path).model_copy(update={"path": path, "size_bytes": size})
+        history = History(run := open_run(path))
+        status = read_status(run, history=history)
+        curve = loss_sparkline(history, status.losses)
+        return status.model_copy(update={"path": path, "size_bytes": size, "sparkline": curve})
     except (WhetError, OSError) as error:
         problem = describe_problem(error)
         return RunStatus(path=path, state="unreadable", updated=changed, size_bytes=size, problem=problem)

@@ -8,7 +8,7 @@ from whet.base.errors import UsageError, closest_match
 from whet.base.units import format_seconds
 from whet.report.export.tables import export_name
 from whet.report.run_report import RunReport, summarize
-from whet.report.run_status import goal_name
+from whet.report.run_status import goal_name, read_status
 from whet.report.svg import CurveBand, SvgImage, draw_curve_panels
 from whet.run import folder
 from whet.run.curve import CurvePoint, downsample_curves
@@ -62,7 +62,11 @@ class RunView(folder.Run):
 
     def _default_curves(self, curves: Curves) -> list[str]:
         goal = goal_name(History(self))
-        usual = ["train/loss", *([f"eval/{goal}"] if goal else [n for n in curves if n.startswith("eval/")][:2])]
+        losses = read_status(self).losses
+        usual = [
+            *(f"train/{name}" for name in losses or ("loss",)),
+            *([f"eval/{goal}"] if goal else [n for n in curves if n.startswith("eval/")][:2]),
+        ]
         return [name for name in usual if name in curves]
 
 

@@ -2,33 +2,49 @@
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from whet.base.units import format_bytes, format_count, format_seconds
 from whet.plan.render import format_value, settings_table
-from whet.report.plan_evidence import ReportSetting
 from whet.report.run_report import Incident, RunReport
-from whet.report.text_chart import curve_from_values, draw_curve
+from whet.report.run_status import loss_text
+from whet.report.table import one_line
+from whet.report.text_chart import draw_curve
 from whet.report.timeline import incident_text
+from whet.run.curve import Curve
+from whet.run.folder import shell_path, short_path
 
 MIN_WIDTH = 20
 _LABEL_WIDTH = 10
 _CURVE_HEIGHT = 8
+BETTER = {"min": "lower is better", "max": "higher is better"}
 _CURVE_WIDTH = 100
 _MAX_INCIDENTS = 12
 # Maximum characters of one text. A damaged plan may contain megabytes of text, which would take a minute to wrap.
 _MAX_TEXT = 4_000
 
 
-def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
-    """Return the report as text. Only the resume command may exceed `width`, so that it can be copied."""
+def render_summary(report: RunReport, *, width: int = 100) -> str:
+    """Return how a run ended and its results in a few lines."""
+    facts = [("ended", report.reason or report.state), ("time", _time(report)), ("loss", _loss(report))]
+    facts += [("goal", _goal(report))] if report.goal else []
+    facts += [("test", tested)] if (tested := _tested(report)) else []
+    facts += [("exact", exactness)] if (exactness := _exactness(report)) else []
+    facts.append(("saved", f"{short_path(report.path)}: {_saved(report)}"))
+    return "\n".join(line for label, fact in facts for line in _labelled(label, fact, width=max(width, MIN_WIDTH)))
+
+
+def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) -> str:
+    """Return the report as text. Only a traceback and the resume command may exceed `width`, to be copied."""
     width = max(width, MIN_WIDTH)
     facts = [line for label, fact in _facts(report) for line in _labelled(label, fact, width=width)]
     sections = [
         facts,
+        [_clean(line) for line in (report.traceback or "").splitlines()],
         _classes(report, width=width),
         _curves(report, width=width, unicode=unicode),
-        _settings(report.settings if has_settings else (), width=width),
+        _advice(report, width=width),
+        _settings(report, width=width),
         _incidents(report, width=width),
         _seconds(report, width=width),
     ]
@@ -42,9 +58,9 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, ha
 
 def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "run", f"{report.name}: {report.recipe}, {_progress(report)}"
-    yield "machine", report.machine
     if report.reason:
         yield "ended", report.reason
+    yield "machine", report.machine
     yield "time", _time(report)
     yield "loss", _loss(report)
     if report.goal:
@@ -62,12 +78,16 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "saved", _saved(report)
     if report.proof is not None:
         yield "proof", report.proof
-    if report.inexact_since is not None:
-        yield "exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"
-    elif report.exactness is not None:
-        yield "exact", report.exactness
+    if exactness := _exactness(report):
+        yield "exact", exactness
     if report.damaged_lines:
         yield "damage", f"skipped {report.damaged_lines:,} unreadable lines of events.jsonl"
+
+
+def _exactness(report: RunReport) -> str | None:
+    if report.inexact_since is None:
+        return report.exactness
+    return f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"
 
 
 def _progress(report: RunReport) -> str:
@@ -97,6 +117,8 @@ def _time(report: RunReport) -> str:
 def _loss(report: RunReport) -> str:
     if report.loss is None:
         return "none yet"
+    if report.losses:
+        return f"last {loss_text(report)}"
     best = ""
     if report.best_loss is not None and report.best_loss_step:
         best = f", best {report.best_loss:.4g} (step {report.best_loss_step:,})"
@@ -157,35 +179,44 @@ def _score(name: str, value: float) -> str:
 
 
 def _curves(report: RunReport, *, width: int, unicode: bool) -> list[str]:
-    steps = report.track("step")
-    curves = [("loss", steps.curve("loss") if steps else None)]
-    if report.goal:
-        values = {e.step: e.metrics[report.goal] for e in report.evaluations if report.goal in e.metrics}
-        curves.append((report.goal, curve_from_values(values, field=report.goal) if len(values) > 1 else None))
     lines: list[str] = []
-    for name, curve in curves:
-        drawn: tuple[str, ...] = ()
-        if curve is not None:
-            drawn = draw_curve(curve, width=min(width, _CURVE_WIDTH), height=_CURVE_HEIGHT, unicode=unicode)
+    for name, curve in main_curves(report):
+        drawn = draw_curve(curve, width=min(width, _CURVE_WIDTH), height=_CURVE_HEIGHT, unicode=unicode)
         if drawn:
             lines += ["", *_wrapped(f"{name} by step", width=width), *drawn]
     return lines[1:]
 
 
-def _settings(settings: Iterable[ReportSetting], *, width: int) -> list[str]:
-    return settings_table(
-        [
-            (_clean(s.name), _clean(format_value(s.value)), _clean(s.reason), _clean(_source(s)))
-            for s in settings
-            if s.value not in (None, "unused") or s.source == "you"
-        ],
-        width=width,
-    )
+def main_curves(report: RunReport) -> Iterator[tuple[str, Curve]]:
+    """Yield the curves for a chart of text: each training loss and the goal metric, with what is better."""
+    wanted = [(report.track("step"), name) for name in report.losses or ("loss",)]
+    wanted += [(report.track("eval"), report.goal)] if report.goal else []
+    for track, name in wanted:
+        curve = track.curve(name) if track is not None else None
+        if curve is not None and len(curve.points) > 1:
+            mode = report.goal_mode if track is report.track("eval") else "min"
+            yield f"{one_line(name)} ({BETTER[mode]})", curve
 
 
-def _source(setting: ReportSetting) -> str:
-    rule = setting.evidence.get("rule") if isinstance(setting.evidence, dict) else None
-    return f"rule {rule}" if setting.source == "rule" and rule else setting.source
+def _advice(report: RunReport, *, width: int) -> list[str]:
+    lines = ["what to try next"] if report.advice else []
+    for one in report.advice:
+        lines += _wrapped(f"{one.try_} ({one.measured})", width=width, indent="  ")
+    return lines
+
+
+def _settings(report: RunReport, *, width: int) -> list[str]:
+    """Return the settings that were measured, set or forced, and where to find those of the rules."""
+    shown = [s for s in report.settings if s.value not in (None, "unused") or s.source == "you"]
+    rows = [
+        (_clean(s.name), _clean(format_value(s.value)), _clean(s.reason), _clean(s.source))
+        for s in shown
+        if s.source != "rule"
+    ]
+    lines = settings_table(rows, width=width)
+    num_rules = len(shown) - len(rows)
+    more = f"{num_rules} setting{'s' if num_rules > 1 else ''} by rules: whet plan {shell_path(report.path)}"
+    return [*lines, *_wrapped(more, width=width)] if num_rules else lines
 
 
 def _incidents(report: RunReport, *, width: int) -> list[str]:

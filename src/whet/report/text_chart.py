@@ -1,9 +1,9 @@
 """Draw curves with characters: braille dots, or ASCII if the terminal lacks them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from whet.run.curve import Curve, CurvePoint
+from whet.run.curve import Curve
 
 _BRAILLE = 0x2800
 # The bit of the dot in column x, row y of a braille character (2 by 4 dots).
@@ -38,9 +38,8 @@ def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -
     return (*(row.rstrip() for row in rows), " " * margin + _steps(curve, columns=columns))
 
 
-def sparkline(curve: Curve, *, width: int, unicode: bool = True) -> str:
-    """Draw a curve on one line of at most `width` characters. NaN leaves a gap."""
-    means = [point.mean for point in curve.points]
+def sparkline(means: Sequence[float | None], *, width: int, unicode: bool = True) -> str:
+    """Draw values on one line of at most `width` characters. None leaves a gap."""
     columns = min(width, len(means))
     cells = [_mean(means[i * len(means) // columns : (i + 1) * len(means) // columns]) for i in range(columns)]
     there = [value for value in cells if value is not None]
@@ -55,7 +54,7 @@ def sparkline(curve: Curve, *, width: int, unicode: bool = True) -> str:
     return "".join(map(mark, cells))
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return sum(value / len(there) for value in there) if there else None
 
@@ -131,15 +130,3 @@ def _steps(curve: Curve, *, columns: int) -> str:
     if first == last or len(first) + len(last) + 1 > columns:
         return last[:columns]
     return first + last.rjust(columns - len(first))
-
-
-def curve_from_values(values: dict[int, float], *, field: str) -> Curve:
-    """Return a curve from single values by step, such as those of evaluations."""
-    points = tuple(_single(step, value) for step, value in sorted(values.items()))
-    return Curve(field=field, points=points, last_step=max(values, default=0))
-
-
-def _single(step: int, value: float) -> CurvePoint:
-    if value - value != 0:
-        return CurvePoint(step=step, low=None, high=None, mean=None, nonfinite=1)
-    return CurvePoint(step=step, low=value, high=value, mean=value)

@@ -1,7 +1,8 @@
 """The timeline of a run: sessions, slow periods and notable events."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, Literal
 
 from whet.base.model import FrozenModel
@@ -13,6 +14,10 @@ from whet.run.events import History
 # Keep only the first and last entries: a run of five million steps may have too many for a page.
 MAX_TIMELINE = 300
 MAX_SLOW_PERIODS = 200
+# Steps must be this much slower for this long to be shown as a slow period.
+MIN_SLOW_FACTOR, MIN_SLOW_SECONDS = 1.3, 10.0
+# Number of speeds inside and outside of a period that are needed to compare them.
+_MIN_SPEEDS = 3
 TIMELINE_KINDS = ("start", "plan", "checkpoint", *INCIDENT_KINDS, "end")
 
 _MAX_TEXT = 2_000
@@ -92,7 +97,7 @@ def session_spans(history: History) -> tuple[SessionSpan, ...]:
 
 
 class SlowPeriod(FrozenModel):
-    """A period in which heat, low power or memory pressure slowed the run down."""
+    """A period in which heat, low power or memory pressure clearly slowed the run down."""
 
     cause: str
     """Cause of the slowdown: heat, power or pressure."""
@@ -103,10 +108,35 @@ class SlowPeriod(FrozenModel):
     from_seconds: float
     """Start of the period in training seconds."""
     to_seconds: float
+    factor: float = 1.0
+    """Median speed outside of the period divided by that inside."""
 
 
-def slow_periods(history: History, clock: TrainingClock) -> tuple[SlowPeriod, ...]:
-    """Return the slow periods. A period ends with the next event of the same cause, or with the session."""
+def slow_periods(
+    history: History, clock: TrainingClock, speeds: Sequence[tuple[float, float]]
+) -> tuple[SlowPeriod, ...]:
+    """Return the periods in which steps were clearly slower for a while.
+
+    `speeds` holds training seconds and samples per second. An event of heat or memory pressure alone is no slow period:
+    sensors may report it, and step times may vary, without a loss that anybody would notice.
+    """
+    return tuple(_clearly_slow(_reported_periods(history, clock), speeds))[:MAX_SLOW_PERIODS]
+
+
+def _clearly_slow(periods: Sequence[SlowPeriod], speeds: Sequence[tuple[float, float]]) -> Iterator[SlowPeriod]:
+    for period in periods:
+        inside = [speed for at, speed in speeds if period.from_seconds <= at <= period.to_seconds]
+        # Other slow periods are no measure of the usual speed.
+        outside = [speed for at, speed in speeds if not any(p.from_seconds <= at <= p.to_seconds for p in periods)]
+        is_long = period.to_seconds - period.from_seconds >= MIN_SLOW_SECONDS
+        if is_long and min(len(inside), len(outside)) >= _MIN_SPEEDS:
+            factor = median(outside) / max(median(inside), 1e-9)
+            if factor >= MIN_SLOW_FACTOR:
+                yield period.model_copy(update={"factor": factor})
+
+
+def _reported_periods(history: History, clock: TrainingClock) -> list[SlowPeriod]:
+    """Return the periods of events. A period ends with the next event of the same cause, or with the session."""
     periods: list[SlowPeriod] = []
     open_events: dict[str, Event] = {}
     for event in history.events(kinds=("throttle", "pressure", "end", *SESSION_START_KINDS)):
@@ -122,7 +152,7 @@ def slow_periods(history: History, clock: TrainingClock) -> tuple[SlowPeriod, ..
     last = history.last("step")
     if last is not None:
         periods += [_slow_period(begun, last, clock) for begun in open_events.values()]
-    return tuple(periods[:MAX_SLOW_PERIODS])
+    return periods[:MAX_SLOW_PERIODS]
 
 
 def _cause_and_level(event: Event) -> tuple[str, str]:

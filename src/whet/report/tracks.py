@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from whet.base.model import FrozenModel
+from whet.config.goal import GoalMode, metric_mode
 from whet.run.curve import Curve, CurvePoint, downsample_curves
 from whet.run.event import as_number
 from whet.run.event_block import StatCounter
@@ -51,6 +52,8 @@ class TrackLine(FrozenModel):
     high: tuple[float | None, ...] | None = None
     nonfinite: int = 0
     """Number of values that were NaN or infinite."""
+    mode: GoalMode | None = None
+    """Whether lower ("min") or higher ("max") values are better, or None if the name does not tell."""
 
 
 class Track(FrozenModel):
@@ -74,9 +77,10 @@ class Track(FrozenModel):
             return None
         columns = zip(self.step, line.low or line.mean, line.high or line.mean, line.mean, strict=True)
         points = tuple(
-            # A point without a mean is a gap, because all its values were NaN or infinite.
+            # A point without a mean is a gap if its values were NaN or infinite; else there were none.
             CurvePoint(step=step, low=low, high=high, mean=mean, nonfinite=int(mean is None))
             for step, low, high, mean in columns
+            if mean is not None or line.nonfinite
         )
         return Curve(field=name, kind=self.source, points=points, last_step=self.step[-1] if self.step else 0)
 
@@ -148,6 +152,7 @@ def _line(curve: Curve, steps: Sequence[int]) -> TrackLine:
         low=None if is_single else tuple(_rounded(point.low) if point else None for point in points),
         high=None if is_single else tuple(_rounded(point.high) if point else None for point in points),
         nonfinite=sum(point.nonfinite for point in curve.points),
+        mode=metric_mode(curve.field) if curve.kind in ("step", "eval") else None,
     )
 
 

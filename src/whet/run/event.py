@@ -3,7 +3,8 @@
 Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimizer steps done), and the fields of its
 kind. NaN and infinity are written as described in strict_json. Fields that readers know:
 
-    start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min")
+    start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min"), optimizers
+                (the names of several; a step then has loss_NAME of each, and loss is their sum)
     plan        message: why the plan changed, a note on it (is_in_plan), or what was verified before the first step,
                 which adds seconds and difference (the largest relative error: against the CPU, or of a compiled model
                 against its eager code)
@@ -33,7 +34,7 @@ kind. NaN and infinity are written as described in strict_json. Fields that read
     warning     something failed, and training continues: reason, retry (when, or how); of a failed write: path,
                 errno, free_bytes; of a lost data worker: samples
     end         state ("done", "stopped" or "failed"), reason (a sentence, such as "all 3 epochs done"),
-                seconds (spent after the last step, as for a step)
+                seconds (spent after the last step, as for a step); of a failed session: traceback
     fallback    operators that ran on the CPU: {name: {"calls": ..., "seconds": ...}} of one step; reason
     throttle    cause ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,
                 thermal, cooldown_seconds

@@ -40,6 +40,8 @@ INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
 # Data that the recipe needs to use the model later. A run of a custom training loop has none.
 RECIPE_FILE = "recipe.json"
+# Stands for the recipe of a run that was started from Python.
+PYTHON_RECIPE = "session"
 # Parts of a run that have separate JSON files.
 RUN_PARTS = ("config", "plan", "machine", "versions")
 
@@ -62,6 +64,11 @@ class RunHeader(FrozenModel):
     """Command line that created the run. Running it again resumes the run."""
     script: str | None = None
     """File and function that trained in Python, as `path.py:function`, or `path.py` outside of a function."""
+
+    @property
+    def title(self) -> str:
+        """The recipe, or the name of the file that trained in Python."""
+        return run_title(self.recipe, self.script)
 
 
 class Run(FrozenModel):
@@ -246,6 +253,17 @@ def short_script(script: str) -> str:
     """Return `path.py:function` with a path relative to the working folder where it is inside."""
     place, colon, function = script.partition(":")
     return f"{short_path(Path(place))}{colon}{function}"
+
+
+def run_title(recipe: str, script: str | None) -> str:
+    """Return the name of a recipe, or of the file that trains in Python.
+
+    >>> run_title("text", None), run_title(PYTHON_RECIPE, "/home/me/train.py:main"), run_title(PYTHON_RECIPE, None)
+    ('text', 'train.py', 'Python')
+    """
+    if recipe != PYTHON_RECIPE:
+        return recipe
+    return "Python" if script is None else Path(script.partition(":")[0]).name
 
 
 def run_folder(run: Run | Path) -> Path:

@@ -16,6 +16,7 @@ from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.values import SETTING_NAMES
 from whet.plan.workload import Workload
+from whet.run.folder import PYTHON_RECIPE
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
 
@@ -89,7 +90,7 @@ class SessionKeywords:
     """For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then verified."""
 
     # Below: set by recipes, not by users.
-    recipe: str = "session"
+    recipe: str = PYTHON_RECIPE
     config: Mapping[str, Any] | None = None
     """Options that are written to the run folder and compared when the run resumes; None for those of the training."""
     command: Sequence[str] = ()

@@ -20,7 +20,7 @@ from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run.folder import check_run_name
+from whet.run.folder import PYTHON_RECIPE, check_run_name
 from whet.step.optimizer_kernels import kernel_obstacle
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks
@@ -63,7 +63,7 @@ class RunConfig:
     """The metric that selects the best checkpoint."""
     mode: GoalMode = "max"
     """Whether a higher ("max") or a lower ("min") goal is better."""
-    recipe: str = "session"
+    recipe: str = PYTHON_RECIPE
     script: str | None = None
     """The user's file and function that made this call; None for a recipe."""
     command: list[str] = field(default_factory=list)

@@ -224,8 +224,11 @@ class RunContext:
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Log the start or the resume of a session."""
-        goal = {"goal": self.config.goal, "mode": self.config.mode}
-        self.log.event(kind, step=self.state.step, total_steps=self.state.total_steps, **goal, **fields)
+        goal: dict[str, Any] = {"goal": self.config.goal, "mode": self.config.mode}
+        if len(self.steppers) > 1:
+            goal["optimizers"] = list(self.steppers)
+        log = self.log.notify if self.log.is_idle else self.log.event
+        log(kind, step=self.state.step, total_steps=self.state.total_steps, **goal, **fields)
 
     def roll_back(self, reason: str) -> None:
         """Restore the newest checkpoint. The batches since then are repeated."""

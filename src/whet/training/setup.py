@@ -20,8 +20,9 @@ from whet.distributed.strategies import ParallelStrategy
 from whet.plan.plan import Plan, read_plan
 from whet.plan.warnings import override_notes
 from whet.run import durable, lock
+from whet.run.event import SESSION_START_KINDS
 from whet.run.events import EventLog, History
-from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts
+from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts, run_title
 from whet.step.apply_plan import (
     build_stepper,
     make_strategy,
@@ -108,9 +109,12 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     if restored is not None:
         run.rates.check_length(None if state.total_steps is None else state.total_steps - state.step)
     _begin_writing(run, is_new=is_new)
+    if not state.is_finished and not _is_restart(run.folder):
+        name = run_title(config.recipe, config.script)
+        run.log.notify("settings", step=state.step, plan=run.plan, path=run.path, name=name)
     _start_or_resume(run, restored, is_new=is_new)
     for note in override_notes(run.plan):
-        # The command line prints the plan and its notes, so it leaves these events out.
+        # The head of the progress line shows the notes of the plan, so it leaves these events out.
         run.log.event("plan", step=state.step, message=note, is_in_plan=True)
     if heads := large_heads(run.plan, config.model):
         message = f"{', '.join(heads)} in pieces: larger products give wrong gradients on this GPU (pytorch#177116)"
@@ -235,6 +239,18 @@ def _discard_if_refused(run: RunContext) -> None:
         durable.remove(run.folder.path)
 
 
+def _has_ended(folder: Run | None) -> bool:
+    """Return whether the log holds the end of a finished run. A killed process may not have written it."""
+    last = None if folder is None else History(folder).last(*SESSION_START_KINDS, "end")
+    return last is not None and last.get("state") == "done"
+
+
+def _is_restart(folder: Run | None) -> bool:
+    """Return whether the supervisor has restarted the run, whose plan is on the screen already."""
+    newest = None if folder is None else next(History(folder).backwards(), None)
+    return newest is not None and newest.kind == "restart"
+
+
 def _begin_writing(run: RunContext, *, is_new: bool) -> None:
     """Open the event log, and write what the run folder lacks."""
     config, folder = run.config, run.folder
@@ -300,6 +316,7 @@ def _start_or_resume(run: RunContext, restored: RestoredRun | None, *, is_new: b
         if run.config.training.verify_resume:
             why = "several processes train" if not run.group.is_single_process else "there is no earlier checkpoint"
             run.log.event("plan", step=run.state.step, message=f"the resume is not verified: {why}")
+        run.log.is_idle = run.state.is_finished and _has_ended(run.folder)
         run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
         run.warn_changed_code(restored.changed_code)
         return

@@ -249,15 +249,11 @@ def _measure(
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}"
         if budget < MIN_BUDGET_SECONDS:
-            report_lines(
-                config.on_event,
-                f"settings by rules: a run of {length} is too short to measure which are fastest{_what_more(plan)}",
-            )
+            message = f"{length}, too short to measure which settings are fastest{_what_more(plan)}"
+            emit_event(config.on_event, "estimate", {"seconds": seconds, "message": message})
             return None
-        report_lines(
-            config.on_event,
-            f"measuring which plan is fastest, {format_seconds(budget)} at most; this run would take {length}",
-        )
+        limit = f"{format_seconds(budget)} at most; this run would take {length}"
+        emit_event(config.on_event, "measuring", {"message": f"measuring which plan is fastest, {limit}"})
     if open_bench is not None:
         return plan, _search_in_process(open_bench, plan, budget=budget, watch=watch)
     return plan, _search(config, loss, plan, budget=budget, watch=watch, step_seconds=step_seconds)
@@ -434,9 +430,9 @@ def _learning_rates(optimizer: AnyOptimizer) -> list[float]:
 
 
 def report_lines(on_event: EventHandler | None, *lines: str) -> None:
-    """Emit each line as an event of kind "plan"."""
+    """Emit each line as an event of kind "tuning"."""
     for line in lines:
-        emit_event(on_event, "plan", {"message": line})
+        emit_event(on_event, "tuning", {"message": line})
 
 
 def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:

@@ -1,6 +1,7 @@
 """The status of one run in a list, updated by reading only new bytes."""
 
 import hashlib
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from whet.base.errors import WhetError
 from whet.report.page.html import shorten
-from whet.report.run_status import RunState, RunStatus, ended_state, read_status
+from whet.report.run_status import RunState, RunStatus, ended_state, loss_sparkline, read_status
 from whet.run.disk import open_regular_file
 from whet.run.event import SESSION_START_KINDS, Event, parse_event
 from whet.run.events import History
@@ -26,6 +27,8 @@ _SLOW_SECONDS = 0.2
 # A run that takes longer than `_SLOW_SECONDS` to fail is retried only after this time, unless it changes.
 _RETRY_SECONDS = 30.0
 _MAX_TEXT = 300
+# The sparkline is drawn again when a run has this many times as many steps.
+_SPARKLINE_GROWTH = 1.2
 
 FileStamp = tuple[int, int, int]
 
@@ -91,6 +94,8 @@ class StatusReader:
         self._position = 0
         self._last_turn: Event | None = None
         """Newest start, resume or end event."""
+        self._next_sparkline = 0.0
+        """Step from which on the sparkline is drawn again."""
         self.status = RunStatus(path=folder, state="never started")
 
     def refresh(self, stamp: RunStamp) -> bool:
@@ -128,7 +133,9 @@ class StatusReader:
             return
         self._position = history.layout.end
         self._last_turn = history.last(*SESSION_START_KINDS, "end")
-        self.status = read_status(run, history=history)
+        status = read_status(run, history=history)
+        self._next_sparkline = _SPARKLINE_GROWTH * status.step + 1
+        self.status = status.model_copy(update={"sparkline": loss_sparkline(history, status.losses)})
 
     def _read_both_ends(self, run: Run) -> None:
         """Read the status from the first and last megabyte of the log."""
@@ -136,10 +143,11 @@ class StatusReader:
         self._last_turn = _last(events, *SESSION_START_KINDS, "end")
         step, evaluation = _last(events, "step"), _last(events, "eval")
         total, goal = _start_value(events, "total_steps"), _start_value(events, "goal")
+        self._next_sparkline = math.inf
         self.status = RunStatus(
             path=self._folder,
             state="stopped",
-            recipe=run.header.recipe,
+            recipe=run.header.title,
             step=step.step if step else 0,
             total_steps=total if type(total) is int else None,
             loss=step.number("loss") if step else None,
@@ -167,13 +175,17 @@ class StatusReader:
         events = _parse_lines(data.split(b"\n"))
         if any(event.kind in SESSION_START_KINDS for event in events):
             return False  # A resume may have voided steps.
+        if any(event.kind == "step" and event.step >= self._next_sparkline for event in events):
+            return False
         self._position += len(data)
         self._last_turn = _last(events, "end") or self._last_turn
         update: dict[str, object] = {}
+        losses = dict(self.status.losses)
         for event in events:
             update["updated"] = event.time
             if event.kind == "step":
-                update |= {"step": event.step, "loss": event.number("loss")}
+                losses |= {name: value for name in losses if (value := event.number(name)) is not None}
+                update |= {"step": event.step, "loss": event.number("loss"), "losses": dict(losses)}
             elif event.kind == "eval" and self.status.goal and (value := event.number(self.status.goal)) is not None:
                 update["goal_value"] = value
         self.status = self.status.model_copy(update=update)

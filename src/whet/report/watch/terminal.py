@@ -17,7 +17,7 @@ from rich.text import Text
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_seconds, printable
-from whet.report.run_status import LiveStatus, MachineLoad, describe_problem, read_live_status
+from whet.report.run_status import LiveStatus, MachineLoad, describe_problem, loss_text, read_live_status
 from whet.report.text_chart import draw_curve, sparkline
 from whet.report.timeline import TimelineEntry
 from whet.report.watch.status_reader import FileStamp, file_stamp
@@ -262,9 +262,10 @@ def _cell(row: LiveStatus, heading: str, *, now: float, area: TerminalArea) -> t
     if heading == "step":
         return _progress_text(row), ""
     if heading == "loss":
-        return _format_number(row.loss), ""
+        return loss_text(row), ""
     if heading == "curve":
-        return (sparkline(row.curve, width=_SPARK_WIDTH, unicode=area.unicode) if row.curve else ""), "cyan"
+        means = [point.mean for point in row.curve.points] if row.curve else []
+        return sparkline(means, width=_SPARK_WIDTH, unicode=area.unicode), "cyan"
     if heading == "left":
         return (format_seconds(row.seconds_left) if row.seconds_left is not None else ""), ""
     if heading == "goal":
@@ -311,7 +312,7 @@ def _figures(row: LiveStatus, area: TerminalArea, *, now: float) -> list[Text]:
         text = f"{row.step:,} of {row.total_steps:,}{left}"
         figures.append(_gauge("step", row.step / row.total_steps, text, area, style="green"))
     speed = f"{row.samples_per_second:,.0f} samples/s" if row.samples_per_second else ""
-    facts = [_format_number(row.loss) or "none yet", _goal_text(row), speed]
+    facts = [loss_text(row) or "none yet", _goal_text(row), speed]
     figures.append(_line("loss", "   ".join(fact for fact in facts if fact), area))
     figures += _load_gauges(row.load, area)
     silent = now - row.updated
@@ -372,10 +373,6 @@ def _progress_text(row: LiveStatus) -> str:
 
 def _goal_text(row: LiveStatus) -> str:
     return f"{row.goal} {row.goal_value:.4g}" if row.goal and row.goal_value is not None else ""
-
-
-def _format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _ago(seconds: float) -> str:

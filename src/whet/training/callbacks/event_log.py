@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError
+from whet.base.origin import format_traceback
 from whet.data.batch import GlobalBatch
 from whet.device.abstract import AbstractDevice
 from whet.run import durable
@@ -72,6 +73,8 @@ class Recorder(Callback):
         self._epoch_began = time.monotonic()
         self.aside_seconds = 0.0
         """Total seconds spent outside steps and data loading, such as evaluations and saves."""
+        self.is_idle = False
+        """Whether the run was finished before this session, which then neither begins nor ends in the log."""
         self.on_step_times: StepTimesHandler | None = None
         self.repeat_until = -1
         """Steps up to this one are in the log already. They are repeated to verify a resume, and not written again."""
@@ -112,12 +115,17 @@ class Recorder(Callback):
         return Action.NONE
 
     def end(self, state: State, error: BaseException | None, *, reason: str) -> None:
-        """Log the end of a session, with its reason and the time spent since the last step."""
+        """Log the end of a session, with its reason, its traceback, and the time spent since the last step."""
         self.read()
         outcome = "done" if state.is_finished and error is None else "stopped"
         fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome, "reason": reason}
+        if isinstance(error, Exception) and (cause := _unexpected(error)) is not None:
+            fields["traceback"] = format_traceback(cause)
         rest, self._extra_seconds = self._extra_seconds, {}
-        self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
+        if self.is_idle:
+            self.notify("end", step=state.step, **fields)
+        else:
+            self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
 
     def open(self, log: EventLog) -> None:
         """Write events to a log from now on."""
@@ -270,6 +278,14 @@ class Recorder(Callback):
         for phase, start, end in outcome.marks:
             spent[phase] = spent.get(phase, 0.0) + self._device.elapsed_seconds(start, end)
         return spent
+
+
+def _unexpected(error: Exception) -> BaseException | None:
+    """Return the exception whose traceback helps; None if the message of a WhetError says it all."""
+    if not isinstance(error, WhetError):
+        return error
+    cause = error.__cause__
+    return None if isinstance(cause, WhetError | OSError) else cause
 
 
 def _scalar_name(name: str) -> str:

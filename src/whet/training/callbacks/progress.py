@@ -1,4 +1,4 @@
-"""The progress line and desktop notifications of a run.
+"""The head and the progress line of a run, and desktop notifications.
 
 A terminal redraws the line, a notebook updates a display, and a file or pipe gets plain lines.
 """
@@ -15,6 +15,8 @@ from typing import Any, Protocol, TextIO
 
 from whet.base.units import format_bytes, format_seconds, printable
 from whet.machine.desktop import notify
+from whet.plan.summary import labelled, summary_lines
+from whet.run.folder import shell_path
 
 
 class ProgressScreen(Protocol):
@@ -24,6 +26,12 @@ class ProgressScreen(Protocol):
     """Minimum seconds between redraws."""
     hint: str
     """A hint for the user at the end of the line, such as how to stop."""
+    is_lasting: bool
+    """Whether every drawing stays visible, so that evaluations need lines to be seen later."""
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
 
     def draw(self, line: str, *, share: float | None) -> None:
         """Draw the progress line in place of the previous one. `share` is the completed fraction of the run."""
@@ -48,6 +56,8 @@ class PlainScreen:
 
     redraw_seconds = 10.0
     hint = ""
+    is_lasting = True
+    width = 120
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -67,15 +77,20 @@ class TerminalScreen:
     """A terminal: the line overwrites the previous one."""
 
     redraw_seconds = 0.1
-    hint = "^C saves and stops"
+    hint = "Ctrl-C saves and stops"
+    is_lasting = False
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_open = False
 
+    @property
+    def width(self) -> int:
+        # A line that fills the last column would wrap in some terminals.
+        return shutil.get_terminal_size((120, 40)).columns - 1
+
     def draw(self, line: str, *, share: float | None) -> None:  # noqa: ARG002
-        columns = shutil.get_terminal_size((120, 40)).columns
-        self._stream.write(f"\r\x1b[2K{printable(line)[: columns - 1]}")
+        self._stream.write(f"\r\x1b[2K{printable(line)[: self.width]}")
         self._stream.flush()
         self._is_open = True
 
@@ -96,6 +111,8 @@ class NotebookScreen:
 
     redraw_seconds = 0.5
     hint = "interrupt the kernel to save and stop"
+    is_lasting = False
+    width = 120
     _max_lines = 12
 
     def __init__(self, shell: Any) -> None:
@@ -155,9 +172,13 @@ def is_notebook() -> bool:
 _WINDOW = 20
 """Number of readings over which speed is averaged."""
 _MAX_ROUTINE_LINES = 40
-"""Number of lines about epochs and evaluations that are printed without a limit on their rate."""
+"""Number of lines about evaluations that are printed without a limit on their rate."""
 _ROUTINE_SECONDS = 10.0
-"""Seconds between such lines afterwards: there may be thousands of short epochs."""
+"""Seconds between such lines afterwards: there may be thousands of evaluations."""
+_MAX_METRICS = 2
+"""Number of metrics in the progress line, if there is no goal."""
+_NOTABLE_SLOWDOWN = 1.5
+"""Slowdowns below this factor are in the report and need no line, unless a sensor reports heat."""
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
 """Kinds of events that cause a notification."""
@@ -166,7 +187,7 @@ _MAX_QUESTION, _MAX_ANSWER = 70, 100
 
 
 class ProgressLine:
-    """Shows the events of a run as a progress line with messages above it, on standard error by default."""
+    """Shows the events of a run: plan, progress line, and messages above it, on standard error by default."""
 
     def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
@@ -174,6 +195,10 @@ class ProgressLine:
         # sys.stderr is None in a process that was started without standard error.
         self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
+        self._goal: str | None = None
+        self._optimizers: list[str] = []
+        self._metrics: dict[str, float] = {}
+        self._estimate: str | None = None
         self._memory = ""
         self._heat = ""
         self._readings: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
@@ -181,33 +206,52 @@ class ProgressLine:
         self._num_routine = 0
         self._routine_at = 0.0
         self._withheld: dict[str, str] = {}
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "data": lambda fields: self._print_labelled("data", *fields["notes"]),
+            "tuning": lambda fields: self._print_labelled("tuning", fields["message"]),
+            "estimate": self._on_estimate,
+            "settings": self._on_settings,
+            "start": self._on_start,
+            "resume": self._on_resume,
+            "step": self._on_step,
+            "eval": self._on_evaluation,
+            "epoch": self._note_memory,
+            "health": self._note_memory,
+            "sensors": self._on_sensors,
+            "throttle": self._on_throttle,
+            "measuring": lambda fields: self._draw(lambda: f"{self._name}  {fields['message']}"),
+            "end": self._on_end,
+        }
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         """Show one event."""
-        if kind in ("start", "resume"):
-            self._total = fields.get("total_steps")
-        if kind == "step":
-            self._on_step(fields)
-        elif kind == "resume":
-            self._on_resume(fields)
-        elif kind == "eval":
-            self._on_evaluation(fields)
-        elif kind == "epoch":
-            self._on_epoch(fields)
-        elif kind == "health":
-            self._note_memory(fields)
-        elif kind == "sensors":
-            self._heat = fields["heat"]
-        elif kind == "measuring":
-            self._draw(lambda: f"{self._name}  {fields['message']}")
-        elif kind == "end":
-            self._on_end(fields)
+        if kind in self._handlers:
+            self._handlers[kind](fields)
         elif (message := _message(kind, fields)) is not None:
             self.print_line(f"{self._name}: {message}")
-            if kind == "throttle" and fields.get("cause") == "heat":
-                self._heat = _heat_text(fields)
+
+    def _on_estimate(self, fields: dict[str, Any]) -> None:
+        self._estimate = fields["message"]
+
+    def _on_settings(self, fields: dict[str, Any]) -> None:
+        """Print the head: machine, workload, plan and time."""
+        path = fields.get("path")
+        lines = summary_lines(
+            fields["plan"],
+            width=self._screen.width,
+            name=fields.get("name"),
+            run=None if path is None else shell_path(path),
+            num_done=fields["step"],
+            estimate=self._estimate,
+        )
+        self.print_line("\n".join((*lines, "")))
+
+    def _on_start(self, fields: dict[str, Any]) -> None:
+        self._total, self._goal = fields.get("total_steps"), fields.get("goal")
+        self._optimizers = fields.get("optimizers") or []
 
     def _on_resume(self, fields: dict[str, Any]) -> None:
+        self._on_start(fields)
         step = f"step {fields['step']:,}"
         if fields.get("rollback_reason"):
             self.print_line(f"{self._name}: rolled back to {step}: {fields['rollback_reason']}")
@@ -222,24 +266,41 @@ class ProgressLine:
             self.print_line(f"{self._name}: {fields['lost_steps']:,} steps are lost and repeated")
 
     def _on_evaluation(self, fields: dict[str, Any]) -> None:
-        metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        line = f"{self._name}  step {fields['step']:,}  {shown}"
-        if answer := _sample_answer(fields):
-            self._withheld["eval"] = line
+        """Keep the metrics for the progress line. Print them where lines last, and an answer everywhere."""
+        self._metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
+        answer = _sample_answer(fields)
+        if self._screen.is_lasting:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+            line = f"{self._name}  step {fields['step']:,}  {shown}"
+            if answer:
+                self._withheld["eval"] = line
+            else:
+                self._print_routine("eval", line)
+        if answer:
             self._print_routine("answer", f"{self._name}  for example  {answer}")
-        else:
-            self._print_routine("eval", line)
+
+    def _on_sensors(self, fields: dict[str, Any]) -> None:
+        self._heat = fields["heat"]
+
+    def _on_throttle(self, fields: dict[str, Any]) -> None:
+        is_heat = fields.get("cause") == "heat"
+        if not is_heat or "thermal" in fields or fields.get("factor", 0.0) >= _NOTABLE_SLOWDOWN:
+            self.print_line(f"{self._name}: {fields['reason']}")
+        if is_heat:
+            self._heat = _heat_text(fields)
 
     def _on_end(self, fields: dict[str, Any]) -> None:
-        self._print_withheld()
+        self.close()
         if fields["state"] == "stopped":
             self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}; the same call resumes")
-        self.close()
 
     def print_line(self, line: str) -> None:
         """Print a permanent line."""
         self._screen.print_line(line)
+
+    def _print_labelled(self, label: str, *texts: str) -> None:
+        for text in texts:
+            self.print_line("\n".join(labelled(label, text, width=self._screen.width)))
 
     def _print_routine(self, kind: str, line: str) -> None:
         """Print a permanent line. After many such lines, print only the newest one every few seconds."""
@@ -269,25 +330,45 @@ class ProgressLine:
 
     def _line(self, fields: dict[str, Any]) -> str:
         step = fields["step"]
-        parts = [
-            f"{self._name}  {step:,}" + (f"/{self._total:,}" if self._total else ""),
-            f"epoch {fields['epoch'] + 1}" + (f"/{self._epochs}" if self._epochs else ""),
-            f"loss {fields['loss']:.4g}",
-        ]
+        speed, left = self._speed(step)
+        parts = {
+            "step": f"{self._name}  {step:,}" + (f"/{self._total:,}" if self._total else ""),
+            "epoch": f"epoch {fields['epoch'] + 1}" + (f"/{self._epochs}" if self._epochs else ""),
+            "loss": self._losses(fields),
+            "metrics": self._shown_metrics(),
+            "speed": speed,
+            "memory": self._memory,
+            "heat": self._heat,
+            "left": left,
+            "hint": self._screen.hint,
+        }
+        # Where the line is too long, leave out what matters least.
+        for name in ("", "hint", "memory", "epoch", "heat", "metrics"):
+            parts.pop(name, None)
+            line = "  ".join(part for part in parts.values() if part)
+            if len(line) <= self._screen.width:
+                break
+        return line
+
+    def _losses(self, fields: dict[str, Any]) -> str:
+        names = [f"loss_{name}" for name in self._optimizers if f"loss_{name}" in fields] or ["loss"]
+        return "  ".join(f"{name} {fields[name]:.4g}" for name in names if name in fields)
+
+    def _shown_metrics(self) -> str:
+        names = [self._goal] if self._goal in self._metrics else list(self._metrics)[:_MAX_METRICS]
+        return "  ".join(f"{name} {self._metrics[name]:.4g}" for name in names if name is not None)
+
+    def _speed(self, step: int) -> tuple[str, str]:
+        """Return samples per second and the time left as texts, which are empty as long as they are unknown."""
         first, last = self._readings[0], self._readings[-1]
         seconds = last[0] - first[0]
-        if seconds > 0:
-            parts.append(f"{(last[2] - first[2]) / seconds:.1f} samples/s")
-            steps_per_second = (last[1] - first[1]) / seconds
-            if self._total and step < self._total and steps_per_second > 0:
-                parts.append(f"{format_seconds((self._total - step) / steps_per_second)} left")
-        if self._memory:
-            parts.append(self._memory)
-        if self._heat:
-            parts.append(self._heat)
-        if self._screen.hint:
-            parts.append(self._screen.hint)
-        return "  ".join(parts)
+        if seconds <= 0:
+            return "", ""
+        speed = f"{(last[2] - first[2]) / seconds:.1f} samples/s"
+        steps_per_second = (last[1] - first[1]) / seconds
+        if not self._total or step >= self._total or steps_per_second <= 0:
+            return speed, ""
+        return speed, f"{format_seconds((self._total - step) / steps_per_second)} left"
 
     def _note_memory(self, fields: dict[str, Any]) -> None:
         memory = fields.get("memory") or {}
@@ -295,16 +376,9 @@ class ProgressLine:
         if used:
             self._memory = format_bytes(used) + (f" of {format_bytes(limit)}" if limit else "")
 
-    def _on_epoch(self, fields: dict[str, Any]) -> None:
-        self._note_memory(fields)
-        of_all = f"/{self._epochs}" if self._epochs else ""
-        took = format_seconds(fields["epoch_seconds"])
-        self._print_routine(
-            "epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip()
-        )
-
     def close(self) -> None:
-        """Clear the progress line, so that other output can follow."""
+        """Print what was withheld and clear the progress line, so that other output can follow."""
+        self._print_withheld()
         self._screen.close()
 
 
@@ -321,9 +395,11 @@ def _message(kind: str, fields: dict[str, Any]) -> str | None:
         return f"step {fields['step']:,}{skipped}: {fields['reason']}{samples}"
     if kind == "stopping":
         return str(fields["message"])
+    if kind == "plan" and fields.get("is_in_plan"):
+        return None
     if kind in ("plan", "fallback"):
         return str(fields.get("message") or fields["reason"])
-    return str(fields["reason"]) if kind in ("throttle", "pressure") else None
+    return str(fields["reason"]) if kind == "pressure" else None
 
 
 def _heat_text(fields: dict[str, Any]) -> str:

@@ -2,11 +2,12 @@
 import { disclosure, el, fill, section, table } from "./dom.js";
 import { Chart } from "./chart.js";
 import { dot, seriesColor } from "./paint.js";
-import { lineOf, seriesOf, trackOf } from "./curves.js";
+import { lineOf, rollingMedian, seriesOf, trackOf } from "./curves.js";
 import { Settings, settingsBar } from "./settings.js";
 import { extentOf, isOnCpu } from "./run_charts.js";
 import { statePill, tilesOf } from "./summary.js";
-import { displayName } from "./format.js";
+import { betterText, displayName } from "./format.js";
+import { lossesOf, modeOf } from "./metrics.js";
 
 /** Draws a comparison. Returns {settings, update(comparison), close()}. */
 export function showComparison(element, comparison) {
@@ -97,36 +98,38 @@ function cells(row) {
 }
 
 function kindsOf(runs) {
-  const metrics = [
-    ...new Set(runs.flatMap((report) => (trackOf(report, "eval")?.lines ?? []).map((line) => line.name))),
-  ].filter((name) => !name.startsWith("test_"));
+  const lines = runs.flatMap((report) =>
+    (trackOf(report, "eval")?.lines ?? []).map((line) => [line.name, modeOf(report, line)]),
+  );
+  const metrics = [...new Map(lines)].filter(([name]) => !name.startsWith("test_"));
   const goals = new Set(runs.map((report) => report.goal));
-  metrics.sort((a, b) => Number(goals.has(b)) - Number(goals.has(a)));
+  metrics.sort(([a], [b]) => Number(goals.has(b)) - Number(goals.has(a)));
+  const losses = [...new Set(runs.flatMap(lossesOf))];
   return [
-    [
+    ...losses.map((name) => [
       "step",
-      "loss",
-      "training loss",
-      "How wrong each model is on the samples it trains on.",
+      name,
+      name === "loss" ? "training loss" : displayName(name),
+      "On training samples. Lower is better.",
       { logs: true, wide: true },
-    ],
+    ]),
     ...metrics
       .slice(0, 8)
-      .map((name) => [
+      .map(([name, mode]) => [
         "eval",
         name,
         displayName(name),
-        "On samples the models do not train on.",
+        `On samples the models do not train on. ${betterText(mode)}`,
         { wide: goals.has(name), logs: true },
       ]),
-    ["step", "samples_per_second", "speed", "Samples trained in each second.", { floor: 0 }],
-    ["health", "memory/process", "memory of the process", "What each process held.", { floor: 0 }],
+    ["step", "samples_per_second", "speed", "Samples per second: rolling median. Higher is better.", { floor: 0 }],
+    ["health", "memory/process", "memory of the process", "Memory of each process.", { floor: 0 }],
     ...(runs.every(isOnCpu)
       ? [] // There it is what the process holds, once more.
-      : [["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }]]),
-    ["health", "utilization/gpu", "use of the GPU", "How busy it was.", { floor: 0 }],
-    ["step", "lr", "learning rate", "The schedules.", { floor: 0, steady: true }],
-    ["step", "grad_norm", "gradient norm", "How hard the samples pull at the weights.", { floor: 0, logs: true }],
+      : [["health", "memory/allocated", "memory of tensors", "Memory of the tensors on the device.", { floor: 0 }]]),
+    ["health", "utilization/gpu", "GPU utilization", "How busy the GPU was.", { floor: 0 }],
+    ["step", "lr", "learning rate", "The learning rate schedules.", { floor: 0, steady: true }],
+    ["step", "grad_norm", "gradient norm", "The norm of the gradients. Peaks are unusual batches.", { floor: 0, logs: true }],
   ];
 }
 
@@ -137,19 +140,14 @@ function drawCharts({ runs, labels }, settings, charts, grid) {
     const series = runs.flatMap((report, place) => {
       const track = trackOf(report, source),
         line = lineOf(track, name);
-      return line
-        ? [
-            {
-              ...seriesOf(track, line, settings.axis, {
-                label: labels[place],
-                color: seriesColor(place),
-                steady: more.steady,
-              }),
-              low: null,
-              high: null,
-            },
-          ]
-        : [];
+      if (!line) return [];
+      const made = seriesOf(track, line, settings.axis, {
+        label: labels[place],
+        color: seriesColor(place),
+        steady: more.steady,
+      });
+      const ys = name === "samples_per_second" ? rollingMedian(made.ys) : made.ys;
+      return [{ ...made, ys, low: null, high: null }];
     });
     if (!series.length) continue;
     const key = `${source}/${name}`;

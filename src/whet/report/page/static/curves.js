@@ -65,6 +65,17 @@ export function smoothed(ys, weight) {
   });
 }
 
+/** The median of the values around each point, which single slow steps do not move. */
+export function rollingMedian(ys) {
+  const reach = Math.max(2, Math.round(ys.length / 40));
+  return ys.map((y, place) => {
+    if (y === null) return null;
+    const near = ys.slice(Math.max(0, place - reach), place + reach + 1).filter((value) => value !== null);
+    near.sort((a, b) => a - b);
+    return (near[(near.length - 1) >> 1] + near[near.length >> 1]) / 2;
+  });
+}
+
 /** Where a step lies on an axis, by the optimizer steps of the run. */
 export function placeOfStep(report, step, axis) {
   if (axis === "step") return step;

@@ -97,6 +97,11 @@ export function displayName(name) {
   return Object.hasOwn(known, name) ? known[name] : name.replaceAll("_", " ");
 }
 
+/** Which values of a metric are better: "min", "max", or null if nobody knows. */
+export function betterText(mode) {
+  return mode === "min" ? "Lower is better." : mode === "max" ? "Higher is better." : "";
+}
+
 /** A number on an axis, as short as possible. */
 export function shortNumber(tick, unit) {
   if (tick === null || tick === undefined) return "";

@@ -18,8 +18,8 @@ export function layersOf(series, { smoothing, isLog }) {
       pairs.push([lines.length + 1, lines.length + 2, one.color]);
       lines.push({ ...common, role: "high" }, { ...common, role: "low" });
     }
-    if (isSmooth) {
-      columns.push(positive(one.ys));
+    if (isSmooth || one.raw) {
+      columns.push(positive(one.raw ?? one.ys));
       lines.push({ ...common, role: "raw" });
     }
 

@@ -1,5 +1,5 @@
 // The plan: its settings, the measurements behind them, and planned against actual figures.
-import { el, pill, section, table } from "./dom.js";
+import { disclosure, el, pill, section, table } from "./dom.js";
 import { formatBytes, formatNumber, formatSeconds, formatValue } from "./format.js";
 import { plannedRows } from "./summary.js";
 
@@ -21,22 +21,32 @@ export function planPart(report) {
   const shown = settings.filter((one) => (one.value !== null && one.value !== "unused") || one.source === "you");
   if (!shown.length) return null;
   const order = { you: 0, measured: 1, rule: 2 };
-  const rows = shown
-    .map((one, place) => ({ one, place }))
-    .sort((a, b) => (order[a.one.source] ?? 3) - (order[b.one.source] ?? 3) || a.place - b.place)
-    .map(({ one }) => [
-      el("code", {}, one.name),
-      el("b", {}, formatValue(one.value)),
-      one.reason,
-      pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source]),
-    ]);
+  // Array.sort is stable: settings of one source stay in their order.
+  shown.sort((a, b) => (order[a.source] ?? 3) - (order[b.source] ?? 3));
+  const byRule = shown.filter((one) => one.source === "rule"),
+    others = shown.filter((one) => one.source !== "rule");
   return section(
     "plan",
     "The plan",
     "How this run was executed on this machine, and why. Every setting can be overridden.",
     report.warnings.map((text) => el("p", { class: "notice warn" }, text)),
-    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked plan-settings" })),
+    el(
+      "div",
+      { class: "card" },
+      others.length ? settingsTable(others) : null,
+      byRule.length ? disclosure(`${byRule.length} settings by rules`, () => settingsTable(byRule)) : null,
+    ),
   );
+}
+
+function settingsTable(settings) {
+  const rows = settings.map((one) => [
+    el("code", {}, one.name),
+    el("b", {}, formatValue(one.value)),
+    one.reason,
+    pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source]),
+  ]);
+  return table(["setting", "value", "why", "from"], rows, { class: "plain stacked plan-settings" });
 }
 
 export function evidencePart(report) {

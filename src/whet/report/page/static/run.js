@@ -29,6 +29,11 @@ export function showRun(element, report) {
   const charts = new RunCharts(settings);
   const head = el("div", {});
   const places = PARTS.map((make) => ({ make, place: el("div", { class: "place" }), seen: "" }));
+  const shading = el(
+    "p",
+    { class: "caption" },
+    "Shaded: steps were clearly slower for a while, because of heat, low power or short memory.",
+  );
   const curves = el(
     "section",
     { id: "curves", class: "part", "aria-labelledby": "curves-title" },
@@ -36,7 +41,7 @@ export function showRun(element, report) {
       "header",
       { class: "part-head" },
       el("h2", { id: "curves-title" }, "Curves"),
-      el("p", { class: "caption" }, "Shaded: steps were slower, for example because of heat, or memory was short."),
+      shading,
     ),
     settingsBar(settings),
     charts.element,
@@ -55,6 +60,7 @@ export function showRun(element, report) {
     current = newer;
     fill(head, runSummary(newer));
     charts.show(newer);
+    shading.hidden = !newer.slow_periods.length;
     for (const part of places) {
       const made = part.make(newer);
       const text = made?.textContent ?? "";

@@ -2,86 +2,64 @@
 import { el } from "./dom.js";
 import { Chart } from "./chart.js";
 import { seriesColor } from "./paint.js";
-import { bandsOf, lineOf, marksOf, seriesOf, trackOf } from "./curves.js";
-import { displayName } from "./format.js";
+import { bandsOf, lineOf, marksOf, rollingMedian, seriesOf, trackOf } from "./curves.js";
+import { betterText, displayName } from "./format.js";
+import { lossesOf, metricGroups, scalarGroups, validationLoss } from "./metrics.js";
 
-const MEMORY = [
-  ["memory/allocated"],
-  ["memory/reserved"],
-  ["memory/process"],
-  ["memory/used"],
-  ["memory/swap"],
-  ["memory/limit", true],
-];
-const USE = [["utilization/gpu"], ["utilization/cpu"], ["utilization/process"]];
+const MEMORY = ["allocated", "reserved", "process", "used", "swap", "limit"].map((name) => `memory/${name}`);
+const USE = ["gpu", "cpu", "process"].map((name) => `utilization/${name}`);
+const HELD_OUT = "On samples the model does not train on.";
 
-/** What each chart shows: where its curves come from, and one plain sentence. */
+/** What each chart shows: its curves as [source, name], and one plain sentence. */
 function kinds(report) {
-  const goal = report.goal;
-  const metrics = (trackOf(report, "eval")?.lines ?? [])
-    .map((line) => line.name)
-    .filter((name) => !name.startsWith("test_"));
-  const others = metrics.filter((name) => name !== goal);
-  const memory =
-    trackOf(report, "health") && MEMORY.some(([name]) => lineOf(trackOf(report, "health"), name)) ? "health" : "epoch";
-  const known = ["loss", "lr", "grad_norm", "samples_per_second"];
-  const more = (trackOf(report, "step")?.lines ?? []).map((line) => line.name).filter((name) => !known.includes(name));
+  const steps = (...names) => names.map((name) => ["step", name]);
+  const health = trackOf(report, "health");
+  const memory = health && MEMORY.some((name) => lineOf(health, name)) ? "health" : "epoch";
+  const validation = validationLoss(report);
   return [
     {
       id: "loss",
-      title: "training loss",
-      caption: "The loss on training samples. Lower is better.",
-      from: "step",
-      names: [["loss"]],
+      title: "loss",
+      caption: `${validation ? "On training and on validation samples." : "On training samples."} Lower is better.`,
+      curves: [...steps(...lossesOf(report)), ...(validation ? [["eval", validation]] : [])],
       logs: true,
       wide: true,
     },
-    goal && {
-      id: "goal",
-      title: displayName(goal),
-      caption: "The goal metric, on samples the model does not train on.",
-      from: "eval",
-      names: [[goal]],
-      wide: true,
-    },
-    ...others.slice(0, 8).map((name) => ({
-      id: `metric-${name}`,
-      title: displayName(name),
-      caption: "Also measured on samples the model does not train on.",
-      from: "eval",
-      names: [[name]],
-      logs: true,
+    ...metricGroups(report).map(({ names, mode, title, isGoal }) => ({
+      id: `metric-${names[0]}`,
+      title,
+      caption: `${HELD_OUT} ${betterText(mode)}`,
+      curves: names.map((name) => ["eval", name]),
+      logs: mode === "min",
+      wide: isGoal,
     })),
     {
       id: "speed",
       title: "speed",
-      caption: "Samples trained in each second; evaluations and saves are left out.",
-      from: "step",
-      names: [["samples_per_second"]],
+      caption: "Samples per second: rolling median, each step behind it. Evaluations and saves are left out.",
+      curves: steps("samples_per_second"),
       floor: 0,
+      isMedian: true,
     },
     {
       id: "memory",
       title: "memory",
       caption: "Memory in use. Beyond the limit a run swaps or fails.",
-      from: memory,
-      names: MEMORY,
+      curves: MEMORY.map((name) => [memory, name]),
       floor: 0,
     },
     {
       id: "use",
       title: "utilization",
       caption: "How busy the processors were. Low values mean that they were waiting.",
-      from: "health",
-      names: USE,
+      curves: USE.map((name) => ["health", name]),
       floor: 0,
     },
     {
       id: "lr",
       title: "learning rate",
       caption: "The learning rate schedule.",
-      from: "step",
-      names: [["lr"]],
+      curves: steps("lr"),
       floor: 0,
       steady: true,
     },
@@ -89,20 +67,18 @@ function kinds(report) {
       id: "grad-norm",
       title: "gradient norm",
       caption: "The norm of the gradients. Peaks are unusual batches.",
-      from: "step",
-      names: [["grad_norm"]],
+      curves: steps("grad_norm"),
       logs: true,
       floor: 0,
     },
-    ...more.slice(0, 6).map((name) => ({
-      id: `step-${name}`,
-      title: displayName(name),
-      caption: "Logged at every step.",
-      from: "step",
-      names: [[name]],
+    ...scalarGroups(report).map(({ names, mode, title }) => ({
+      id: `step-${names[0]}`,
+      title,
+      caption: `Logged with each step. ${betterText(mode)}`,
+      curves: steps(...names),
       logs: true,
     })),
-  ].filter(Boolean);
+  ];
 }
 
 export class RunCharts {
@@ -116,14 +92,14 @@ export class RunCharts {
     const { axis } = this.settings;
     const marks = marksOf(report, axis),
       bands = bandsOf(report, axis);
-    const names = namesOn(report);
     let before = null;
     for (const kind of kinds(report)) {
-      const track = trackOf(report, kind.from);
-      const lines = kind.names
-        .map(([name, dashed], place) => ({ line: lineOf(track, name), dashed, place }))
-        .filter(({ line }) => line && !isDuplicate(line, track, names));
-      if (!lines.length) continue;
+      const lines = kind.curves
+        .map(([source, name], place) => ({ track: trackOf(report, source), name, place }))
+        .map((one) => ({ ...one, line: lineOf(one.track, one.name) }))
+        .filter(({ line, track }) => line && !isDuplicate(line, track, report));
+      // A single value is no curve; the figures at the top show it.
+      if (!lines.some(({ line }) => kind.id === "loss" || numValues(line) > 1)) continue;
       let chart = this.charts.get(kind.id);
       if (!chart) {
         chart = new Chart(this.settings, {
@@ -137,18 +113,22 @@ export class RunCharts {
         if (before) before.after(chart.element);
         else this.element.prepend(chart.element);
       }
-      const series = lines.map(({ line, dashed, place }) =>
-        seriesOf(track, line, axis, {
-          label: names[line.name] ?? displayName(line.name),
-          color: dashed ? "bad" : seriesColor(place),
-          dashed,
-          steady: kind.steady,
-        }),
-      );
+      const series = lines.map(({ track, line, place }) => this.series(report, kind, track, line, place));
       chart.extent = extentOf(report, axis);
       chart.show(series, { bands, marks: kind.wide ? marks : [] });
       before = chart.element;
     }
+  }
+
+  series(report, kind, track, line, place) {
+    const isLimit = line.name === "memory/limit";
+    const made = seriesOf(track, line, this.settings.axis, {
+      label: labelOf(report, kind, line),
+      color: isLimit ? "bad" : seriesColor(place),
+      dashed: isLimit,
+      steady: kind.steady || kind.isMedian,
+    });
+    return kind.isMedian ? { ...made, raw: made.ys, ys: rollingMedian(made.ys) } : made;
   }
 
   close() {
@@ -161,12 +141,17 @@ export function isOnCpu(report) {
   return report.settings.find((setting) => setting.name === "device")?.value === "cpu";
 }
 
-function namesOn(report) {
-  return isOnCpu(report) ? { "memory/allocated": "this process" } : {};
+function labelOf(report, kind, line) {
+  if (kind.id === "loss" && !(line.name in report.losses)) return line.name === "loss" ? "training" : "validation";
+  return line.name === "memory/allocated" && isOnCpu(report) ? "this process" : displayName(line.name);
 }
 
-function isDuplicate(line, track, names) {
-  return line.name === "memory/allocated" && line.name in names && lineOf(track, "memory/process") !== null;
+function numValues(line) {
+  return line.mean.filter((value) => value !== null).length + line.nonfinite;
+}
+
+function isDuplicate(line, track, report) {
+  return line.name === "memory/allocated" && isOnCpu(report) && lineOf(track, "memory/process") !== null;
 }
 
 /** From the first to the last step, so that all charts have the same axis. */

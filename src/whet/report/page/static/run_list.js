@@ -6,12 +6,13 @@ import { formatCount, formatNumber, formatSeconds } from "./format.js";
 const AT_ONCE = 200;
 const MOST_COMPARED = 12;
 // Labels of the cells on a narrow screen.
-const FIGURES = [null, "steps", "loss", "", "updated"];
+const FIGURES = [null, "steps", "loss", "", "", "updated"];
 const COLUMNS = [
   ["run", (line) => line.name.toLowerCase(), 1],
   ["state", (line) => line.state, 1],
   ["steps", (line) => line.step, -1],
   ["loss", (line) => line.loss ?? Infinity, 1],
+  ["curve", (line) => line.loss ?? Infinity, 1],
   ["goal", (line) => line.goal_value ?? -Infinity, -1],
   ["updated", (line) => line.updated, -1],
 ];
@@ -185,9 +186,32 @@ function figuresOf(line) {
   return [
     statePill(line.state),
     [steps, bar],
-    formatNumber(line.loss),
+    lossText(line),
+    sparkline(line),
     line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${formatNumber(line.goal_value)}`,
   ];
+}
+
+/** The newest loss, or that of each optimizer. */
+function lossText({ loss, losses }) {
+  const named = Object.entries(losses ?? {}).filter(([, value]) => value !== null);
+  if (!named.length) return formatNumber(loss);
+  return named.map(([name, value]) => `${name.replace(/^loss_/, "")} ${formatNumber(value)}`).join(", ");
+}
+
+/** The training loss as a small area. Values far above the others, such as the first ones, are cut off at the top. */
+function sparkline({ sparkline: values = [] }) {
+  const finite = values.filter((value) => Number.isFinite(value)).sort((a, b) => a - b);
+  if (finite.length < 2) return el("span", { class: "none" }, "");
+  const low = finite[0],
+    high = finite[Math.ceil(0.95 * (finite.length - 1))];
+  const places = values.flatMap((value, place) => {
+    if (!Number.isFinite(value)) return [];
+    const height = high > low ? Math.min(1, (value - low) / (high - low)) : 0.5;
+    return [`${((100 * place) / (values.length - 1)).toFixed(1)}% ${(92 - 92 * height).toFixed(1)}%`];
+  });
+  const shape = `polygon(0% 100%, ${places.join(", ")}, 100% 100%)`;
+  return el("i", { class: "spark", role: "img", "aria-label": "training loss", style: { "clip-path": shape } });
 }
 
 function compareKeys(a, b) {

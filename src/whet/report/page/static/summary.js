@@ -1,6 +1,6 @@
 // The summary at the top of a run: name, state, progress and key figures.
 import { el, pill } from "./dom.js";
-import { formatUnit, formatBytes, formatCount, formatDate, formatNumber, formatPercent, formatSeconds } from "./format.js";
+import { displayName, formatBytes, formatCount, formatDate, formatNumber, formatPercent, formatSeconds, formatUnit } from "./format.js";
 import { lineOf, trackOf } from "./curves.js";
 
 const STATES = { done: "good", running: "live", stopped: "warn", failed: "bad" };
@@ -15,9 +15,9 @@ export function runSummary(report) {
     "header",
     { class: "hero" },
     el("div", { class: "title" }, el("h1", {}, report.name), statePill(report.state)),
+    endOf(report),
     el("p", { class: "lead" }, leadOf(report)),
     progressOf(report),
-    endOf(report),
     inexactOf(report),
     report.damaged_lines
       ? el("p", { class: "notice warn" }, `${formatCount(report.damaged_lines)} damaged lines of the log were skipped.`)
@@ -33,11 +33,12 @@ function leadOf(report) {
   return `${parts.join(" · ")}.`;
 }
 
-/** Why the run ended; a notice if it failed. */
+/** Why the run ended; a notice with the traceback if it failed. */
 function endOf(report) {
   if (!report.reason) return null;
   const tone = report.state === "failed" ? "notice bad" : "says";
-  return el("p", { class: tone }, el("b", {}, "Ended: "), report.reason);
+  const trace = report.traceback ? el("pre", { class: "traceback" }, report.traceback) : null;
+  return el("div", { class: tone }, el("b", {}, "Ended: "), report.reason, trace);
 }
 
 function progressOf(report) {
@@ -69,8 +70,10 @@ function inexactOf(report) {
 /** The newest and best values of a run; each with a name, a figure and a remark. */
 export function tilesOf(report) {
   const tiles = [];
-  const { loss, goal, goal_value: value } = report;
-  if (loss !== null) {
+  const { loss, losses, goal, goal_value: value } = report;
+  for (const [name, newest] of Object.entries(losses))
+    tiles.push({ name: displayName(name), figure: formatNumber(newest), remark: "of its optimizer" });
+  if (loss !== null && !Object.keys(losses).length) {
     tiles.push({
       name: "training loss",
       figure: formatNumber(loss),

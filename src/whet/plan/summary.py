@@ -1,0 +1,145 @@
+"""The head of a training: machine, workload, plan and time in a few lines. `whet plan RUN` prints all settings."""
+
+import textwrap
+from collections.abc import Iterator
+
+from whet.base.units import GB, format_bytes, format_seconds
+from whet.machine.render import machine_line
+from whet.plan.estimate import estimate_speed, measured_step_seconds
+from whet.plan.plan import Plan
+from whet.plan.render import format_value, settings_rows, workload_line
+from whet.plan.setting import Setting
+
+_LABEL_WIDTH = 10
+# Other warnings are in `whet plan RUN`.
+_MAX_NOTES = 2
+
+# Values that a plain PyTorch loop has too. Settings that are not listed are shown only if the user has set them.
+_TORCH_DEFAULTS = {
+    "micro_batch": None,
+    "lengths": "fixed",
+    "optimizer_kernels": "loop",
+    "compile": "off",
+    "graph": "off",
+    "layout": "contiguous",
+    "activation_checkpointing": "off",
+    "attention": "torch",
+    "norms": "torch",
+    "sharding": "off",
+    "loss_scaling": "off",
+    "deterministic": "off",
+    "mps_fallback": "off",
+    "workers": 0,
+    "on_heat": "warn",
+}
+_TEXTS = {
+    ("optimizer_kernels", "fused"): "fused optimizer",
+    ("optimizer_kernels", "foreach"): "foreach optimizer",
+    ("compile", "on"): "compiled",
+    ("compile", "blocks"): "compiled blocks",
+    ("graph", "on"): "captured steps",
+    ("layout", "channels_last"): "channels_last",
+    ("activation_checkpointing", "on"): "activation checkpointing",
+    ("sharding", "full"): "sharded",
+    ("loss_scaling", "dynamic"): "loss scaling",
+    ("deterministic", "on"): "deterministic",
+    ("mps_fallback", "on"): "missing operators on the CPU",
+}
+
+
+def summary_lines(
+    plan: Plan,
+    *,
+    width: int,
+    name: str | None = None,
+    run: str | None = None,
+    num_done: int = 0,
+    estimate: str | None = None,
+) -> list[str]:
+    """Return machine, workload, plan, time and warnings as wrapped lines.
+
+    `name` replaces the recipe's name, `run` is the folder as a word of a command, `num_done` steps are not counted in
+    the time, and `estimate` is the time if steps were timed but no plans compared.
+    """
+    shown = plan.workload if name is None else plan.workload.model_copy(update={"recipe": name})
+    notes = f" and {len(plan.warnings)} notes" if len(plan.warnings) > _MAX_NOTES else ""
+    more = f" (all {len(settings_rows(plan))}{notes}: whet plan {run})" if run else ""
+    facts = [
+        ("machine", machine_line(plan.machine)),
+        ("workload", workload_line(shown)),
+        ("plan", ", ".join(notable_settings(plan)) + more),
+        ("time", estimate or _time(plan, num_done)),
+    ]
+    lines = [line for label, text in facts for line in labelled(label, text, width=width)]
+    return lines + [shorten(f"{'note':<{_LABEL_WIDTH}}{text}", width) for text in plan.warnings[:_MAX_NOTES]]
+
+
+def shorten(line: str, width: int) -> str:
+    """Return the line, cut at its end if it is too long.
+
+    >>> shorten("a line of text", 10)
+    'a line ...'
+    """
+    return line if len(line) <= width else line[: max(0, width - 3)] + "..."
+
+
+def labelled(label: str, text: str, *, width: int) -> list[str]:
+    """Return a label and its text, wrapped behind the label."""
+    return textwrap.wrap(
+        text,
+        max(width, 2 * _LABEL_WIDTH),
+        initial_indent=f"{label:<{_LABEL_WIDTH}}",
+        subsequent_indent=" " * _LABEL_WIDTH,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def notable_settings(plan: Plan) -> Iterator[str]:
+    """Yield device, precision and the settings that differ from a plain PyTorch loop or were set by the user."""
+    yield plan.device
+    yield plan.precision
+    # Where the memory of a sample is unknown, the first step decides the micro-batch.
+    if plan.accumulation > 1 and plan.workload.activation_bytes is not None:
+        yield f"micro-batch {plan.micro_batch} (x{plan.accumulation})"
+    num_threads = plan.machine.torch.num_threads
+    if plan.threads is not None and plan.threads != num_threads:
+        yield f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
+    for name, setting in plan.settings.items():
+        if name in ("device", "precision", "threads", "micro_batch") or setting.value in (None, "unused", "yours"):
+            continue
+        if name in _TORCH_DEFAULTS and setting.value != _TORCH_DEFAULTS[name]:
+            yield _text(name, setting)
+        elif setting.source in ("you", "environment") and name not in _TORCH_DEFAULTS:
+            yield f"{name}={format_value(setting.value)}"
+
+
+def _text(name: str, setting: Setting) -> str:
+    if name == "workers":
+        return f"{setting.value} worker{'s' if setting.value != 1 else ''}"
+    if name in ("attention", "norms", "lengths"):
+        return f"{setting.value} {name}"
+    return _TEXTS.get((name, str(setting.value)), f"{name}={format_value(setting.value)}")
+
+
+def _time(plan: Plan, num_done: int) -> str:
+    num_steps = plan.workload.num_steps
+    if num_steps is None:
+        return "unknown, because the data has no length"
+    left = max(0, num_steps - num_done)
+    step = measured_step_seconds(plan.trials)
+    if step:
+        speed = f"{plan.workload.global_batch_size / step:,.4g} samples/s"
+        return f"about {format_seconds(left * step)} at {speed}, as measured{_memory(plan)}"
+    estimate = estimate_speed(plan)
+    if estimate is None:
+        return "unknown, because no step was measured"
+    fast, slow = (format_seconds(left * seconds) for seconds in estimate.step_seconds)
+    return f"{fast} to {slow}, estimated from {estimate.source}"
+
+
+def _memory(plan: Plan) -> str:
+    peaks = [trial.peak_bytes for trial in plan.trials if trial.setting == "plan" and trial.peak_bytes]
+    if not peaks or plan.memory_gb is None or plan.device == "cpu":
+        return ""
+    return f", {format_bytes(peaks[-1])} of {format_bytes(plan.memory_gb * GB)}"
