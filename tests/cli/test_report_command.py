@@ -32,10 +32,6 @@ text on AMD EPYC, unknown cores, unknown memory, Linux, torch unknown.
 
 (curves)
 
-## What to try next
-
-- **more data workers, or less work per sample**. Measured: waiting for data took 50 % of the time of the steps.
-
 ## Where the time went
 
 | phase | share | time | what it is |
@@ -172,7 +168,7 @@ def test_text_of_the_markdown_page(tmp_path: Path) -> None:
         log.append("eval", step=2, accuracy=0.75)
         log.append("end", step=2, state="done")
     page = run_markdown(summarize(run))
-    assert re.sub(r"````text\nloss by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
+    assert re.sub(r"````text\nloss \(lower is better\) by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
 
 
 def test_markdown_has_no_mentions_and_no_remote_content() -> None:

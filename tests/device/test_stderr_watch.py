@@ -183,5 +183,5 @@ def test_a_progress_line_that_was_made_before_still_redraws_on_a_terminal(tmp_pa
         reported += part
     assert process.wait() == 0
     os.close(master)
-    assert reported.startswith(b"\r\x1b[2Kname  1  epoch 1  loss 0.5  ^C saves and stops")
+    assert reported.startswith(b"\r\x1b[2Kname  1  epoch 1  loss 0.5  Ctrl-C saves and stops")
     assert b"native\r\n" in reported

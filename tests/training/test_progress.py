@@ -2,11 +2,13 @@
 
 import io
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from whet.base.units import GB
 from whet.training.callbacks import progress
 from whet.training.callbacks.progress import NotebookScreen, PlainScreen, ProgressLine, open_screen
 
@@ -32,8 +34,7 @@ def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
     assert len(lines) < 60
     assert lines[:3] == ["text  1/3,000  epoch 1/3000  loss 1", "text  step 1  accuracy 0.5000", *lines[2:3]]
     assert "text: the disk is full; tried again soon; training continues" in lines
-    assert lines[-3].startswith("text  step 3,000")
-    assert lines[-2].startswith("text  epoch 3000/3000 took")
+    assert lines[-2].startswith("text  step 3,000")
     assert lines[-1] == "text: stopped by Ctrl-C, at step 3,000; the same call resumes"
 
 
@@ -65,9 +66,84 @@ def test_after_many_lines_there_is_one_now_and_then(monkeypatch: pytest.MonkeyPa
     line = ProgressLine("text", stream=stream)
     for epoch in range(1, 201):
         now[0] += 1
-        line("epoch", {"epoch": epoch, "epoch_seconds": 1.0})
+        line("eval", {"step": epoch, "accuracy": 0.5})
     logged = [int(reported.split()[2]) for reported in stream.getvalue().splitlines()]
     assert logged == [*range(1, 41), *range(51, 201, 11)]
+
+
+class SimulatedTerminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+STEP = {"step": 412, "samples": 13_184, "epoch": 1, "loss": 0.413}
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[ProgressLine, SimulatedTerminal]]:
+    """Makes a progress line on a simulated terminal of a width, which has made some steps."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def make(columns: int) -> tuple[ProgressLine, SimulatedTerminal]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = SimulatedTerminal()
+        line = ProgressLine("text", epochs=3, stream=stream)
+        line("start", {"step": 0, "total_steps": 687, "goal": "accuracy"})
+        line("health", {"memory": {"allocated": 3.9 * GB, "limit": 5.3 * GB}})
+        line("eval", {"step": 400, "val_loss": 0.5, "accuracy": 0.842})
+        for step in (392, 402, 412):
+            now[0] += 11.8
+            line("step", {**STEP, "step": step, "samples": 32 * step})
+        return line, stream
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (
+            130,
+            "text  412/687  epoch 2/3  loss 0.413  accuracy 0.842  27.1 samples/s  3.9/5.3 GB  5 min left"
+            "  Ctrl-C saves and stops",
+        ),
+        (100, "text  412/687  epoch 2/3  loss 0.413  accuracy 0.842  27.1 samples/s  3.9/5.3 GB  5 min left"),
+        (80, "text  412/687  loss 0.413  accuracy 0.842  27.1 samples/s  5 min left"),
+        (60, "text  412/687  loss 0.413  27.1 samples/s  5 min left"),
+    ],
+)
+def test_a_simulated_terminal_has_one_line_that_fits(
+    terminal: Callable[[int], tuple[ProgressLine, SimulatedTerminal]], columns: int, shown: str
+) -> None:
+    _, stream = terminal(columns)
+    drawn = stream.getvalue().split("\r\x1b[2K")
+    assert drawn[-1] == shown
+    assert "\n" not in stream.getvalue(), "evaluations are in the line"
+
+
+def test_each_optimizer_has_its_loss_in_the_line(
+    terminal: Callable[[int], tuple[ProgressLine, SimulatedTerminal]],
+) -> None:
+    line, stream = terminal(120)
+    line("start", {"step": 0, "total_steps": 687, "optimizers": ["d", "g"]})
+    line._shown_at = -1.0
+    line("step", {**STEP, "loss": 3.0, "loss_d": 1.0, "loss_g": 2.0})
+    assert "  loss_d 1  loss_g 2  " in stream.getvalue()
+    assert "loss 3" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_printed"),
+    [({"factor": 1.2}, False), ({"factor": 2.0}, True), ({"factor": 1.2, "thermal": "heavy"}, True)],
+)
+def test_a_small_slowdown_without_a_sensor_is_no_message(fields: dict[str, Any], is_printed: bool) -> None:
+    stream = io.StringIO()
+    line = ProgressLine("text", stream=stream)
+    line("throttle", {"cause": "heat", "state": "hot", "reason": "slower", **fields})
+    assert stream.getvalue() == ("text: slower\n" if is_printed else "")
 
 
 class SimulatedShell:
@@ -97,7 +173,7 @@ def test_in_a_simulated_notebook_there_is_one_display(shell: SimulatedShell) -> 
     assert len(shell.published) < 30
     last = shell.published[-1][0]
     assert last["text/plain"].splitlines()[-1].endswith("stopped by Ctrl-C, at step 3,000; the same call resumes")
-    assert len(last["text/plain"].splitlines()) == 13
+    assert len(last["text/plain"].splitlines()) == 2, "the warning and the end; metrics are in the progress line"
     assert "<script>" not in last["text/html"]
     assert "\x1b" not in last["text/plain"] + last["text/html"]
     assert any("<progress" in data["text/html"] for data, _, _ in shell.published)
@@ -124,10 +200,10 @@ def test_in_a_real_kernel_there_is_one_display() -> None:
         "for epoch in range(1, 901):\n"
         "    line('step', {'step': epoch, 'samples': epoch, 'epoch': epoch - 1, 'loss': 0.5})\n"
         "    line('epoch', {'epoch': epoch, 'epoch_seconds': 0.01})\n"
-        "line('end', {'step': 900, 'state': 'done'})\n"
+        "line('end', {'step': 900, 'state': 'stopped', 'reason': 'stopped by Ctrl-C'})\n"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     nbclient.NotebookClient(notebook, timeout=600).execute()
     (output,) = notebook.cells[0].outputs
     assert output.output_type == "display_data"
-    assert output.data["text/plain"].splitlines()[-1].startswith("text  epoch 900/900 took")
+    assert output.data["text/plain"].splitlines()[-1].startswith("text: stopped by Ctrl-C")

@@ -25,8 +25,8 @@ _HIGH_DATA_SHARE = 0.15
 _MIN_EVALUATIONS = 3
 # A trained model that is better than a trivial one by less has learned little.
 _SMALL_GAIN = 0.02
-# Suffixes of metrics for which lower values are better.
-_LOWER_IS_BETTER = ("loss", "cross_entropy", "perplexity", "error")
+# Suffixes of metrics that follow the training loss. Others, such as a calibration error, may rise in a good training.
+_LOSSES = ("loss", "cross_entropy", "perplexity")
 
 
 class Advice(FrozenModel):
@@ -105,7 +105,7 @@ def _near_baseline(report: "RunReport") -> Iterator[Advice]:
         return
     name, best = max(report.baseline.items(), key=lambda pair: pair[1])
     if tested < best + _SMALL_GAIN:
-        compared = f"{name} has a {report.goal} of {best:.4g} on the test split, this model {tested:.4g}"
+        compared = f"on the test split, {name} reaches {report.goal} {best:.4g}, this model {tested:.4g}"
         yield Advice(try_="more data, a check of the data, or a pretrained model", measured=compared)
 
 
@@ -115,7 +115,7 @@ def _overfitting(report: "RunReport") -> Iterator[Advice]:
     if first is None or last_loss is None or not last_loss < first:
         return
     names = {name for evaluation in report.evaluations for name in evaluation.metrics if not name.startswith("test_")}
-    for name in sorted(name for name in names if name.endswith(_LOWER_IS_BETTER)):
+    for name in sorted(name for name in names if name.endswith(_LOSSES)):
         seen = [e for e in report.evaluations if name in e.metrics and math.isfinite(e.metrics[name])]
         if len(seen) < _MIN_EVALUATIONS:
             continue

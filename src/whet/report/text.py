@@ -26,12 +26,20 @@ _MAX_TEXT = 4_000
 
 def render_summary(report: RunReport, *, width: int = 100) -> str:
     """Return how a run ended and its results in a few lines."""
-    facts = [("ended", report.reason or report.state), ("time", _time(report)), ("loss", _loss(report))]
-    facts += [("goal", _goal(report))] if report.goal else []
-    facts += [("test", tested)] if (tested := _tested(report)) else []
-    facts += [("exact", exactness)] if (exactness := _exactness(report)) else []
-    facts.append(("saved", f"{short_path(report.path)}: {_saved(report)}"))
-    return "\n".join(line for label, fact in facts for line in _labelled(label, fact, width=max(width, MIN_WIDTH)))
+    took = format_seconds(report.training_seconds)
+    speed = next((one.actual for one in report.planned_vs_actual if one.name == "speed"), None)
+    rate = f" at {speed:,.4g} samples/s" if speed else ""
+    first = "" if report.losses or report.first_loss is None else f", {report.first_loss:.4g} at the start"
+    facts = [
+        ("ended", f"{report.reason or report.state}; {report.step:,} steps in {took}{rate}"),
+        ("loss", f"{loss_text(report)}{first}" if report.step else "none yet"),
+        ("goal", _goal(report) if report.goal else ""),
+        ("test", _tested(report, only=report.goal)),
+        ("exact", _exactness(report) or ""),
+        ("saved", f"{short_path(report.path)}: {len(report.checkpoints)} checkpoints"),
+    ]
+    width = max(width, MIN_WIDTH)
+    return "\n".join(line for label, fact in facts if fact for line in _labelled(label, fact, width=width))
 
 
 def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) -> str:
@@ -133,13 +141,17 @@ def _goal(report: RunReport) -> str:
     return f"{report.goal}: last {report.goal_value:.4g}{best}"
 
 
-def _tested(report: RunReport) -> str:
-    tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
+def _tested(report: RunReport, *, only: str | None = None) -> str:
+    """Return the metrics of the test split, or only that of the goal if there is one."""
+    tested = {n.removeprefix("test_"): value for n, value in report.metrics.items() if n.startswith("test_")}
+    goal = (only or "").removeprefix("val_")
+    tested = {goal: tested[goal]} if goal in tested else tested
     if not tested:
         return ""
-    scores = ", ".join(f"{name.removeprefix('test_')} {value:.4g}" for name, value in tested.items())
-    weights = f"; weights of step {report.tested_step:,}" if report.tested_step not in (None, report.step) else ""
-    return scores + weights + "".join(f"; {n} {value:.4g} on the same data" for n, value in report.baseline.items())
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in tested.items())
+    weights = f", weights of step {report.tested_step:,}" if report.tested_step not in (None, report.step) else ""
+    others = ", ".join(f"{name} {value:.4g}" for name, value in report.baseline.items())
+    return scores + weights + (f"; for comparison: {others}" if others else "")
 
 
 def _saved(report: RunReport) -> str:

@@ -81,14 +81,25 @@ def test_train_report_and_predict(
     errors, out = done.stderr, done.stdout
     assert done.returncode == 0, errors
     assert sys.platform == "darwin" or errors.count("text: no notification: no desktop here") == 1
-    assert "\nsaved in  runs/text-001\nnext      whet report runs/text-001 --html " in errors
+    assert "\nnext      whet report runs/text-001 " in errors
     run = tmp_path / "runs" / "text-001"
+    assert out.startswith("ended     all 3 epochs done; ")
+    assert "saved     runs/text-001: " in out
+    assert len(out.splitlines()) < 12
     assert "test      accuracy" in out
     assert "naive Bayes" in out
     assert (
         "data      read 600 rows of JSON lines; text = text, label = label, 3 classes\ndata      split into" in errors
     )
-    assert "epoch 3/3" in errors
+    head = errors.partition("\ntext  ")[0].splitlines()
+    assert [line.split()[0] for line in head if line[:1].strip()] == [
+        "data",
+        "data",
+        "machine",
+        "workload",
+        "plan",
+        "time",
+    ]
     report = summarize(run)
     assert report.state == "done"
     assert report.metrics["test_accuracy"] > 0.9
@@ -209,6 +220,9 @@ def test_a_finished_run_can_be_extended(cli: Cli, table: Path) -> None:
     code, out, errors = cli.run(*words, "epochs=1")
     assert code == 0
     assert "is done" in errors
+    assert out.startswith("ended     all 3 epochs done; ")
+    assert "saved     runs/text-001: " in out
+    assert len(out.splitlines()) < 12
     assert "test      accuracy" in out
     code, _, errors = cli.run(*words, "epochs=2")
     assert code == 0, errors

@@ -13,7 +13,7 @@ from functools import partial
 from html import escape
 from typing import Any, Protocol, TextIO
 
-from whet.base.units import format_bytes, format_seconds, printable
+from whet.base.units import GB, format_bytes, format_seconds, printable
 from whet.machine.desktop import notify
 from whet.plan.summary import labelled, summary_lines
 from whet.run.folder import shell_path
@@ -284,10 +284,11 @@ class ProgressLine:
 
     def _on_throttle(self, fields: dict[str, Any]) -> None:
         is_heat = fields.get("cause") == "heat"
-        if not is_heat or "thermal" in fields or fields.get("factor", 0.0) >= _NOTABLE_SLOWDOWN:
+        is_notable = not is_heat or "thermal" in fields or fields.get("factor", 0.0) >= _NOTABLE_SLOWDOWN
+        if is_notable:
             self.print_line(f"{self._name}: {fields['reason']}")
         if is_heat:
-            self._heat = _heat_text(fields)
+            self._heat = _heat_text(fields) if is_notable else ""
 
     def _on_end(self, fields: dict[str, Any]) -> None:
         self.close()
@@ -364,7 +365,8 @@ class ProgressLine:
         seconds = last[0] - first[0]
         if seconds <= 0:
             return "", ""
-        speed = f"{(last[2] - first[2]) / seconds:.1f} samples/s"
+        rate = (last[2] - first[2]) / seconds
+        speed = f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.1f} samples/s"
         steps_per_second = (last[1] - first[1]) / seconds
         if not self._total or step >= self._total or steps_per_second <= 0:
             return speed, ""
@@ -374,7 +376,7 @@ class ProgressLine:
         memory = fields.get("memory") or {}
         used, limit = memory.get("peak") or memory.get("allocated"), memory.get("limit")
         if used:
-            self._memory = format_bytes(used) + (f" of {format_bytes(limit)}" if limit else "")
+            self._memory = f"{used / GB:.1f}/{limit / GB:.1f} GB" if limit else format_bytes(used)
 
     def close(self) -> None:
         """Print what was withheld and clear the progress line, so that other output can follow."""

@@ -1,5 +1,6 @@
 // Tracks of a report as series that a chart can draw.
 
+const PERIODS = ["throttle", "pressure"];
 export const AXES = { step: "step", samples: "samples", seconds: "time" };
 
 /** The places of a track on an axis; null where a run does not tell. */
@@ -106,10 +107,10 @@ export function bandsOf(report, axis) {
     .filter((band) => band.from !== null && band.to !== null);
 }
 
-/** Events worth a line across the charts. */
+/** Events worth a line across the charts. Heat and memory pressure are bands, where they slowed steps down. */
 export function marksOf(report, axis) {
   return report.timeline
-    .filter((entry) => entry.tone === "bad" || entry.tone === "warn" || entry.kind === "resume")
+    .filter(({ kind, tone }) => kind === "resume" || (["bad", "warn"].includes(tone) && !PERIODS.includes(kind)))
     .map((entry) => ({
       tone: entry.tone,
       at: axis === "seconds" ? entry.seconds : placeOfStep(report, entry.step, axis),

@@ -36,7 +36,7 @@ function kinds(report) {
     {
       id: "speed",
       title: "speed",
-      caption: "Samples per second: rolling median, each step behind it. Evaluations and saves are left out.",
+      caption: "Samples per second in steps: a rolling median, with all steps behind it.",
       curves: steps("samples_per_second"),
       floor: 0,
       isMedian: true,
@@ -97,7 +97,7 @@ export class RunCharts {
       const lines = kind.curves
         .map(([source, name], place) => ({ track: trackOf(report, source), name, place }))
         .map((one) => ({ ...one, line: lineOf(one.track, one.name) }))
-        .filter(({ line, track }) => line && !isDuplicate(line, track, report));
+        .filter(({ line, track }) => line && !isUseless(line, track, report));
       // A single value is no curve; the figures at the top show it.
       if (!lines.some(({ line }) => kind.id === "loss" || numValues(line) > 1)) continue;
       let chart = this.charts.get(kind.id);
@@ -150,7 +150,8 @@ function numValues(line) {
   return line.mean.filter((value) => value !== null).length + line.nonfinite;
 }
 
-function isDuplicate(line, track, report) {
+function isUseless(line, track, report) {
+  if (line.name === "memory/swap") return line.mean.every((value) => !value);
   return line.name === "memory/allocated" && isOnCpu(report) && lineOf(track, "memory/process") !== null;
 }
 
