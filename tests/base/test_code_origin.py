@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from whet.base.origin import calling_script, code_origin
+from whet.base.origin import calling_script, code_origin, format_traceback
 
 HERE = Path(whet.__file__).parent
 LIBRARIES = Path(sysconfig.get_path("purelib"))
@@ -58,3 +58,45 @@ def test_code_outside_of_a_function_is_a_file_and_interactive_code_is_nothing(tm
     for words, expected in (((str(tmp_path / "flat.py"),), str(tmp_path / "flat.py")), (("-c", code), "None")):
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_a_traceback_names_the_users_lines_without_their_folders(tmp_path: Path) -> None:
+    code = (
+        "import json\n"
+        "from whet.base.units import format_seconds\n"
+        "def loss():\n"
+        "    try:\n"
+        "        json.loads('[')\n"
+        "    except ValueError as error:\n"
+        "        raise KeyError('label') from error\n"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    names: dict[str, object] = {}
+    exec(compile(code, str(tmp_path / "mine.py"), "exec"), names)
+    with pytest.raises(KeyError) as raised:
+        names["loss"]()  # type: ignore[operator]
+    text = format_traceback(raised.value)
+    assert 'File "mine.py", line 7, in loss' in text
+    assert 'File "json/decoder.py"' in text
+    assert text.endswith("KeyError: 'label'")
+    assert str(tmp_path) not in text
+    assert sysconfig.get_path("stdlib") not in text
+
+
+def test_a_traceback_has_whets_own_lines_only_if_whet_has_failed() -> None:
+    def user(micro: object) -> None:
+        raise ValueError(str(micro))
+
+    with pytest.raises(ValueError, match="7") as theirs:
+        whet_calls(user)
+    assert "whet/base" not in format_traceback(theirs.value)
+    assert format_traceback(theirs.value).endswith("ValueError: 7")
+    with pytest.raises(TypeError) as ours:
+        whet_calls(None)
+    assert 'File "whet/base/' in format_traceback(ours.value)
+
+
+def whet_calls(function: object) -> None:
+    """Calls a function from a file of whet."""
+    names: dict[str, object] = {"function": function}
+    exec(compile("function(7)", str(HERE / "base" / "caller.py"), "exec"), names)

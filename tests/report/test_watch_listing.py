@@ -146,3 +146,20 @@ def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:
     train(make(tmp_path, "one"), steps=2)
     train(make(tmp_path, "two"), steps=2)
     assert [line.path.name for line in RunListing(tmp_path / "one").scan(seconds=60).changed] == ["one"]
+
+
+def test_the_sparkline_of_a_run_grows_with_it(tmp_path: Path) -> None:
+    run = make(tmp_path, "growing")
+    listing = RunListing(tmp_path)
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=100, optimizers=["d", "g"])
+        for step in range(1, 51):
+            log.append("step", step=step, loss=9.0, loss_d=1 / step, loss_g=2.0)
+            if step == 10:
+                log.flush()
+                (first,) = listing.scan(seconds=60).changed
+    (second,) = listing.scan(seconds=60).changed
+    assert (first.step, len(first.sparkline), first.sparkline[0]) == (10, 10, 1.0)
+    assert len(second.sparkline) > 20
+    assert second.sparkline[0] > second.sparkline[-1], "the loss of the first optimizer, not their sum"
+    assert second.losses == {"loss_d": 0.02, "loss_g": 2.0}

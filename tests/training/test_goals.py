@@ -160,7 +160,7 @@ def test_the_reasons_of_a_finished_run(tmp_path: Path) -> None:
     result = train(convnet(), images(16, seed=0), epochs=3, max_steps=4, run=tmp_path / "run")
     assert (result.reason, result.best) == ("all 4 steps done", None)
     assert train(convnet(), images(16, seed=0), epochs=3, max_steps=4, run=tmp_path / "run").reason == result.reason
-    assert end_reasons(tmp_path / "run") == [result.reason] * 2
+    assert end_reasons(tmp_path / "run") == [result.reason], "the second call has nothing to do"
 
 
 def test_the_reason_of_epochs_per_session() -> None:
@@ -227,6 +227,47 @@ def test_a_killed_process_leaves_no_reason_of_its_own(tmp_path: Path) -> None:
         log.append("start", step=0, total_steps=9)
         log.append("step", step=1, loss=1.0)
     assert whet.summarize(tmp_path / "run").reason == "stopped: the process died"
+
+
+def test_a_failed_run_keeps_the_traceback_of_the_users_code(tmp_path: Path) -> None:
+    def loss(micro: Any) -> torch.Tensor:
+        raise KeyError("label")
+
+    with pytest.raises(KeyError):
+        train(convnet(), images(16, seed=0), loss, run=tmp_path / "run")
+    report = whet.summarize(tmp_path / "run")
+    assert (report.state, report.advice) == ("failed", ())
+    assert report.traceback is not None
+    assert report.traceback.endswith("KeyError: 'label'")
+    assert "in loss\n" in report.traceback
+    assert "whet/training" not in report.traceback
+    assert report.traceback in render_text(report, width=60)
+
+
+def test_a_finished_run_that_is_called_again_is_no_session(tmp_path: Path) -> None:
+    options = {"run": tmp_path / "run", "val": images(4, seed=1)}
+    shown: list[str] = []
+    for _ in range(2):
+        train(convnet(), images(16, seed=0), **options, on_event=lambda kind, _fields: shown.append(kind))
+    events = [event.kind for event in read_events(open_run(tmp_path / "run"))]
+    assert (events.count("start"), events.count("resume"), events.count("end")) == (1, 0, 1)
+    assert shown[-2:] == ["resume", "end"], "the caller is told"
+    assert len(whet.summarize(tmp_path / "run").sessions) == 1
+    # A longer training of the same run is one.
+    train(convnet(), images(16, seed=0), **options, epochs=2)
+    report = whet.summarize(tmp_path / "run")
+    assert (report.state, len(report.sessions)) == ("done", 2)
+
+
+def test_a_run_that_died_after_its_last_step_is_ended_by_the_next_call(tmp_path: Path) -> None:
+    train(convnet(), images(16, seed=0), run=tmp_path / "run")
+    log = tmp_path / "run" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    assert b'"kind":"end"' in lines[-1]
+    log.write_bytes(b"".join(lines[:-1]))
+    assert whet.summarize(tmp_path / "run").state == "stopped"
+    train(convnet(), images(16, seed=0), run=tmp_path / "run")
+    assert whet.summarize(tmp_path / "run").state == "done"
 
 
 def test_another_goal_than_the_runs_is_refused(tmp_path: Path) -> None:

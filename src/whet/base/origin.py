@@ -71,10 +71,10 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _short_file(file: str) -> str:
-    """Return the path of a file relative to its libraries, the working folder, whet or Python; else its name."""
+    """Return the path of a file relative to its libraries, whet, the working folder or Python; else its name."""
     path = Path(file)
     libraries = [folder for folder in path.parents if folder.name in _LIBRARY_FOLDERS]
-    for root in (*libraries, Path.cwd(), _WHET_FOLDER.parent, Path(sysconfig.get_path("stdlib"))):
+    for root in (*libraries, _WHET_FOLDER.parent, Path.cwd(), Path(sysconfig.get_path("stdlib"))):
         if path.is_relative_to(root):
             return str(path.relative_to(root))
     return path.name
