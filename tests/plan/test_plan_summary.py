@@ -1,5 +1,7 @@
 """The head of a training: a few lines with what differs from a plain PyTorch loop."""
 
+from typing import Any
+
 import pytest
 
 from whet.config.resolve import resolve_config
@@ -38,17 +40,19 @@ def test_only_what_differs_from_a_plain_loop_is_named() -> None:
 
 
 def test_the_time_is_measured_estimated_or_unknown() -> None:
-    def time(plan: Plan, **more: int) -> str:
+    def time(plan: Plan, **more: Any) -> str:
         return next(line for line in summary_lines(plan, width=200, **more) if line.startswith("time"))
 
     plan = planned("m2-air-8gb")
     assert plan.workload.num_steps == 1650
     assert ", estimated from 3.6 TFLOPS" in time(plan)
+    assert time(plan, estimate="about 9 s") == "time      about 9 s"
     trial = TuneTrial(
         setting="plan", settings={}, verdict="faster", note="", median_seconds=0.4, peak_bytes=2 * 1024**3
     )
     measured = planned("m2-air-8gb", trials=(trial,))
     assert time(measured) == "time      about 11 min at 80 samples/s, as measured, 2 GB of 5.3 GB"
+    assert time(measured, estimate="about 9 s") == time(measured)
     assert time(measured, num_done=1500).startswith("time      about 60 s at ")
     endless = plan.model_copy(update={"workload": plan.workload.model_copy(update={"num_steps": None})})
     assert time(endless) == "time      unknown, because the data has no length"

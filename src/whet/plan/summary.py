@@ -59,7 +59,7 @@ def summary_lines(
     """Return machine, workload, plan, time and warnings as wrapped lines.
 
     `name` replaces the recipe's name, `run` is the folder as a word of a command, `num_done` steps are not counted in
-    the time, and `estimate` is the time if steps were timed but no plans compared.
+    the time, and `estimate` is the time if steps were timed but no settings compared.
     """
     shown = plan.workload if name is None else plan.workload.model_copy(update={"recipe": name})
     notes = f" and {len(plan.warnings)} notes" if len(plan.warnings) > _MAX_NOTES else ""
@@ -68,7 +68,7 @@ def summary_lines(
         ("machine", machine_line(plan.machine)),
         ("workload", workload_line(shown)),
         ("plan", ", ".join(notable_settings(plan)) + more),
-        ("time", estimate or _time(plan, num_done)),
+        ("time", _time(plan, num_done, estimate)),
     ]
     lines = [line for label, text in facts for line in labelled(label, text, width=width)]
     return lines + [shorten(f"{'note':<{_LABEL_WIDTH}}{text}", width) for text in plan.warnings[:_MAX_NOTES]]
@@ -122,7 +122,7 @@ def _text(name: str, setting: Setting) -> str:
     return _TEXTS.get((name, str(setting.value)), f"{name}={format_value(setting.value)}")
 
 
-def _time(plan: Plan, num_done: int) -> str:
+def _time(plan: Plan, num_done: int, estimate: str | None) -> str:
     num_steps = plan.workload.num_steps
     if num_steps is None:
         return "unknown, because the data has no length"
@@ -131,11 +131,13 @@ def _time(plan: Plan, num_done: int) -> str:
     if step:
         speed = f"{plan.workload.global_batch_size / step:,.4g} samples/s"
         return f"about {format_seconds(left * step)} at {speed}, as measured{_memory(plan)}"
-    estimate = estimate_speed(plan)
-    if estimate is None:
+    if estimate is not None:
+        return estimate
+    published = estimate_speed(plan)
+    if published is None:
         return "unknown, because no step was measured"
-    fast, slow = (format_seconds(left * seconds) for seconds in estimate.step_seconds)
-    return f"{fast} to {slow}, estimated from {estimate.source}"
+    fast, slow = (format_seconds(left * seconds) for seconds in published.step_seconds)
+    return f"{fast} to {slow}, estimated from {published.source}"
 
 
 def _memory(plan: Plan) -> str:

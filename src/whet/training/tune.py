@@ -230,7 +230,8 @@ def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBen
     if measured is None:
         return None
     plan, result = measured
-    report_lines(on_event, *result.summary)
+    # The first line is the result. `whet plan RUN` and the report show what else was tried.
+    report_lines(on_event, *result.summary[:1])
     if not result.trials:
         return None
     cache.save(about, result)
@@ -248,9 +249,10 @@ def _measure(
         seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}"
-        if budget < MIN_BUDGET_SECONDS:
-            message = f"{length}, too short to measure which settings are fastest{_what_more(plan)}"
-            emit_event(config.on_event, "estimate", {"seconds": seconds, "message": message})
+        is_too_short = budget < MIN_BUDGET_SECONDS
+        why_not = f", too short to measure which settings are fastest{_what_more(plan)}" if is_too_short else ""
+        emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
+        if is_too_short:
             return None
         limit = f"{format_seconds(budget)} at most; this run would take {length}"
         emit_event(config.on_event, "measuring", {"message": f"measuring which plan is fastest, {limit}"})
