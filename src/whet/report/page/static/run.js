@@ -32,7 +32,7 @@ export function showRun(element, report) {
   const shading = el(
     "p",
     { class: "caption" },
-    "Shaded: steps were clearly slower for a while, because of heat, low power or short memory.",
+    "Shaded: steps were clearly slower for a while, because of heat, other programs or short memory.",
   );
   const curves = el(
     "section",
