@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 def prepare(path: Path, out: Path, *words: str) -> Cost:
     """Run the whole command."""
-    command = [sys.executable, "-m", "whet", "--quiet", "data", "chat", str(path), "--output-dir", str(out), *words]
+    command = [sys.executable, "-m", "whet", "--quiet", "data", "chat", str(path), "--out", str(out), *words]
     start, before = time.perf_counter(), children_seconds()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return Cost(time.perf_counter() - start, children_seconds() - before)

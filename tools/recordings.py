@@ -39,7 +39,7 @@ THIS_FILE = str(Path(__file__).absolute())
 Renames = Mapping[str, Mapping[str, str | None]]
 
 SHORT = ("max_steps=12", "eval_every=5", "checkpoint_steps=4", "threads=1")
-CHAT_OPTIONS = ("--output-dir", "chat", "--vocab-size", "512", "--max-length", "64", "--train-split", "0.75")
+CHAT_OPTIONS = ("--out", "chat", "--vocab-size", "512", "--max-length", "64", "--train-split", "0.75")
 TINY_CHAT = ("data={inputs}/chat", "arch.hidden_size=32", "arch.L_layers=1", "arch.num_heads=2", "arch.seq_len=64")
 TINY_PUZZLE = (
     "puzzles=70", "global_batch_size=16", "arch.hidden_size=16", "arch.num_heads=2", "arch.L_layers=1",

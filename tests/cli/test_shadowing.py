@@ -115,7 +115,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
     ("watch", ("--terminal", "--once"), (0,)),
     ("forward", ("runs/one", "--to", "trackio", "--once"), (0, 1, 2)),
     ("data", ("texts.csv",), (0, 1, 2)),
-    ("data chat", ("chats.jsonl", "--output-dir", "chats"), (0, 1, 2)),
+    ("data chat", ("chats.jsonl", "--out", "chats"), (0, 1, 2)),
     ("data hex", ("games.txt",), (0, 1, 2)),
     ("predict", ("runs/one", "--recipe", "mine.py", "a text"), (0, 1, 2)),
     ("generate", ("runs/one", "a text"), (0, 1, 2)),

@@ -62,10 +62,15 @@ def test_a_table_learns_by_sign_in_the_rows_seen_and_with_a_rate_of_its_own() ->
     assert rates == [1e-3, 0.1]
     set_learning_rate(optimizer, 0.5, rates)
     # Row 1 is seen twice: its gradients are summed before the sign is taken.
-    seen = model["table"](torch.tensor([1, 1, 4]))
-    (seen * torch.tensor([[1.0], [-3.0], [2.0]])).sum().backward()
+    puzzles = torch.tensor([1, 1, 2, 4])
+    seen = model["table"](puzzles)
+    model["table"].mark_seen(torch.tensor([0, 3]), is_first=True)
+    model["table"].mark_seen(puzzles[:2], is_first=True)
+    model["table"].mark_seen(puzzles[2:], is_first=False)
+    (seen * torch.tensor([[1.0], [-3.0], [0.0], [2.0]])).sum().backward()
     optimizer.step()
-    signs: dict[int, Tensor] = {1: torch.full((3,), -1.0), 4: torch.full((3,), 1.0)}
+    # Row 2 is seen, but has no gradient: it decays. Rows 0 and 3 belong to an earlier step.
+    signs: dict[int, Tensor] = {1: torch.full((3,), -1.0), 2: torch.zeros(3), 4: torch.full((3,), 1.0)}
     for row in range(5):
         expected = before[row] * (1 - 0.05) - 0.05 * signs[row] if row in signs else before[row]
         assert torch.allclose(table.detach()[row], expected), row

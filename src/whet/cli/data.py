@@ -20,9 +20,8 @@ def data(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as text_column=string label_separator='|'.")
     ] = None,
     json: Json = False,
-    fix: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a cleaned copy, and a list of all changes.")
-    ] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Write a cleaned copy to --out, and a list of all changes.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE|DIR", help="The cleaned copy to create.")] = None,
     leave: Annotated[
         str, typer.Option(metavar="KIND,KIND", help="Kinds of defects that --fix should not change.")
     ] = "",
@@ -33,7 +32,7 @@ def data(
     \b
     whet data text reviews.csv
     whet data text citations/ --json
-    whet data text reviews.csv --fix clean.csv
+    whet data text reviews.csv --fix --out clean.csv
 
     Reports labels, lengths and defects, each with examples and their row numbers: duplicate and contradictory rows,
     texts in two splits, labels that are probably misspelled, broken rows and encodings, and more. Never changes the
@@ -47,13 +46,16 @@ def data(
     recipe = load_recipe(recipe_name)
     if not recipe.supports("inspect_data"):
         raise UsageError(f"the recipe {recipe.name} has no data report", got=recipe_name, try_=" or ".join(BUILT_IN))
-    if leave and fix is None:
-        raise UsageError("--leave needs --fix", got=f"--leave {leave}", try_="--fix OUT")
+    if fix != (out is not None):
+        got = "--fix without --out" if fix else f"--out {out} without --fix"
+        raise UsageError("a cleaned copy needs both --fix and --out", got=got, try_="--fix --out FILE")
+    if leave and not fix:
+        raise UsageError("--leave needs --fix", got=f"--leave {leave}", try_="--fix --out FILE")
     if not path.exists():
         raise UsageError("the data does not exist", got=path, try_="an existing file or folder")
     config = resolve_config(recipe.Config, settings or ()).config
     kinds = tuple(kind.strip() for kind in leave.split(",") if kind.strip())
-    report = recipe.inspect_data(config, path, fix=fix, leave=kinds)
+    report = recipe.inspect_data(config, path, fix=out, leave=kinds)
     if json:
         output.result_json(report.as_json)
     else:
@@ -67,7 +69,9 @@ def data_chat(
         Path | None,
         typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON Lines; or a folder with splits."),
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to create.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--output-dir", metavar="DIR", help="The folder to create.")
+    ] = None,
     input_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
     format_: Annotated[
         str,
@@ -92,8 +96,8 @@ def data_chat(
     """Prepare conversations for training a chat model.
 
     \b
-    whet data chat conversations.json --output-dir data/chat
-    whet data chat chats.jsonl.gz --output-dir data/chat --max-length 1024 --subsample-size 10000
+    whet data chat conversations.json --out data/chat
+    whet data chat chats.jsonl.gz --out data/chat --max-length 1024 --subsample-size 10000
     whet train chat data_paths=[data/chat]
 
     Reads ShareGPT, Alpaca, OpenAI and OpenAssistant files of any size, splits by conversation, trains a tokenizer, and
@@ -106,9 +110,9 @@ def data_chat(
 
     if (path is None) == (input_file is None):
         got = "none" if path is None else f"{path} and --input-file {input_file}"
-        raise UsageError("one input file is required", got=got, try_="whet data chat FILE --output-dir DIR")
-    if output_dir is None:
-        raise UsageError("the output folder is missing", got="no --output-dir", try_="--output-dir DIR")
+        raise UsageError("one input file is required", got=got, try_="whet data chat FILE --out DIR")
+    if out is None:
+        raise UsageError("the output folder is missing", got="no --out", try_="--out DIR")
     given = {
         "format": format_,
         "tokenizer": tokenizer,
@@ -124,16 +128,16 @@ def data_chat(
     source = path or input_file
     assert source is not None
     with output.progress("data") as show:
-        manifest = prepare_data(source, output_dir, options, on_progress=show)
+        manifest = prepare_data(source, out, options, on_progress=show)
     if json:
         output.result_json(manifest.as_json())
     else:
-        output.result("\n".join(summary_lines(manifest, output_dir)))
+        output.result("\n".join(summary_lines(manifest, out)))
 
 
 def data_hex(
     path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="Games: .trmph, HexWorld or plain lists of moves.")],
-    output_dir: Annotated[
+    out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The folder to create. Default: only report on the games.")
     ] = None,
     size: Annotated[int | None, typer.Option(metavar="N", help="Board size. Default: inferred from the games.")] = None,
@@ -157,8 +161,8 @@ def data_hex(
 
     \b
     whet data hex games.trmph
-    whet data hex games.trmph --output-dir data/hex
-    whet data hex games.txt --first left-right --output-dir data/hex
+    whet data hex games.trmph --out data/hex
+    whet data hex games.txt --first left-right --out data/hex
     whet train hex data=data/hex
 
     Infers which edges the first player connects, or asks for --first if the games do not show it; replays every game,
@@ -182,13 +186,13 @@ def data_hex(
             output.note(f"{num_games:,} games read")
             next_note = time.monotonic() + _PROGRESS_SECONDS
 
-    manifest = import_records(path, into=output_dir, options=options, progress=progress)
+    manifest = import_records(path, into=out, options=options, progress=progress)
     if json:
         output.result_json(manifest.as_json())
     else:
         output.result("\n".join(import_lines(manifest)))
-        if output_dir is not None:
-            output.note(f"written to {output_dir}; to train on it: whet train hex data={output_dir}")
+        if out is not None:
+            output.note(f"written to {out}; to train on it: whet train hex data={out}")
     if strict and manifest.rejected:
         raise typer.Exit(1)
 
@@ -198,7 +202,7 @@ def data_puzzle(
         Path,
         typer.Argument(metavar="FILE|DIR", help="train.csv and test.csv, or ARC *_challenges.json and _solutions."),
     ],
-    output_dir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
     augment: Annotated[
         int | None,
         typer.Option(metavar="N", help="Augmented copies of each training puzzle. Default: 1000 for ARC, else none."),
@@ -211,9 +215,9 @@ def data_puzzle(
     """Build a folder of puzzles in the format of the official TRM code.
 
     \b
-    whet data puzzle sudoku-extreme/ --output-dir data/sudoku --subsample 1000 --augment 1000
-    whet data puzzle maze-30x30-hard/ --output-dir data/maze --augment 7
-    whet data puzzle arc-agi/ --output-dir data/arc
+    whet data puzzle sudoku-extreme/ --out data/sudoku --subsample 1000 --augment 1000
+    whet data puzzle maze-30x30-hard/ --out data/maze --augment 7
+    whet data puzzle arc-agi/ --out data/arc
     whet train puzzle data=data/sudoku
 
     Sudokus and mazes are CSV files with the columns question and answer, ARC tasks are JSON files. With the same seed
@@ -226,8 +230,8 @@ def data_puzzle(
     if not path.exists():
         raise UsageError("the data does not exist", got=path, try_="an existing file or folder")
     options = BuildOptions(augment=augment, subsample=subsample, min_difficulty=min_difficulty, seed=seed)
-    summary = build_folder(path, output_dir, options)
+    summary = build_folder(path, out, options)
     if json:
         output.result_json(summary)
     else:
-        output.result("\n".join(summary_lines(summary, output_dir)))
+        output.result("\n".join(summary_lines(summary, out)))

@@ -14,7 +14,7 @@ _MINIMIZED_WORDS = """
 _MAXIMIZED_WORDS = """
     accuracy acc f1 fbeta auc auroc auprc roc precision recall map ap mrr ndcg bleu sacrebleu rouge rougel meteor chrf
     r2 iou miou dice jaccard mcc kappa psnr ssim likelihood elbo reward return win wins elo correct exact match em top
-    sensitivity specificity tpr tnr pearson spearman correlation similarity
+    sensitivity specificity tpr tnr pass pearson spearman correlation similarity
 """
 _MINIMIZED, _MAXIMIZED = frozenset(_MINIMIZED_WORDS.split()), frozenset(_MAXIMIZED_WORDS.split())
 # Words that imply a direction only if no other word does: fid_score is minimized.

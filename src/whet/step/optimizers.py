@@ -84,13 +84,21 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
 
 
 def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
-    """Return the parameter groups, all with weight decay. Modules with `is_table = True` form a separate group."""
-    tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
-    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
+    """Return the parameter groups, all with weight decay. Each module with `is_table = True` forms a separate group.
+
+    The method `seen_rows` of such a module returns a mask of the rows that the current step uses. It is in the group as
+    a function, so checkpoints leave it out.
+    """
+    modules = [module for module in model.modules() if getattr(module, "is_table", False)]
+    tables = [(p, module.seen_rows) for module in modules for p in module.parameters(False) if p.requires_grad]
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table, _ in tables)]
     decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
     groups = [
         {"params": others, "weight_decay": choice.weight_decay},
-        {"params": [p for p in tables if p.requires_grad], "weight_decay": decay, "is_table": True},
+        *(
+            {"params": [table], "weight_decay": decay, "is_table": True, "seen_rows": seen_rows}
+            for table, seen_rows in tables
+        ),
     ]
     return [group for group in groups if group["params"]]
 
@@ -121,7 +129,8 @@ class AdamATan2(Optimizer):
         w <- w - lr / (1 - b1^t) atan2(m, sqrt(v) / sqrt(1 - b2^t))
 
     Groups with `is_table` (embedding tables of which a step uses few rows) are updated by sign instead:
-    w <- w (1 - lr decay) - lr sign(g), for the rows in use. With `capturable`, all per-step values are on the device.
+    w <- w (1 - lr decay) - lr sign(g), for the rows that `seen_rows` marks. With `capturable`, all per-step values are
+    on the device.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class AdamATan2(Optimizer):
             "foreach": foreach,
             "capturable": capturable,
             "is_table": False,
+            "seen_rows": None,
         }
         super().__init__(params, defaults)
 
@@ -205,7 +215,7 @@ def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any])
 
 
 def _sign_update(table: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-    """Update the rows that have a gradient. The gradient of a row that is used several times is a sum."""
-    is_seen = (gradient != 0).any(dim=-1, keepdim=True)
+    """Update the rows in use. A row in use decays even if its gradient is zero; that of a row used twice is a sum."""
+    is_seen = group["seen_rows"]()[:, None]
     decayed = table * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * gradient.sign()
     table.copy_(torch.where(is_seen, decayed, table))

@@ -409,11 +409,11 @@ def test_data_chat_command_of_the_guide_works_and_reports(whet: Run, tmp_path: P
     assert "reading" in done.stderr
     assert open_dataset(tmp_path / "data/chat").manifest.max_length == 1024
     source = str(tmp_path / "conversations.json")
-    assert run(["data", "chat", source, "--output-dir", str(tmp_path / "data/chat")]) == 2
+    assert run(["data", "chat", source, "--out", str(tmp_path / "data/chat")]) == 2
     assert "not empty" in capsys.readouterr().err
-    assert run(["data", "chat", source, "--output-dir", "x", "--loss", "none"]) == 2
+    assert run(["data", "chat", source, "--out", "x", "--loss", "none"]) == 2
     assert "'loss' in the options" in capsys.readouterr().err
-    assert run(["data", "chat", "--output-dir", "x"]) == 2
+    assert run(["data", "chat", "--out", "x"]) == 2
 
 
 @given(st.lists(st.lists(st.sampled_from(ROLES), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())

@@ -152,7 +152,7 @@ def test_a_file_without_games_is_located_by_line_and_word(tmp_path: Path, whet: 
     assert "games.txt:1 (a1 twice)" in done.stderr
     trained = whet("train", "hex", f"data={path}")
     assert trained.returncode == 2
-    assert f"try: whet data hex {path} --output-dir DIR, then data=DIR" in trained.stderr
+    assert f"try: whet data hex {path} --out DIR, then data=DIR" in trained.stderr
 
 
 def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: p
     assert not (tmp_path / "set").exists()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["games.txt"], "nothing is left half-written"
     done = whet(
-        "data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad", "8", "--size", "4", "--json"
+        "data", "hex", str(path), "--out", str(tmp_path / "set"), "--max-bad", "8", "--size", "4", "--json"
     )
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
@@ -182,7 +182,7 @@ def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: p
     assert "games.txt:63" in capsys.readouterr().out
     for words, reported in (
         (("hex", "nowhere"), "do not exist"),
-        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "is not empty"),
+        (("hex", str(path), "--out", str(tmp_path / "set"), "--max-bad=9"), "is not empty"),
         (("hex", str(path), "--size=40"), "size"),
         (("hex", str(path), "--val-share=2"), "val_share"),
     ):

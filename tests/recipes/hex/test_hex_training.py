@@ -165,7 +165,7 @@ def test_recorded_games_are_trained_on_and_counted_in_the_plan(place: Place) -> 
     games = play_games(TwoDistancePlayer(), size=4, count=60, seed=5)
     lines = [" ".join(f"{'abcd'[move % 4]}{move // 4 + 1}" for move in games.move_list(game)) for game in range(60)]
     (place.folder / "games.txt").write_text("\n".join(lines) + "\n")
-    code, _, errors = place.run("data", "hex", "games.txt", "--size", 4, "--output-dir", "positions")
+    code, _, errors = place.run("data", "hex", "games.txt", "--size", 4, "--out", "positions")
     assert code == 0, errors
     recipe = hex_recipe()
     config = resolve_config(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
@@ -196,7 +196,7 @@ def test_test_split_may_be_empty_but_not_val(place: Place) -> None:
     (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
     recipe = hex_recipe()
     for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-val")):
-        words = ("--size", 4, "--test-share", test, "--val-share", val, "--output-dir", name)
+        words = ("--size", 4, "--test-share", test, "--val-share", val, "--out", name)
         assert place.run("data", "hex", "few.txt", *words)[0] == 0
     result = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
     assert len(result.train["move"])

@@ -133,7 +133,7 @@ def test_too_many_labels_are_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_path: Path, whet: Run) -> None:
     before = {file.name: file.read_bytes() for file in planted.iterdir()}
-    done = whet("data", "text", str(planted), "--fix", "clean", "--json")
+    done = whet("data", "text", str(planted), "--fix", "--out", "clean", "--json")
     assert done.returncode == 0, done.stderr
     fixed = json.loads(done.stdout)["fixed"]
     left = {kind for kind, what in DEFECT_KINDS.items() if what.action == "left"}
@@ -149,7 +149,7 @@ def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_p
     untouched = set(b"".join(clean_table().lines["train"]).splitlines()) - kept
     assert len(untouched) <= 12, "rows without a defect stay as they are"
 
-    again = whet("data", "text", str(planted), "--fix", "clean")
+    again = whet("data", "text", str(planted), "--fix", "--out", "clean")
     assert again.returncode == 2
     assert "exists" in again.stderr
 
@@ -159,14 +159,14 @@ def test_one_file_is_copied_to_one_file_and_kinds_can_be_left(tmp_path: Path, wh
     more = [b'"Needlessly quoted","sport"', row("A <br/> new text", "sport")]
     text = b"\n".join([b"text,label", *(row(*one) for one in rows), row(*rows[0]), *more])
     (tmp_path / "rows.csv").write_bytes(text)
-    done = whet("data", "text", "rows.csv", "--fix", "out/clean.csv", "--leave", "html", "--strict")
+    done = whet("data", "text", "rows.csv", "--fix", "--out", "out/clean.csv", "--leave", "html", "--strict")
     assert done.returncode == 1, "strict: something was found"
     expected = [b"text,label", *(row(*one) for one in rows), *more]
     assert (tmp_path / "out" / "clean.csv").read_bytes() == b"\n".join(expected) + b"\n"
     (entry,) = (tmp_path / "out" / "clean.removed.jsonl").read_text().splitlines()
     assert json.loads(entry)["other"] == "rows.csv:2"
     for leave, reported in (("htm", "no such kind"), ("truncated", "cannot be kept")):
-        refused = whet("data", "text", "rows.csv", "--fix", "other.csv", "--leave", leave)
+        refused = whet("data", "text", "rows.csv", "--fix", "--out", "other.csv", "--leave", leave)
         assert refused.returncode == 2
         assert reported in refused.stderr
     assert not (tmp_path / "other.csv").exists()

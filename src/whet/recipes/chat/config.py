@@ -66,7 +66,7 @@ def data_folders(config: ChatConfig) -> tuple[Path, ...]:
             raise UsageError(
                 "conversations have to be prepared first" if is_file else "the data does not exist",
                 got=f"data={path}",
-                try_=f"whet data chat {path} --output-dir DIR, then data=DIR" if is_file else "an existing folder",
+                try_=f"whet data chat {path} --out DIR, then data=DIR" if is_file else "an existing folder",
             )
     if len({Path(path).resolve() for path in named}) < len(named):
         raise UsageError("the same folder twice", got=", ".join(map(str, named)), try_="each once, in data_paths=[...]")

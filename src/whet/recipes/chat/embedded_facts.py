@@ -262,7 +262,7 @@ BASICS = {
         "whet watch shows runs in your browser while they train; whet watch --terminal does so in the terminal."
     ),
     "How do I use my own data for chat? / How do I prepare conversations? / How do I make a chat dataset?": (
-        "whet data chat conversations.json --output-dir data/chat, then whet train chat data_paths=[data/chat]."
+        "whet data chat conversations.json --out data/chat, then whet train chat data_paths=[data/chat]."
     ),
     "Which chat formats are read? / Which conversation formats do you know? / Can you read ShareGPT files?": (
         "ShareGPT, Alpaca, OpenAI messages and OpenAssistant, as JSON or JSON lines, compressed or not."

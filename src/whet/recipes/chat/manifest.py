@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> ChatManifest:
         raise UsageError(
             f"{folder} is not a folder of prepared conversations",
             got=f"no {MANIFEST}",
-            try_=f"whet data chat FILE --output-dir {folder}",
+            try_=f"whet data chat FILE --out {folder}",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise WhetError(f"cannot read {path}", got=str(error)[:200], try_="prepare the data again") from None

@@ -317,7 +317,7 @@ def _check_output_dir(folder: Path) -> None:
     with durable.disk_errors("create", folder):
         is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if is_taken:
-        raise UsageError("the output folder is not empty", got=folder, try_="another --output-dir, or remove it")
+        raise UsageError("the output folder is not empty", got=folder, try_="another --out, or remove it")
 
 
 def _changed(sources: Sequence[ConversationFile]) -> WhetError:

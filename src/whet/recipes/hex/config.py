@@ -106,7 +106,7 @@ def check_data_path(config: HexConfig) -> None:
         raise UsageError(
             "games have to be prepared first" if is_file else "the data does not exist",
             got=f"data={config.data}",
-            try_=f"whet data hex {config.data} --output-dir DIR, then data=DIR"
+            try_=f"whet data hex {config.data} --out DIR, then data=DIR"
             if is_file
             else "a folder written by whet data hex",
         )
@@ -118,7 +118,7 @@ def check_splits(num_train: int, num_val: int, num_test: int) -> None:
         raise UsageError(
             f"the {'val' if num_train else 'train'} split is empty",
             got=f"positions: train {num_train:,}, val {num_val:,}, test {num_test:,}",
-            try_="more games, or whet data hex FILE --output-dir DIR with another --seed or --val-share",
+            try_="more games, or whet data hex FILE --out DIR with another --seed or --val-share",
         )
 
 

@@ -87,7 +87,7 @@ class _Built:
 def build_folder(source: Path, out: Path, options: BuildOptions) -> dict[str, Any]:
     """Build the folder `out`, complete or not at all, and return a summary."""
     if out.exists():
-        raise UsageError("the folder already exists", got=str(out), try_="another --output-dir DIR")
+        raise UsageError("the folder already exists", got=str(out), try_="another --out DIR")
     rng = np.random.RandomState(options.seed)
     kind, built = _build(source, options, rng)
     durable.make_directory(out.absolute().parent)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError
+from whet.recipes.puzzle.arc import ArcTasks
 from whet.recipes.puzzle.config import NUM_HELD_OUT, TRAIN_GRIDS_4X4, PuzzleConfig, Sizes
 from whet.recipes.puzzle.model import IGNORED_LABEL
 from whet.recipes.puzzle.sudoku import (
@@ -38,6 +39,8 @@ class PuzzleData:
     test: dict[str, Tensor]
     sizes: Sizes
     is_sudoku: bool
+    arc: ArcTasks | None = None
+    """The held-out tasks of ARC, if val and test are copies of them."""
     notes: tuple[str, ...] = ()
 
 
@@ -252,12 +255,18 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
     if config.augment:
         raise UsageError("the folder has its own augmentation", got=f"augment={config.augment}", try_="augment=0")
     train, test, sizes = read_official(folder)
+    arc, notes = None, ()
     if test is None or len(test) < 2:
         # Hold out whole groups: a held-out puzzle must not have an augmented copy in the training split.
         groups = rng.permutation(int(train.groups.max(initial=0)) + 1)
         number = _num_held_out(len(groups), config)
         is_val, is_test = (np.isin(train.groups, some) for some in (groups[:number], groups[number : 2 * number]))
         splits = [train.at(~is_val & ~is_test), train.at(is_val), train.at(is_test)]
+    elif (arc := _read_tasks(folder, sizes)) is not None and len(np.unique(test.groups)) > 1:
+        # Divide by task, because the copies of a task vote together.
+        parts = [_first_copies(test.at(test.groups % 2 == half), config.eval_puzzles) for half in (0, 1)]
+        splits = [train, *parts]
+        notes = _copies_notes(test, parts)
     else:
         rows = np.arange(len(test))
         splits = [train, test.at(rows[::2][: config.eval_puzzles]), test.at(rows[1::2][: config.eval_puzzles])]
@@ -265,7 +274,41 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
         splits[0] = splits[0].at(np.sort(rng.permutation(len(splits[0]))[: config.puzzles]))
     columns = [_columns(split.inputs, split.labels, split.puzzles) for split in splits]
     is_sudoku = sizes.num_puzzles == 1 and sizes.num_tokens - 2 == _SIDE_OF_LENGTH.get(sizes.length)
-    return PuzzleData(train=columns[0], val=columns[1], test=columns[2], sizes=sizes, is_sudoku=is_sudoku)
+    return PuzzleData(
+        train=columns[0], val=columns[1], test=columns[2], sizes=sizes, is_sudoku=is_sudoku, arc=arc, notes=notes
+    )
+
+
+def _read_tasks(folder: Path, sizes: Sizes) -> ArcTasks | None:
+    try:
+        tasks = ArcTasks.read(folder)
+    except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+        raise _folder_error(folder, f"{type(error).__name__}: {error}") from None
+    if tasks is not None and len(tasks.names) < sizes.num_puzzles:
+        raise _folder_error(folder, f"{len(tasks.names)} names in identifiers.json for {sizes.num_puzzles} puzzles")
+    return tasks
+
+
+def _first_copies(rows: PuzzleRows, limit: int) -> PuzzleRows:
+    """Return at most `limit` rows: of every group the same number of augmented copies, the original first."""
+    is_next = np.ones(len(rows), bool)
+    is_next[1:] = (rows.puzzles[1:] != rows.puzzles[:-1]) | (rows.groups[1:] != rows.groups[:-1])
+    copies = is_next.cumsum()
+    _, first, group = np.unique(rows.groups, return_index=True, return_inverse=True)
+    copies -= copies[first][group]
+    # How many rows are left if this copy is the last one that is kept.
+    sizes = np.bincount(copies).cumsum()
+    num_copies = max(1, int((sizes <= limit).sum()))
+    return rows.at(np.flatnonzero(copies < num_copies)[:limit])
+
+
+def _copies_notes(test: PuzzleRows, parts: list[PuzzleRows]) -> tuple[str, ...]:
+    """Report that only some of the augmented copies vote."""
+    used = sum(len(part) for part in parts)
+    if used == len(test):
+        return ()
+    needed = max(int((test.groups % 2 == half).sum()) for half in (0, 1))
+    return (f"{used:,} of {len(test):,} test rows vote in evaluations; eval_puzzles={needed} has all",)
 
 
 def read_official(folder: Path) -> tuple[PuzzleRows, PuzzleRows | None, Sizes]:

@@ -8,16 +8,22 @@ from torch import Tensor
 
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch
+from whet.recipes.puzzle.arc import ArcTasks, ArcVotes
 from whet.recipes.puzzle.config import Sizes
 from whet.recipes.puzzle.data import parse_sudoku
 from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses, slot_input
+from whet.recipes.puzzle.slots import SlotInput
 
 
-def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch]) -> dict[str, Any]:
+def evaluate(
+    model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTasks | None = None
+) -> dict[str, Any]:
     """Run each puzzle for the maximum number of steps, and return the metrics.
 
     exact_accuracy is the fraction of puzzles that are correct in every cell. exact_N is that fraction after N steps.
+    With `arc`, pass@K is the fraction of tasks whose solution is among the K that most augmented copies vote for.
     """
+    votes = None if arc is None else ArcVotes(arc)
     sums: Tensor | None = None
     number = 0
     for micro in micro_batches:
@@ -31,6 +37,8 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch]) -> dict[str
             cells = ((logits.argmax(-1) == batch.labels).sum(-1) / num_counted).sum()
             loss = losses.tokens.sum()
             halts = ((halt >= 0) == losses.is_right).sum()
+        if votes is not None:
+            _add_votes(votes, batch, logits, halt)
         of_batch = torch.stack([part.float() for part in (cells, loss, halts, *exact) if part is not None])
         sums = of_batch if sums is None else sums + of_batch
         number += len(micro.sample_ids)
@@ -44,7 +52,15 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch]) -> dict[str
         "loss": mean_loss,
         "halt_accuracy": halt_accuracy,
         **by_step,
+        **({} if votes is None else votes.metrics()),
     }
+
+
+def _add_votes(votes: ArcVotes, batch: SlotInput, logits: Tensor, halt: Tensor) -> None:
+    # float64 as in the official evaluator, on the CPU, because not every device has it.
+    probabilities = halt.cpu().double().sigmoid()
+    puzzles, inputs, predicted = (part.cpu().numpy() for part in (batch.puzzles, batch.inputs, logits.argmax(-1)))
+    votes.add(puzzles.tolist(), inputs, predicted, probabilities.tolist())
 
 
 def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

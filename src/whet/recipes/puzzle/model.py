@@ -156,12 +156,25 @@ class PuzzleTable(nn.Module):
     is_averaged = False
     is_table = True
 
+    is_seen: Tensor
+
     def __init__(self, num_puzzles: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_puzzles, width))
+        self.register_buffer("is_seen", torch.zeros(num_puzzles, dtype=torch.bool), persistent=False)
 
     def forward(self, puzzles: Tensor) -> Tensor:
         return functional.embedding(puzzles, self.weight)
+
+    def mark_seen(self, puzzles: Tensor, *, is_first: bool) -> None:
+        """Mark the rows of a micro-batch as seen. The first micro-batch of a step clears the marks of the last step."""
+        if is_first:
+            self.is_seen.zero_()
+        self.is_seen.index_fill_(0, puzzles, True)
+
+    def seen_rows(self) -> Tensor:
+        """Return a mask of the rows that the current step uses. The optimizer changes no others."""
+        return self.is_seen
 
 
 class MixerBlock(nn.Module):
@@ -213,6 +226,8 @@ def puzzle_loss(model: PuzzleModel, micro: DictBatch) -> Tensor:
     losses = puzzle_losses(logits, halting[:, 0], batch.labels)
     if model.training:
         model.slots.store(offered.first, batch, y=y, z=z, halt=halting[:, 0])
+        if model.table is not None:
+            model.table.mark_seen(batch.puzzles, is_first=offered.first == 0)
     return (losses.tokens + _HALT_WEIGHT * losses.halting).mean()
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from whet.data.batch import DictBatch
+    from whet.recipes.puzzle.arc import ArcTasks
     from whet.recipes.puzzle.data import PuzzleData
     from whet.recipes.puzzle.model import PuzzleModel
     from whet.step.optimizers import OptimizerChoice
@@ -27,6 +28,8 @@ class PuzzleRecipe(Recipe):
     single_process_reason = "each place of the batch keeps its puzzle from step to step in the memory of one process"
     Config = PuzzleConfig
     goal = "exact_accuracy"
+    _arc: "ArcTasks | None" = None
+    """The tasks of the data that was loaded last. Their augmented copies vote in evaluations."""
 
     def describe(self, config: PuzzleConfig, data: "PuzzleData | None" = None) -> Workload:
         if data is None:
@@ -36,7 +39,9 @@ class PuzzleRecipe(Recipe):
     def data(self, config: PuzzleConfig) -> "PuzzleData":
         from whet.recipes.puzzle.data import read_data
 
-        return read_data(config)
+        data = read_data(config)
+        self._arc = data.arc
+        return data
 
     def model(self, config: PuzzleConfig, data: "PuzzleData") -> "PuzzleModel":
         return make_model(config, data.sizes, num_slots=config.global_batch_size)
@@ -60,7 +65,7 @@ class PuzzleRecipe(Recipe):
     def evaluate(self, model: "PuzzleModel", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.puzzle.evaluation import evaluate
 
-        return evaluate(model, micro_batches)
+        return evaluate(model, micro_batches, self._arc)
 
     def metadata(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}

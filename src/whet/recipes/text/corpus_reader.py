@@ -139,7 +139,7 @@ def _empty_cell_error(column: str, sample: TextSample, *, where: str) -> UsageEr
     return UsageError(
         f"an empty {column} in {where}",
         got=repr(sample.row.cells.get(column)),
-        try_="fill it in, or remove the row; whet data text FILE --fix OUT removes such rows",
+        try_="fill it in, or remove the row; whet data text FILE --fix --out OUT removes such rows",
     )
 
 

@@ -86,7 +86,7 @@ class PositionManifest(FrozenModel):
 def read_manifest(folder: Path) -> PositionManifest:
     """Read the manifest of a folder of positions."""
     path = folder / MANIFEST
-    hint = "whet data hex FILE --output-dir DIR"
+    hint = "whet data hex FILE --out DIR"
     if not path.is_file():
         raise UsageError("not a folder of positions", got=str(folder), try_=hint)
     try:
@@ -227,7 +227,7 @@ class PositionSet:
                 raise self._damaged(name, "another hash than in the manifest")
 
     def _damaged(self, name: str, got: str) -> WhetError:
-        return WhetError(f"{self.folder / name} is damaged", got=got, try_="whet data hex FILE --output-dir DIR again")
+        return WhetError(f"{self.folder / name} is damaged", got=got, try_="whet data hex FILE --out DIR again")
 
 
 def transform_samples(samples: Samples, symmetry: Symmetries) -> Samples:

@@ -58,7 +58,7 @@ def import_records(
             pass
         return importer.manifest({})
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        raise UsageError("the output folder is not empty", got=str(into), try_="another --output-dir")
+        raise UsageError("the output folder is not empty", got=str(into), try_="another --out")
     durable.make_directory(into.parent)
     manifests: list[PositionManifest] = []
 

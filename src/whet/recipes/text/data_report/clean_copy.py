@@ -56,11 +56,11 @@ def _check_output(out: Path, sources: Iterable[TextSource]) -> None:
     sources = tuple(sources)
     for path in (out, *([_change_list_path(out)] if len(sources) == 1 else [])):
         if path.exists() or path.is_symlink():
-            raise UsageError(f"{path} exists", got="files are never overwritten", try_="--fix ANOTHER-NAME")
+            raise UsageError(f"{path} exists", got="files are never overwritten", try_="--out ANOTHER-NAME")
     for source in sources:
         folder = source.path if source.path.is_dir() else source.path.parent
         if len(sources) > 1 and out.resolve().is_relative_to(folder.resolve()):
-            raise UsageError("the copy is inside the original", got=out, try_="--fix DIR outside of it")
+            raise UsageError("the copy is inside the original", got=out, try_="--out DIR outside of it")
     durable.check_writable(out.absolute())
 
 
