@@ -68,8 +68,7 @@ def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -
     """Return the error for accumulation steps, with the batch sizes that have the same effect."""
     steps = values[key] if key in values and isinstance(values[key], int) else 0
     given = values.get("micro_batch", values.get("global_batch_size"))
-    default = model.model_fields["global_batch_size"].default if issubclass(model, CommonConfig) else None
-    batch = given if isinstance(given, int) else default
+    batch = given if isinstance(given, int) else _default_batch(model, values)
     if steps < 1 or not isinstance(batch, int):
         hint = "global_batch_size=N micro_batch=M: N/M micro-batches are accumulated"
     else:
@@ -80,3 +79,14 @@ def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -
         got=f"{key}={values.get(key)} with batches of {batch}{source}",
         try_=hint,
     )
+
+
+def _default_batch(model: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return the batch size without the user's choice. In some recipes it depends on data, model or size."""
+    if not issubclass(model, CommonConfig):
+        return None
+    plain = {key: value for key, value in values.items() if key in ("data", "data_paths", "model", "size")}
+    try:
+        return model.model_validate(plain).global_batch_size
+    except (UsageError, ValueError):
+        return model.model_fields["global_batch_size"].default

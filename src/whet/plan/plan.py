@@ -1,12 +1,11 @@
 """The plan of a run: settings decided by rules, measurements and the user's overrides."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
-from whet.base.errors import InsufficientMemoryError, UsageError, WhetError
+from whet.base.errors import InsufficientMemoryError, UsageError, WhetError, nearest_names
 from whet.base.model import FrozenModel
 from whet.machine.facts import Machine, SystemState
 from whet.plan.environment import forced_value, no_effect_reason
@@ -241,8 +240,7 @@ def _check_setting_names(names: set[str]) -> None:
     for name in sorted(names - set(SETTING_NAMES)):
         if name in _DERIVED:
             raise UsageError(f"{name} is not a setting of the plan", got=name, try_=_DERIVED[name])
-        near = difflib.get_close_matches(name, SETTING_NAMES, n=3)
-        hint = " or ".join(near) if near else "one of " + ", ".join(SETTING_NAMES)
+        hint = " or ".join(nearest_names(name, SETTING_NAMES))
         raise UsageError("a plan has no such setting", got=name, try_=hint)
 
 

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from whet.base.errors import UsageError, closest_match
+from whet.base.errors import UsageError, closest_match, nearest_names
 from whet.base.units import format_bytes, format_count
 from whet.machine.render import machine_line
 from whet.plan.memory import predict_memory_parts
@@ -101,7 +101,8 @@ def explain_setting(plan: Plan, name: str) -> str:
     rule = next((rule for rule in ALL_RULES if rule.setting == name), None)
     if rule is None or name not in plan.settings:
         meant = closest_match(name, plan.settings)
-        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
+        near = ", ".join(nearest_names(name, plan.settings))
+        hint = f"did you mean {meant!r}?" if meant else f"the nearest settings are {near}; whet plan shows all"
         raise UsageError("a plan has no such setting", got=name, try_=hint)
     setting = plan.settings[name]
     evidence = [f"  {key} = {_format_evidence(value)}" for key, value in setting.evidence.items() if key != "rule"]

@@ -1,19 +1,21 @@
 """The linear classifier of n-grams: vocabulary, logits, defaults, and a training on uneven classes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from whet.base.errors import UsageError
 from whet.config.resolve import resolve_config
-from whet.data.batch import Ragged
+from whet.data.batch import DictBatch, Ragged
 from whet.recipes.runner import train_recipe
 from whet.recipes.text.config import TextConfig
 from whet.recipes.text.corpus_reader import read_files
 from whet.recipes.text.data import baseline_metrics
-from whet.recipes.text.ngrams import NgramClassifier, NgramVocabulary
+from whet.recipes.text.ngrams import MAX_COUNT, NgramClassifier, NgramVocabulary
 from whet.recipes.text.recipe import recipe as text_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -39,7 +41,7 @@ def test_ngrams_of_one_text_are_left_out() -> None:
     ids = vocabulary.encode(["the red green fox", "nothing known"], max_length=1_000)
     assert vocabulary.decode(ids[0]) == "the red fox"  # "green" occurs in one training text only.
     assert vocabulary.decode(ids[1]) == ""
-    assert max(ids[0]) < vocabulary.vocab_size == len(vocabulary.weights())
+    assert max(ids[0]) // MAX_COUNT < vocabulary.vocab_size == len(vocabulary.weights())
     assert NgramVocabulary.from_json(vocabulary.to_json()).encode(TEXTS, max_length=9) == vocabulary.encode(
         TEXTS, max_length=9
     )
@@ -49,7 +51,60 @@ def test_rare_ngrams_weigh_more() -> None:
     vocabulary = NgramVocabulary.train(TEXTS)
     (the,), (fox,) = (vocabulary.encode([word], max_length=1) for word in ("the", "fox"))
     weights = vocabulary.weights()
-    assert weights[0] == 0 < weights[the[0]] < weights[fox[0]]
+    assert weights[0] == 0 < weights[the[0] // MAX_COUNT] < weights[fox[0] // MAX_COUNT]
+
+
+def test_repeated_ngrams_weigh_more_by_the_logarithm_of_their_count() -> None:
+    vocabulary = NgramVocabulary.train(TEXTS)
+    model = NgramClassifier(vocabulary, num_classes=1)
+    (red,), (fox,) = (vocabulary.encode([word], max_length=1) for word in ("red", "fox"))
+    with torch.no_grad():
+        model.weight[red[0] // MAX_COUNT] = 1.0
+
+    def logit(text: str) -> float:
+        known = (red[0] // MAX_COUNT, fox[0] // MAX_COUNT)
+        tokens = [token for token in vocabulary.encode([text], max_length=99)[0] if token // MAX_COUNT in known]
+        padded = Ragged.of([torch.tensor(tokens)]).padded(torch.arange(1), length=len(tokens))
+        return float(model(padded).detach()[0, 0])
+
+    idf = vocabulary.weights()
+    for count in (1, 3, 2 * MAX_COUNT):
+        ours = (1 + math.log(min(count, MAX_COUNT))) * idf[red[0] // MAX_COUNT]
+        expected = ours / math.hypot(ours, idf[fox[0] // MAX_COUNT])
+        assert logit("red " * count + "fox") == pytest.approx(expected, rel=1e-5)
+
+
+def test_decay_of_the_linear_classifier_follows_the_number_of_texts(tmp_path: Path) -> None:
+    recipe = text_recipe()
+    config = resolve_config(TextConfig, [f"data={write_uneven(tmp_path / 'rows.jsonl')}"]).config
+    num_texts = len(recipe.data(config).train["label"])
+    assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (0.15 * num_texts))
+    given = resolve_config(TextConfig, [f"data={tmp_path / 'rows.jsonl'}", "weight_decay=0.5"]).config
+    assert recipe.optimizer(given).weight_decay == 0.5
+    assert recipe.optimizer(resolve_config(TextConfig, []).config).weight_decay == 0.01
+
+
+@pytest.mark.parametrize("given", [[], ["class_weights={rare: 100}"]], ids=["balanced", "given"])
+def test_weights_of_the_linear_classifier_count_the_same_in_every_batch(tmp_path: Path, given: list[str]) -> None:
+    recipe = text_recipe()
+    words = [f"data={write_uneven(tmp_path / 'rows.jsonl')}", *given]
+    config = resolve_config(TextConfig, words).config
+    data = recipe.data(config)
+    model = recipe.model(config, data)
+    weight = data.train["weight"]
+    assert float(weight.mean()) == pytest.approx(1)
+
+    def loss(rows: Tensor) -> Tensor:
+        length = int(data.train["tokens"].lengths.max())
+        fields = {"tokens": data.train["tokens"].padded(rows, length=length)}
+        fields |= {name: data.train[name][rows] for name in ("label", "weight")}
+        found = recipe.loss(model, DictBatch(fields))
+        assert isinstance(found, Tensor)
+        return found
+
+    # All losses are log 2 at the beginning. A batch of rare rows has their full weight.
+    rare = (weight > 1).nonzero().flatten()
+    assert float(loss(rare).detach()) == pytest.approx(math.log(2) * float(weight.max()), rel=1e-5)
 
 
 def test_padded_and_packed_texts_have_the_same_logits() -> None:

@@ -79,7 +79,9 @@ def tokenize(
     )
     if class_weights is not None:
         # Weight only the training loss: metrics stay comparable with and without weights.
-        train["weight"] = weight_column(train["label"], class_weights)
+        weight = weight_column(train["label"], class_weights)
+        # The linear classifier divides by the number of texts (evaluation.py), so its weights need a mean of 1.
+        train["weight"] = weight / weight.mean() if isinstance(tokenizer, NgramVocabulary) else weight
     return TextData(
         train=train,
         val=val,

@@ -35,14 +35,20 @@ Array = Any
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def classification_loss(logits: Tensor, micro: DictBatch) -> Tensor | tuple[Tensor, Tensor]:
+def classification_loss(
+    logits: Tensor, micro: DictBatch, *, averages_over_texts: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return the mean loss over texts. With class weights, return the pair (weighted sum, sum of weights).
 
-    The pair makes the loss of a global batch independent of its split into micro-batches.
+    The pair makes the loss of a global batch independent of its split into micro-batches, and is that of torch's
+    CrossEntropyLoss(weight=...). But a batch with more rows of a rare class divides them by more: their weight in the
+    whole training is smaller than intended. With `averages_over_texts`, the divisor is the number of texts.
     """
     losses = per_text_loss(logits, micro.label, reduced=False)
     if "weight" not in micro:
         return losses.mean()
+    if averages_over_texts:
+        return (losses * micro.weight).mean()
     return (losses * micro.weight).sum(), micro.weight.sum()
 
 

@@ -1,5 +1,7 @@
 """The linear classifier: word and character n-grams, weighted by TF-IDF, and one weight for each class.
 
+A token is a distinct n-gram of a text and how often it occurs there: id * MAX_COUNT + count - 1.
+
 Shapes: B texts, L n-grams of the longest text, F n-grams of the vocabulary, C classes.
 """
 
@@ -20,6 +22,8 @@ from whet.recipes.text.attention import token_layout
 
 MAX_NGRAMS = 2**18
 """The limit of the vocabulary. The n-grams of the most texts are kept."""
+MAX_COUNT = 32
+"""Higher counts of an n-gram in a text are equal. The weight grows with the logarithm of the count."""
 _MIN_TEXTS = 2
 """Minimum number of training texts with an n-gram. With rarer ones, a linear model would memorize single texts."""
 _CHARACTERS = range(2, 6)
@@ -44,8 +48,8 @@ class NgramVocabulary:
         characters: Counter[str] = Counter()
         num_texts = 0
         for text in texts:
-            words.update(word_ngrams(text))
-            characters.update(character_ngrams(text))
+            words.update(word_ngrams(text).keys())
+            characters.update(character_ngrams(text).keys())
             num_texts += 1
         kept = [
             [(ngram, count) for ngram, count in counts.most_common(MAX_NGRAMS // 2) if count >= _MIN_TEXTS]
@@ -85,50 +89,57 @@ class NgramVocabulary:
         return [0.0, *(1 + math.log((1 + self._num_texts) / (1 + count)) for count in self._frequencies)]
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Return the distinct known n-grams of each text, words first. A text without any becomes padding."""
-        return [self._ids(text)[:max_length] or [0] for text in texts]
+        """Return the distinct known n-grams of each text and their counts, words first. Without any: padding."""
+        return [self._tokens(text)[:max_length] or [0] for text in texts]
 
     def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
         """Encode each pair of texts as one text of two lines."""
         return self.encode([f"{one}\n{two}" for one, two in zip(texts, pairs, strict=True)], max_length=max_length)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the known words of a text in the order of their first occurrence."""
+        ids = (token // MAX_COUNT for token in tokens)
         return " ".join(name for index in ids if index < len(self._names) and " " not in (name := self._names[index]))
 
-    def _ids(self, text: str) -> list[int]:
-        words = [self._words[ngram] for ngram in word_ngrams(text) if ngram in self._words]
-        return words + [self._characters[ngram] for ngram in character_ngrams(text) if ngram in self._characters]
+    def _tokens(self, text: str) -> list[int]:
+        return [
+            known[ngram] * MAX_COUNT + min(count, MAX_COUNT) - 1
+            for known, counts in ((self._words, word_ngrams(text)), (self._characters, character_ngrams(text)))
+            for ngram, count in counts.items()
+            if ngram in known
+        ]
 
 
-def word_ngrams(text: str) -> list[str]:
-    """Return the distinct words, then pairs of words.
+def word_ngrams(text: str) -> Counter[str]:
+    """Count the words, then the pairs of words.
 
-    >>> word_ngrams("To be, to")
-    ['to', 'be', ',', 'to be', 'be ,', ', to']
+    >>> dict(word_ngrams("To be, to"))
+    {'to': 2, 'be': 1, ',': 1, 'to be': 1, 'be ,': 1, ', to': 1}
     """
     words = _WORD.findall(text.lower())
-    return list(dict.fromkeys([*words, *(f"{one} {two}" for one, two in pairwise(words))]))
+    return Counter([*words, *(f"{one} {two}" for one, two in pairwise(words))])
 
 
-def character_ngrams(text: str) -> list[str]:
-    """Return the distinct pieces of two to five characters inside of words, with a space before and after each word.
+def character_ngrams(text: str) -> Counter[str]:
+    """Count the pieces of two to five characters inside of words, with a space before and after each word.
 
-    >>> character_ngrams("to")
-    [' t', 'to', 'o ', ' to', 'to ', ' to ']
+    >>> dict(character_ngrams("to to"))
+    {' t': 2, 'to': 2, 'o ': 2, ' to': 2, 'to ': 2, ' to ': 2}
     """
-    result: dict[str, None] = {}
-    for word in dict.fromkeys(text.lower().split()):
+    pieces: Counter[str] = Counter()
+    for word, count in Counter(text.lower().split()).items():
         padded = f" {word} "
         for size in _CHARACTERS:
             for start in range(len(padded) - size + 1):
-                result[padded[start : start + size]] = None
-    return list(result)
+                pieces[padded[start : start + size]] += count
+    return pieces
 
 
 class NgramClassifier(nn.Module):
     """Logits linear in the TF-IDF weights of a text's n-grams, normalized for words and for characters."""
 
+    averages_over_texts = True
+    """The loss of a batch is divided by its texts, not by their weights (evaluation.py)."""
     idf: Tensor
 
     def __init__(self, vocabulary: NgramVocabulary, *, num_classes: int) -> None:
@@ -141,8 +152,9 @@ class NgramClassifier(nn.Module):
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """Return the logits, (B, C)."""
         layout = token_layout(tokens)
-        ids = layout.to_padded(tokens.values) * layout.is_real
-        weights = self.idf[ids]
+        padded = layout.to_padded(tokens.values) * layout.is_real
+        ids, counts = padded // MAX_COUNT, padded % MAX_COUNT + 1
+        weights = self.idf[ids] * (1 + counts.log())
         is_word = ids <= self.num_words
         squares = weights.square()
         words, characters = ((squares * of_kind).sum(1, keepdim=True) for of_kind in (is_word, ~is_word))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from whet.recipes.text.data import TextData
     from whet.recipes.text.factory import Classifier
     from whet.recipes.text.prediction import TextPredictor
+    from whet.step.optimizers import OptimizerChoice
 
 
 _EMBEDDED_DATA = EmbeddedData(
@@ -100,10 +101,18 @@ class TextRecipe(Recipe):
 
         return make_model(config, data)
 
+    def optimizer(self, config: TextConfig) -> "OptimizerChoice":
+        from whet.step.optimizers import OptimizerChoice
+
+        num_texts = 1 if self._data is None else len(self._data.train["label"])
+        decay = text_config.weight_decay(config, num_texts=num_texts)
+        return OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=decay)
+
     def loss(self, model: "Classifier", micro: "DictBatch") -> "Tensor | tuple[Tensor, Tensor]":
         from whet.recipes.text.evaluation import classification_loss
 
-        return classification_loss(model(micro.tokens), micro)
+        averages_over_texts = getattr(model, "averages_over_texts", False)
+        return classification_loss(model(micro.tokens), micro, averages_over_texts=averages_over_texts)
 
     def evaluate(self, model: "Classifier", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.text.evaluation import evaluate

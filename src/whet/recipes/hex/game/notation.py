@@ -48,6 +48,10 @@ class GameRecord:
         """The smallest board that contains all moves."""
         return max([_MIN_SIZES[name] for name in self.names], default=0)
 
+    def outside(self, size: int) -> str | None:
+        """Return the first move that is not on a board of this size; None if all are."""
+        return next((name for name in self.names if _MIN_SIZES[name] > size), None)
+
     def moves(self, size: int) -> tuple[int, ...]:
         """Return the moves as numbers on a board of this size, which must be at least `min_size`."""
         numbers = _numbers(size)

@@ -150,8 +150,11 @@ class RecordFiles:
         fitting = []
         for where, game in batch:
             if game.size not in (None, self.size) or game.min_size > self.size:
-                is_outside = game.size is not None and game.min_size > game.size
-                rejected.add("illegal" if is_outside else "other size", f"{where} ({game.size or game.min_size})")
+                outside = None if game.size is None else game.outside(game.size)
+                if outside is None:
+                    rejected.add("other size", f"{where} ({game.size or game.min_size})")
+                else:
+                    rejected.add("illegal", f"{where} ({outside} is not on the {game.size}x{game.size} board)")
             else:
                 fitting.append((where, game))
         moves = as_moves([game.moves(self.size) for _, game in fitting])
