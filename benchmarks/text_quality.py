@@ -9,7 +9,8 @@ installed. --halve writes a copy of the weights in half precision (45 MB), which
 float32 all the same. --data embedded trains the default of `whet train text` and compares it with naive Bayes.
 
 Every model is trained like `whet train text` and evaluated by the run's own last evaluations. Nothing is selected on
-the test split; several values of --lr are compared on the validation split, means over the seeds.
+the test split; several values of --lr are compared on the validation split, means over the seeds. --sets names other
+folders in DIR, such as those of uneven_sets.py.
 """
 
 import argparse
@@ -127,9 +128,8 @@ def print_result(result: dict[str, Any]) -> None:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         parts.append(f"{metric} {statistics.mean(values):.4f} ± {spread:.4f} ({', '.join(f'{v:.4f}' for v in values)})")
     parts.append(f"{result['seconds']:.0f} s")
-    more = {
-        key: value for key, value in {**runs[0], **result}.items() if key in ("lr", "penalty", "naive Bayes", "plan")
-    }
+    shown = ("lr", "penalty", "balanced", "balanced_macro_f1", "naive Bayes", "plan")
+    more = {key: value for key, value in {**runs[0], **result}.items() if key in shown}
     print("  ".join(parts), more, flush=True)
 
 

@@ -50,9 +50,7 @@ def _rows(lines: Iterable[str]) -> Iterator[Row]:
             yield record["text"], record["label"]
 
 
-def draw(
-    rows: list[Row], rare: list[str], *, share: float, number: int | None, rng: np.random.Generator
-) -> list[Row]:
+def draw(rows: list[Row], rare: list[str], *, share: float, number: int | None, rng: np.random.Generator) -> list[Row]:
     """Draw `number` rows, or as many as the other classes have, with `share` of them in each rare class."""
     by_class: dict[str, list[Row]] = {}
     for row in dict.fromkeys(rows):

@@ -20,7 +20,9 @@ def data(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as text_column=string label_separator='|'.")
     ] = None,
     json: Json = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Write a cleaned copy to --out, and a list of all changes.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write a cleaned copy to --out, and a list of all changes.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE|DIR", help="The cleaned copy to create.")] = None,
     leave: Annotated[
         str, typer.Option(metavar="KIND,KIND", help="Kinds of defects that --fix should not change.")

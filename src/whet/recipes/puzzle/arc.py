@@ -71,7 +71,7 @@ class ArcVotes:
             votes[grid_hash(undo(crop(solution)))].append(probability)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of pass@K over the tasks that were predicted. A task with two test inputs counts each half."""
+        """Return the mean of pass@K over the predicted tasks. A task with two test inputs counts each half."""
         passed = np.zeros(len(PASS_K))
         tasks = [name for name in self._tasks.tests if name in self._probabilities]
         for name in tasks:
@@ -84,7 +84,9 @@ class ArcVotes:
 
 def _rank(votes: dict[str, list[float]], solution: str) -> int | None:
     """Return the place of a solution, from 0; None if nothing voted for it."""
-    ranked = sorted(votes, key=lambda answer: (len(votes[answer]), sum(votes[answer]) / len(votes[answer])), reverse=True)
+    ranked = sorted(
+        votes, key=lambda answer: (len(votes[answer]), sum(votes[answer]) / len(votes[answer])), reverse=True
+    )
     return ranked.index(solution) if solution in votes else None
 
 

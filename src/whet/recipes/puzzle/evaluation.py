@@ -15,9 +15,7 @@ from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses,
 from whet.recipes.puzzle.slots import SlotInput
 
 
-def evaluate(
-    model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTasks | None = None
-) -> dict[str, Any]:
+def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTasks | None = None) -> dict[str, Any]:
     """Run each puzzle for the maximum number of steps, and return the metrics.
 
     exact_accuracy is the fraction of puzzles that are correct in every cell. exact_N is that fraction after N steps.

@@ -49,7 +49,7 @@ The large batch has rows of rare classes in most steps (docs/bench/text-quality_
 _LINEAR_C = 0.15
 """The weight of the summed loss against half the squared weights, as C of scikit-learn's LogisticRegression.
 
-Chosen by cross-validation on the training rows of small, uneven sets: higher values learn rows of rare classes by heart.
+Chosen by cross-validation on the training rows of small, uneven sets. Higher values memorize rows of rare classes.
 """
 LINEAR_NGRAMS = 8_192
 """The linear classifier reads this many n-grams of a text. Longer texts are truncated."""
