@@ -74,12 +74,15 @@ def test_repeated_ngrams_weigh_more_by_the_logarithm_of_their_count() -> None:
         assert logit("red " * count + "fox") == pytest.approx(expected, rel=1e-5)
 
 
-def test_decay_of_the_linear_classifier_follows_the_number_of_texts(tmp_path: Path) -> None:
+def test_decay_of_the_linear_classifier_follows_the_texts_and_the_rarest_class(tmp_path: Path) -> None:
     recipe = text_recipe()
-    config = resolve_config(TextConfig, [f"data={write_uneven(tmp_path / 'rows.jsonl')}"]).config
-    num_texts = len(recipe.data(config).train["label"])
-    assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (0.15 * num_texts))
-    given = resolve_config(TextConfig, [f"data={tmp_path / 'rows.jsonl'}", "weight_decay=0.5"]).config
+    for num_common, num_rare in ((190, 14), (200, 200)):
+        file = write_uneven(tmp_path / "rows.jsonl", num_common=num_common, num_rare=num_rare)
+        config = resolve_config(TextConfig, [f"data={file}"]).config
+        label = recipe.data(config).train["label"]
+        strength = max(0.05, int(label.bincount().min()) / 500)
+        assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (strength * len(label)))
+    given = resolve_config(TextConfig, [f"data={file}", "weight_decay=0.5"]).config
     assert recipe.optimizer(given).weight_decay == 0.5
     assert recipe.optimizer(resolve_config(TextConfig, []).config).weight_decay == 0.01
 

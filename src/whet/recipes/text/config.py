@@ -46,10 +46,12 @@ LINEAR_TRAINING = {
 
 The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md).
 """
-_LINEAR_C = 0.15
-"""The weight of the summed loss against half the squared weights, as C of scikit-learn's LogisticRegression.
+_RARE_ROWS, _MIN_C = 500, 0.05
+"""The linear classifier's weight of the summed loss against half the squared weights, as C of scikit-learn.
 
-Chosen by cross-validation on the training rows of small, uneven sets. Higher values memorize rows of rare classes.
+It is 1 if the rarest class has 500 rows, and in proportion below, but at least 0.05. Chosen by cross-validation on
+training rows: with 30 rows of a class 0.03 to 0.1 were best, with 150 0.25 to 0.5, with thousands 1. A higher value
+memorizes the rows of a rare class.
 """
 LINEAR_NGRAMS = 8_192
 """The linear classifier reads this many n-grams of a text. Longer texts are truncated."""
@@ -111,8 +113,8 @@ class TextConfig(CommonConfig):
     )
     weight_decay: NonNegativeFloat | Auto = Field(
         "auto",
-        description=f"decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear "
-        f"1 / ({_LINEAR_C} * training texts)",
+        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: by the "
+        "numbers of training texts and of those in the rarest class",
     )
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as for BERT"
@@ -233,12 +235,16 @@ class TextConfig(CommonConfig):
             )
 
 
-def weight_decay(config: TextConfig, *, num_texts: int) -> float:
-    """Return the decay of weights. That of the linear classifier depends on the number of training texts."""
+def weight_decay(config: TextConfig, *, num_texts: int, num_rarest: int) -> float:
+    """Return the decay of weights. That of the linear classifier depends on the texts, and on those of the rarest class.
+
+    >>> round(1 / weight_decay(TextConfig(model="linear", data="FILE"), num_texts=1500, num_rarest=150))
+    450
+    """
     if config.weight_decay != "auto":
         return config.weight_decay
     if config.is_linear:
-        return 1 / (_LINEAR_C * num_texts)
+        return 1 / (min(1, max(_MIN_C, num_rarest / _RARE_ROWS)) * num_texts)
     default: float = CommonConfig.model_fields["weight_decay"].default
     return default
 

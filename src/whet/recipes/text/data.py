@@ -57,6 +57,13 @@ class TextData:
     """How the data was interpreted, and its defects. Shown before training starts."""
 
     @property
+    def class_counts(self) -> list[int]:
+        """The number of training texts of each class."""
+        label = self.train["label"]
+        counts = label.sum(0) if self.is_multi_label else torch.bincount(label, minlength=len(self.classes))
+        return [int(count) for count in counts]
+
+    @property
     def is_multi_label(self) -> bool:
         """Whether a text may have several classes, or none."""
         return self.train["label"].dim() == 2
