@@ -56,7 +56,7 @@ def test_rare_ngrams_weigh_more() -> None:
 
 def test_repeated_ngrams_weigh_more_by_the_logarithm_of_their_count() -> None:
     vocabulary = NgramVocabulary.train(TEXTS)
-    model = NgramClassifier(vocabulary, num_classes=1)
+    model = NgramClassifier(vocabulary, strengths=[1.0])
     (red,), (fox,) = (vocabulary.encode([word], max_length=1) for word in ("red", "fox"))
     with torch.no_grad():
         model.weight[red[0] // MAX_COUNT] = 1.0
@@ -74,14 +74,16 @@ def test_repeated_ngrams_weigh_more_by_the_logarithm_of_their_count() -> None:
         assert logit("red " * count + "fox") == pytest.approx(expected, rel=1e-5)
 
 
-def test_decay_of_the_linear_classifier_follows_the_texts_and_the_rarest_class(tmp_path: Path) -> None:
+def test_rare_classes_of_the_linear_classifier_decay_more(tmp_path: Path) -> None:
     recipe = text_recipe()
-    for num_common, num_rare in ((190, 14), (200, 200)):
-        file = write_uneven(tmp_path / "rows.jsonl", num_common=num_common, num_rare=num_rare)
-        config = resolve_config(TextConfig, [f"data={file}"]).config
-        label = recipe.data(config).train["label"]
-        strength = max(0.05, int(label.bincount().min()) / 500)
-        assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (strength * len(label)))
+    file = write_uneven(tmp_path / "rows.jsonl", num_common=400, num_rare=60)
+    config = resolve_config(TextConfig, [f"data={file}"]).config
+    data = recipe.data(config)
+    common, rare = data.class_counts
+    strengths = [math.sqrt(common / 500 * rare / 500), rare / 500]
+    assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (strengths[0] * (common + rare)))
+    model = recipe.model(config, data)
+    assert model.scale.tolist() == pytest.approx([1, math.sqrt(strengths[1] / strengths[0])])
     given = resolve_config(TextConfig, [f"data={file}", "weight_decay=0.5"]).config
     assert recipe.optimizer(given).weight_decay == 0.5
     assert recipe.optimizer(resolve_config(TextConfig, []).config).weight_decay == 0.01
@@ -112,7 +114,7 @@ def test_weights_of_the_linear_classifier_count_the_same_in_every_batch(tmp_path
 
 def test_padded_and_packed_texts_have_the_same_logits() -> None:
     vocabulary = NgramVocabulary.train(TEXTS)
-    model = NgramClassifier(vocabulary, num_classes=3)
+    model = NgramClassifier(vocabulary, strengths=[1.0] * 3)
     torch.nn.init.normal_(model.weight)
     column = Ragged.of([torch.tensor(ids) for ids in vocabulary.encode([*TEXTS, "!!"], max_length=1_000)])
     rows, longest = torch.arange(5), int(column.lengths.max())

@@ -46,13 +46,8 @@ LINEAR_TRAINING = {
 
 The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md).
 """
-_RARE_ROWS, _MIN_C = 500, 0.05
-"""The linear classifier's weight of the summed loss against half the squared weights, as C of scikit-learn.
-
-It is 1 if the rarest class has 500 rows, and in proportion below, but at least 0.05. Chosen by cross-validation on
-training rows: with 30 rows of a class 0.03 to 0.1 were best, with 150 0.25 to 0.5, with thousands 1. A higher value
-memorizes the rows of a rare class.
-"""
+_ENOUGH_ROWS, _MIN_C = 500, 0.05
+"""A class of the linear classifier with this many rows has C = 1, as in scikit-learn; the least C of a rare class."""
 LINEAR_NGRAMS = 8_192
 """The linear classifier reads this many n-grams of a text. Longer texts are truncated."""
 _TYPICAL_NGRAMS = 50_000
@@ -113,8 +108,8 @@ class TextConfig(CommonConfig):
     )
     weight_decay: NonNegativeFloat | Auto = Field(
         "auto",
-        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: by the "
-        "numbers of training texts and of those in the rarest class",
+        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: by "
+        "the numbers of training texts and of those in each class",
     )
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as for BERT"
@@ -235,16 +230,26 @@ class TextConfig(CommonConfig):
             )
 
 
-def weight_decay(config: TextConfig, *, num_texts: int, num_rarest: int) -> float:
-    """Return the decay of weights. That of the linear classifier depends on the texts, and on those of the rarest class.
+def class_strengths(counts: Sequence[int]) -> list[float]:
+    """Return C of each class of the linear classifier: the weight of the loss against half its squared weights.
 
-    >>> round(1 / weight_decay(TextConfig(model="linear", data="FILE"), num_texts=1500, num_rarest=150))
-    450
+    A class with few rows needs a smaller C, or its weights memorize these rows; a smaller C for all classes would make
+    the others worse. This is the geometric mean of a value for the class and one for the rarest class. Chosen by
+    cross-validation on training rows (docs/bench/text-quality_linux-2core_2026-11-18.md).
+
+    >>> [round(strength, 2) for strength in class_strengths([1000, 125, 30])]
+    [0.24, 0.12, 0.06]
     """
+    own = [min(1.0, max(_MIN_C, count / _ENOUGH_ROWS)) for count in counts]
+    return [math.sqrt(min(own) * strength) for strength in own]
+
+
+def weight_decay(config: TextConfig, *, num_texts: int, strengths: Sequence[float]) -> float:
+    """Return the decay of weights. That of the linear classifier is for its class with the greatest strength."""
     if config.weight_decay != "auto":
         return config.weight_decay
     if config.is_linear:
-        return 1 / (min(1, max(_MIN_C, num_rarest / _RARE_ROWS)) * num_texts)
+        return 1 / (max(strengths) * num_texts)
     default: float = CommonConfig.model_fields["weight_decay"].default
     return default
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
 from whet.recipes.text.backbone import Backbone, backbone_of, model_folder, read_backbone
-from whet.recipes.text.config import LINEAR_NGRAMS, TextConfig, can_read_packed
+from whet.recipes.text.config import LINEAR_NGRAMS, TextConfig, can_read_packed, class_strengths
 from whet.recipes.text.corpus import Corpus
 from whet.recipes.text.data import AnyTokenizer, TextData
 from whet.recipes.text.model import Encoder
@@ -78,7 +78,7 @@ def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
 def make_model(config: TextConfig, data: TextData) -> "Classifier":
     """Build the model with its initial weights. New weights are drawn from torch's generator."""
     if isinstance(data.tokenizer, NgramVocabulary):
-        return NgramClassifier(data.tokenizer, num_classes=len(data.classes))
+        return NgramClassifier(data.tokenizer, strengths=class_strengths(data.class_counts))
     if not config.is_pretrained:
         return _small_encoder(config, num_classes=len(data.classes))
     from whet.recipes.text.pretrained import load_pretrained
@@ -109,7 +109,8 @@ def load_model(config: TextConfig, metadata: dict[str, Any]) -> "Classifier":
     """Build the model of a run without its weights. Needs neither the hub nor the original folder."""
     if metadata.get(IS_LINEAR):
         vocabulary = NgramVocabulary.from_json(str(metadata.get("tokenizer")))
-        return NgramClassifier(vocabulary, num_classes=len(metadata["classes"]))
+        # The checkpoint has the strengths of the classes.
+        return NgramClassifier(vocabulary, strengths=[1.0] * len(metadata["classes"]))
     if MODEL_CONFIG not in metadata:
         return _small_encoder(config, num_classes=len(metadata["classes"]))
     from whet.recipes.text.pretrained import empty_pretrained

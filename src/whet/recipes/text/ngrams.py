@@ -141,13 +141,17 @@ class NgramClassifier(nn.Module):
     averages_over_texts = True
     """The loss of a batch is divided by its texts, not by their weights (evaluation.py)."""
     idf: Tensor
+    scale: Tensor
 
-    def __init__(self, vocabulary: NgramVocabulary, *, num_classes: int) -> None:
+    def __init__(self, vocabulary: NgramVocabulary, *, strengths: Sequence[float]) -> None:
+        """Make weights of zero for each class. `strengths` are the relative values of C (config.py)."""
         super().__init__()
         self.num_words = vocabulary.num_words
-        self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, num_classes))
-        self.bias = nn.Parameter(torch.zeros(num_classes))
+        self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, len(strengths)))
+        self.bias = nn.Parameter(torch.zeros(len(strengths)))
         self.register_buffer("idf", torch.tensor(vocabulary.weights()))
+        # With one decay for all weights, those of a class that are scaled by s are decayed as by 1 / s^2.
+        self.register_buffer("scale", (torch.tensor(strengths) / max(strengths)).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """Return the logits, (B, C)."""
@@ -161,4 +165,4 @@ class NgramClassifier(nn.Module):
         # The clamp keeps the gradient finite for a text without any known n-gram.
         weights = weights / torch.where(is_word, words, characters).sqrt().clamp(min=1e-12)
         logits = (functional.embedding(ids, self.weight) * weights[..., None]).sum(1)
-        return logits[: layout.num_texts] + self.bias
+        return logits[: layout.num_texts] * self.scale + self.bias
