@@ -39,12 +39,15 @@ LINEAR_TRAINING = {
     "lr": 0.5,
     "epochs": 20,
     "global_batch_size": 128,
+    "eval_every": 10**9,
     "dropout": 0.0,
     "word_dropout": 0.0,
 }
 """Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and memorizes them.
 
-The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md).
+The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
+evaluated at the end only: the problem is convex, so earlier weights are not better, and a validation split with ten
+rows of a rare class would select some of them by chance.
 """
 _ENOUGH_ROWS, _MIN_C = 500, 0.05
 """A class of the linear classifier with this many rows has C = 1, as in scikit-learn; the least C of a rare class."""
@@ -93,6 +96,7 @@ class TextConfig(CommonConfig):
         "lr": "learning rate; linear 0.5; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
         "global_batch_size": "samples per optimizer step; linear 128; auto measures a size and scales lr",
         "optimizer": "how weights are updated; linear sgd",
+        "eval_every": "steps between evaluations; auto: once per epoch; linear: at the end only",
     }
 
     model: str = Field(
