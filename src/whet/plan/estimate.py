@@ -3,11 +3,12 @@
 A step takes the time of three parts, one after the other:
 
     operations / (published peak x EFFICIENCY)      arithmetic
-  + bytes      / (published bandwidth x 0.7)        weights, optimizer state and activations
+  + bytes      / (published bandwidth x 0.85)       weights, optimizer state and activations
   + operators  x seconds per operator               what Python, the driver and a small kernel take
 
-The constants were chosen once, so that the steps in docs/bench lie near the middle. Models differ by a factor that no
-simple formula knows, so the result is a range: from half to twice the time, which is a factor of 4.
+Each constant is the geometric middle of what others published; docs/measure.md names the sources and compares the result
+with the steps in docs/bench. Models differ by a factor that no simple formula knows, so the result is a range: from
+half to twice the time, which is a factor of 4.
 """
 
 import math
@@ -26,22 +27,25 @@ from whet.plan.workload import Workload
 SPREAD = 2.0
 """The range goes from the estimate divided by this to the estimate multiplied by it."""
 
-# Share of the published peak that training reaches: 0.36 to 0.67 of measured products on an H200, 0.34 to 0.60 on two
-# cores of a server (docs/bench/peers*). On Macs, public figures are lower: 0.2 for a small GPT (minimind#852, M5 Pro).
-_EFFICIENCY = {"cuda": 0.5, "mps": 0.3, "cpu": 0.6}
-_BANDWIDTH_SHARE = 0.7
-# An operator in eager mode; in a captured graph, its kernel alone. Sources: docs/bench/graphs_h200 (38 and 12 ms a step
-# with some 2,500 operators); MPS: 249 us for a GRUCell of about 10 operators (pytorch/pytorch#138898).
-_OPERATOR_SECONDS = {"cuda": 12e-6, "mps": 20e-6, "cpu": 12e-6}
-_CAPTURED_SECONDS = 3e-6
-# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core, at 3 GHz, as servers usually have.
-# Memory is faster than this bandwidth, which is how fast one core computes exponentials and norms of activations.
-_CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 4e9
+# Share of the published peak that training reaches. Transformers: 0.21 (GPT-3) to 0.72 (FlashAttention-2, A100), median of
+# seven 0.41. For CPUs no such figures were found, so theirs is the same. MPS: 0.2 for a small GPT (minimind#852, M5 Pro) to
+# 0.68 for products alone (arXiv 2502.05317, M4).
+_EFFICIENCY = {"cuda": 0.41, "mps": 0.37, "cpu": 0.41}
+# Reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
+_BANDWIDTH_SHARE = 0.85
+# An operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel launch. In
+# a captured graph, its kernel alone (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for a GRUCell of about 10
+# operators (pytorch/pytorch#138898).
+_OPERATOR_SECONDS = {"cuda": 11e-6, "mps": 20e-6, "cpu": 11e-6}
+_CAPTURED_SECONDS = 3.4e-6
+# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers. One core
+# of a server passes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
+_CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 11e9
 
 # Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.
 _BYTES_PER_PARAMETER = 28
-# Each activation is written, read in the backward pass, and has a gradient of its own size.
-_ACTIVATION_PASSES = 3
+# Each activation is written and read, and read again in the backward pass, where its gradient is written and read.
+_ACTIVATION_PASSES = 5
 _UNKNOWN_OPERATORS = 500
 _UNKNOWN_LENGTH_SHARE = 0.35
 """Assumed mean length, as a share of the longest, if the data was not read. docs/bench has 46 of 128 and 19 of 64."""
