@@ -25,8 +25,8 @@ from whet.device.operators import (
     read_operators,
     torch_operators,
 )
+from whet.machine.apple import oldest_macos
 from whet.machine.facts import TorchFacts
-from whet.machine.probe import oldest_macos
 
 sys.path.insert(0, str(ROOT / "tools"))
 import mps_operators as tool

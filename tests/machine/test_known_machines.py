@@ -51,6 +51,16 @@ def test_a_machine_is_changed_by_options():
     assert load_machine("h200,torch=2.15.0").torch.version == "2.15.0"
 
 
+@pytest.mark.parametrize("name", ["m1-air-8gb,torch=2.15", "m4-pro,memory=24,torch=2.15.0,macos=14.6"])
+def test_a_mac_that_is_too_old_for_its_torch_has_no_mps(name):
+    mac = load_machine(name)
+    assert mac.accelerator("mps") is None
+    reason = next(missing for missing in mac.absent if missing.device == "mps")
+    assert "macOS 14.6 is too old" in reason.reason
+    assert "torch<2.15" in reason.fix
+    assert load_machine("m1-air-8gb,torch=2.14").accelerator("mps") is not None
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

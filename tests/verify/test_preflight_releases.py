@@ -60,6 +60,11 @@ def test_a_release_is_known_for_mps_only() -> None:
     assert check(flawed_models.ctc, device="cpu", torch=str(torch.__version__)).findings == ()
 
 
+def test_a_mac_that_is_too_old_for_a_release_is_refused() -> None:
+    with pytest.raises(UsageError, match="m1-air-8gb has no device 'mps' with this torch"):
+        check(flawed_models.ctc, machine=load_machine("m1-air-8gb"), torch="2.15")
+
+
 # --- known faults -----------------------------------------------------------------------------------------------------
 
 

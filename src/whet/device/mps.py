@@ -27,8 +27,8 @@ from whet.device.errors import (
 )
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
+from whet.machine.apple import oldest_macos
 from whet.machine.facts import TorchFacts
-from whet.machine.probe import oldest_macos
 
 METAL_FAILURE_TEXT = "command buffer exited with error status"
 """The only report of a GPU failure before torch 2.15. Metal prints it; torch does not check the status."""

@@ -13,7 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 from whet.base.units import GB
 from whet.machine.chips import find_chip
-from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, PressureLevel, SystemState, ThermalLevel
+from whet.machine.facts import (
+    Accelerator,
+    CpuFacts,
+    Machine,
+    MissingDevice,
+    OperatingSystem,
+    PressureLevel,
+    SystemState,
+    ThermalLevel,
+    TorchFacts,
+)
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
 _BYTE_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
@@ -188,6 +198,30 @@ def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
 def major_version(version: str | None) -> int | None:
     """Return the major version: 15 for "15.1"."""
     return whole_number((version or "").split(".")[0])
+
+
+def oldest_macos(torch: TorchFacts) -> int:
+    """Return the oldest macOS with MPS in this torch, as its macOS wheel says; for an unknown version, macOS 14.
+
+    >>> oldest_macos(TorchFacts(version="2.14.1")), oldest_macos(TorchFacts(version="2.15.0"))
+    (14, 15)
+    """
+    return 15 if torch.is_before(2, 15) is False else 14
+
+
+def old_macos(system: OperatingSystem, torch: TorchFacts) -> MissingDevice | None:
+    """Return why this torch has no MPS on this macOS; None if it has, or if the version of macOS is unknown."""
+    major, oldest = major_version(system.version), oldest_macos(torch)
+    if major is None or major >= oldest:
+        return None
+    # macOS 14 can still be used with an older torch.
+    or_older_torch = ", or install 'torch<2.15'" if major == 14 else ""
+    version = torch.version or "of any version"
+    return MissingDevice(
+        device="mps",
+        reason=f"macOS {system.version} is too old; MPS of torch {version} needs macOS {oldest}",
+        fix=f"update to macOS {oldest} or newer{or_older_torch}",
+    )
 
 
 def _plist_int(entry: Any, key: str, *, highest: int) -> int | None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from whet.base.errors import UsageError
 from whet.base.units import GB
+from whet.machine.apple import old_macos
 from whet.machine.chips import CHIPS, FAMILY_SOURCE, Chip, find_chip
 from whet.machine.facts import Accelerator, CpuFacts, Machine, MissingDevice, OperatingSystem, TorchFacts
 
@@ -95,6 +96,9 @@ def change_machine(machine: Machine, options: list[str]) -> Machine:
             memory = _memory_gb(value, chip) * GB
             changed = gpu.model_copy(update={"memory_bytes": memory, "usable_bytes": _usable_bytes(memory)})
             machine = machine.model_copy(update={"memory_bytes": memory, "accelerators": (changed,)})
+    too_old = old_macos(machine.os, machine.torch) if machine.accelerator("mps") else None
+    if too_old is not None:
+        machine = machine.model_copy(update={"accelerators": (), "absent": (*machine.absent, too_old)})
     return machine.model_copy(update={"name": ",".join([machine.name, *options])}) if options else machine
 
 

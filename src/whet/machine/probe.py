@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from whet.base import env
 from whet.machine import apple, linux, nvidia
-from whet.machine.apple import major_version
+from whet.machine.apple import old_macos
 from whet.machine.environment import read_environment
 from whet.machine.facts import (
     Accelerator,
@@ -22,7 +22,6 @@ from whet.machine.facts import (
     OperatingSystem,
     ProbeResult,
     SystemState,
-    TorchFacts,
 )
 from whet.machine.load import complete_system_state
 from whet.machine.nvidia import NO_DRIVER, NvidiaCards
@@ -30,15 +29,6 @@ from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
 
 _INSTALL_TORCH = "pip install 'torch>=2.11'; https://pytorch.org names the command for other builds"
-
-
-def oldest_macos(torch: TorchFacts) -> int:
-    """Return the oldest macOS with MPS in this torch, as its macOS wheel says; for an unknown version, macOS 14.
-
-    >>> oldest_macos(TorchFacts(version="2.14.1")), oldest_macos(TorchFacts(version="2.15.0"))
-    (14, 15)
-    """
-    return 15 if torch.is_before(2, 15) is False else 14
 
 
 class SystemReadings(NamedTuple):
@@ -191,24 +181,18 @@ def hides_all_gpus(visible_devices: str | None) -> bool:
 
 def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) -> MissingDevice:
     cause = next(cause for cause in causes if cause.applies(facts))
+    too_old = old_macos(facts.os, facts.torch.facts())
     values = {
+        "old_macos": too_old.reason if too_old else "",
+        "newer_macos": too_old.fix if too_old else "",
         "version": facts.torch.version or "of any version",
         "error": facts.torch.error or "",
-        "macos": facts.os.version or "",
-        "oldest_macos": oldest_macos(facts.torch.facts()),
-        # macOS 14 can still be used with an older torch.
-        "or_older_torch": ", or install 'torch<2.15'" if major_version(facts.os.version) == 14 else "",
         "cards": ", ".join(sorted({card.name for card in facts.cards.cards if card.name})) or "an NVIDIA GPU",
         "driver": next((card.driver for card in facts.cards.cards if card.driver), "here"),
         "cuda_error": facts.torch.cuda_error or "torch gives no reason",
         "build": facts.torch.cuda_build or "",
     }
     return MissingDevice(device=device, reason=cause.reason.format(**values), fix=cause.fix.format(**values))
-
-
-def _is_old_macos(facts: DeviceFacts) -> bool:
-    major = major_version(facts.os.version)
-    return major is not None and major < oldest_macos(facts.torch.facts())
 
 
 # The order matters: a cause that rules out MPS on this machine comes before one that an installation can fix.
@@ -228,11 +212,7 @@ _NO_MPS_CAUSES = (
         "this Python is built for Intel and runs under Rosetta, where there is no MPS",
         "install a Python for arm64 (python.org, Homebrew in /opt/homebrew, or uv) and make a new environment",
     ),
-    Cause(
-        _is_old_macos,
-        "macOS {macos} is too old; MPS of torch {version} needs macOS {oldest_macos}",
-        "update to macOS {oldest_macos} or newer{or_older_torch}",
-    ),
+    Cause(lambda s: old_macos(s.os, s.torch.facts()) is not None, "{old_macos}", "{newer_macos}"),
     Cause(lambda s: s.torch.error == "torch is not installed", "torch is not installed", _INSTALL_TORCH),
     Cause(
         lambda s: s.torch.error is not None,

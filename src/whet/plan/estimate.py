@@ -6,9 +6,9 @@ A step takes the time of three parts, one after the other:
   + bytes      / (published bandwidth x 0.85)       weights, optimizer state and activations
   + operators  x seconds per operator               what Python, the driver and a small kernel take
 
-Each constant is the geometric middle of what others published; docs/measure.md names the sources and compares the result
-with the steps in docs/bench. Models differ by a factor that no simple formula knows, so the result is a range: from
-half to twice the time, which is a factor of 4.
+Each constant is the middle of what others published; docs/measure.md names the sources and compares the result with the
+steps in docs/bench. Models differ by a factor that no simple formula knows, so the result is a range: from half to
+twice the time, which is a factor of 4.
 """
 
 import math
@@ -27,19 +27,19 @@ from whet.plan.workload import Workload
 SPREAD = 2.0
 """The range goes from the estimate divided by this to the estimate multiplied by it."""
 
-# Share of the published peak that training reaches. Transformers: 0.21 (GPT-3) to 0.72 (FlashAttention-2, A100), median of
-# seven 0.41. For CPUs no such figures were found, so theirs is the same. MPS: 0.2 for a small GPT (minimind#852, M5 Pro) to
-# 0.68 for products alone (arXiv 2502.05317, M4).
+# Share of the published peak that training reaches. Transformers: 0.21 (GPT-3) to 0.72 (FlashAttention-2, A100), median
+# of seven 0.41. For CPUs no such figures were found, so theirs is the same. MPS: 0.2 for a small GPT (minimind#852,
+# M5 Pro) to 0.68 for products alone (arXiv 2502.05317, M4).
 _EFFICIENCY = {"cuda": 0.41, "mps": 0.37, "cpu": 0.41}
 # Reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
 _BANDWIDTH_SHARE = 0.85
-# An operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel launch. In
-# a captured graph, its kernel alone (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for a GRUCell of about 10
-# operators (pytorch/pytorch#138898).
+# An operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel launch.
+# In a captured graph, its kernel alone (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for a GRUCell of about
+# 10 operators (pytorch/pytorch#138898).
 _OPERATOR_SECONDS = {"cuda": 11e-6, "mps": 20e-6, "cpu": 11e-6}
 _CAPTURED_SECONDS = 3.4e-6
-# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers. One core
-# of a server passes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
+# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers; one
+# core passes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
 _CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 11e9
 
 # Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.

@@ -10,6 +10,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
 from whet.base.origin import failure_frames, frame_name
 from whet.device.operators import OperatorEntry, known_release, parse_release, torch_operators
+from whet.machine.apple import old_macos
 from whet.machine.facts import Machine, TorchFacts
 from whet.plan.plan import make_plan
 from whet.plan.warnings import known_hazards
@@ -86,6 +87,11 @@ def check_trainable(
     if torch_version is not None and machine is not None:
         facts = machine.torch.model_copy(update={"version": version})
         machine = machine.model_copy(update={"torch": facts})
+        too_old = old_macos(machine.os, facts) if device == "mps" and machine.accelerator("mps") else None
+        if too_old is not None:
+            raise UsageError(
+                f"{machine.name} has no device 'mps' with this torch", got=too_old.reason, try_=too_old.fix
+            )
     cuda_only = CudaOnlyCode(device) if device != "cuda" else None
     with cuda_only or contextlib.nullcontext():
         result = _check(spec, device, machine, operators, version)
