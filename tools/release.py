@@ -129,7 +129,7 @@ def try_wheel(wheel: Path, *, constraints: Path | None = None) -> None:
         environment = {key: value for key, value in inherited if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         # Only the programs of the environment: a step that needs a compiler, git or make fails.
         environment |= {"PATH": str(programs), "HOME": str(folder), "WHET_HOME": str(folder / "home")}
-        reviews = [f"{word} film {i},{label}" for i in range(40) for word, label in (("good", "yes"), ("bad", "no"))]
+        reviews = [f"{word} film {i},{label}" for i in range(200) for word, label in (("good", "yes"), ("bad", "no"))]
         (folder / "reviews.csv").write_text("\n".join(["text,label", *reviews, ""]))
         (folder / "own.py").write_text(_OWN_MODEL)
 
