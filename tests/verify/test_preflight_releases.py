@@ -11,6 +11,7 @@ from torch.nn import functional
 import flawed_models
 from whet.api.verify import check
 from whet.base.errors import UsageError
+from whet.device.operators import parse_release
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
 from whet.verify.preflight.render import render_text
@@ -53,16 +54,24 @@ def test_a_release_decides_what_is_missing(name: str, finding: str, affected: se
 
 
 def test_a_release_is_known_for_mps_only() -> None:
+    other = "2.14" if parse_release(str(torch.__version__)) != (2, 14) else "2.15"
     with pytest.raises(UsageError, match="known for MPS only"):
-        check(flawed_models.ctc, device="cuda", torch="2.15")
+        check(flawed_models.ctc, device="cuda", torch=other)
     with pytest.raises(UsageError, match="are not known"):
         check(flawed_models.ctc, torch="2.99")
     assert check(flawed_models.ctc, device="cpu", torch=str(torch.__version__)).findings == ()
 
 
 def test_a_mac_that_is_too_old_for_a_release_is_refused() -> None:
-    with pytest.raises(UsageError, match="m1-air-8gb has no device 'mps' with this torch"):
-        check(flawed_models.ctc, machine=load_machine("m1-air-8gb"), torch="2.15")
+    with pytest.raises(UsageError, match="m1-air-8gb has no MPS with this torch"):
+        check(flawed_models.ctc, machine="m1-air-8gb", torch="2.15")
+
+
+def test_a_machine_is_checked_for_the_torch_that_it_names() -> None:
+    for release, is_missing in (("2.13", True), ("2.15", False)):
+        actual = check(flawed_models.ctc, machine=f"m2-air-8gb,torch={release}")
+        assert actual.torch == release
+        assert ("missing-operator" in {finding.id for finding in actual.findings}) == is_missing
 
 
 # --- known faults -----------------------------------------------------------------------------------------------------

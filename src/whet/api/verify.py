@@ -46,7 +46,8 @@ def check(
         machine: A known machine, a machine file, or a `Machine`, whose memory and versions count.
         config: A config file for a recipe.
         is_causal: Whether the model must be causal.
-        torch: A version of torch such as "2.15", which need not be installed; by default the installed one.
+        torch: A version of torch such as "2.15", which need not be installed; by default that of a machine with MPS,
+            else the installed one.
 
     >>> whet.check("text", device="mps").findings  # doctest: +SKIP
     ()

@@ -23,7 +23,7 @@ def check(
     ] = None,
     torch: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Check for a torch that need not be installed: 2.15. Default: this one."),
+        typer.Option(metavar="VERSION", help="A torch that need not be installed, such as 2.15."),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The model should be causal: check that it is.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 for warnings too.")] = False,

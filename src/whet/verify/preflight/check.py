@@ -77,26 +77,29 @@ def check_trainable(
     """Trace two optimizer steps as the device would execute them, and report all problems.
 
     Problems are missing operators, unsupported dtypes and shapes, known wrong results, code that needs CUDA, and too
-    little memory. `torch_version` is the torch to check for; by default the installed one. A machine with another torch
-    is checked as if it had this one.
+    little memory. `torch_version` is the torch to check for; by default that of a machine with MPS, else the installed
+    one. A machine with another torch is checked as if it had this one.
     """
     if device not in BACKENDS:
         raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
-    version = torch_version or str(torch.__version__)
+    version = torch_version or _torch_of(machine, device)
     operators = _operators_of(version, device)
-    if torch_version is not None and machine is not None:
-        facts = machine.torch.model_copy(update={"version": version})
-        machine = machine.model_copy(update={"torch": facts})
-        too_old = old_macos(machine.os, facts) if device == "mps" and machine.accelerator("mps") else None
+    if machine is not None:
+        machine = machine.model_copy(update={"torch": machine.torch.model_copy(update={"version": version})})
+        too_old = old_macos(machine.os, machine.torch) if device == "mps" else None
         if too_old is not None:
-            raise UsageError(
-                f"{machine.name} has no device 'mps' with this torch", got=too_old.reason, try_=too_old.fix
-            )
+            raise UsageError(f"{machine.name} has no MPS with this torch", got=too_old.reason, try_=too_old.fix)
     cuda_only = CudaOnlyCode(device) if device != "cuda" else None
     with cuda_only or contextlib.nullcontext():
         result = _check(spec, device, machine, operators, version)
     findings = [*result.findings, *(cuda_only.findings() if cuda_only else ())]
     return result.model_copy(update={"findings": _sorted(findings)})
+
+
+def _torch_of(machine: Machine | None, device: str) -> str:
+    # The operators of other versions than the installed one are known for MPS only.
+    version = machine.torch.version if machine is not None and device == "mps" else None
+    return version or str(torch.__version__)
 
 
 def _operators_of(version: str, device: str) -> dict[str, OperatorEntry]:
