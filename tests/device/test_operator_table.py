@@ -83,7 +83,8 @@ def _agreement(names: Iterable[str] | None, report_count: Callable[[str], None],
         )
     }
     tried, logged = tool.predicted(None, names=names, most=most_samples)
-    missing = {name for name, kinds in logged.items() if "missing-operator" in kinds}
+    # torch's tests run operators that are named after the CPU there only.
+    missing = {name for name, kinds in logged.items() if "missing-operator" in kinds and not name.endswith("_for_cpu")}
     explained = {name for name in unimplemented & tried if name in logged}
     report_count(
         f"{len(tried)} operators: {len(missing)} missing by the table, {len(missing & unimplemented)} of them in "

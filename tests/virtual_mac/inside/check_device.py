@@ -158,6 +158,32 @@ def test_limits_are_reported(refused, text: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+def test_sums_in_a_varying_order_are_refused_where_determinism_is_asked_for() -> None:
+    index = torch.tensor([0, 0, 1], device="mps")
+    # The backward pass of indexing adds too.
+    learned = torch.ones(2, device="mps", requires_grad=True)
+    refused = (
+        lambda: torch.zeros(2, device="mps").index_put_((index,), torch.ones(3, device="mps"), accumulate=True),
+        lambda: torch.zeros(2, device="mps").index_add(0, index, torch.ones(3, device="mps")),
+        lambda: torch.zeros(2, device="mps").scatter_add_(0, index, torch.ones(3, device="mps")),
+        lambda: torch.zeros(2, device="mps").scatter_reduce(0, index, torch.ones(3, device="mps"), "sum"),
+        lambda: learned[index].sum().backward(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        for call in refused:
+            with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+                call()
+        integers = torch.zeros(2, dtype=torch.int32, device="mps").scatter_add_(0, index, torch.ones_like(index).int())
+        assert integers.tolist() == [2, 1]
+        assert torch.zeros(2, device="mps").index_put_((index,), torch.ones(3, device="mps")).tolist() == [1, 1]
+        largest = torch.zeros(2, device="mps").scatter_reduce(0, index, torch.ones(3, device="mps"), "amax")
+        assert largest.tolist() == [1, 1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.zeros(2, device="mps").index_add(0, index, torch.ones(3, device="mps")).tolist() == [2, 1]
+
+
 def test_a_view_of_a_part_refers_to_the_whole_tensor() -> None:
     whole = torch.arange(10.0, device="mps")
     assert whole[4:].as_strided((3,), (2,), 1).tolist() == [1, 3, 5]

@@ -32,6 +32,7 @@ class DeviceCache(Callback):
         self._clock = clock
         self._not_before = 0.0
         self._has_warned_of_shapes = False
+        self._num_emptied = 0
         self._emptied: tuple[float, float, str] | None = None
         """When the cache was emptied, the seconds of the step before, and the message; None after the next step."""
         self._step_seconds = 0.0
@@ -70,6 +71,7 @@ class DeviceCache(Callback):
             f"{format_bytes(max(0, usage.reserved - left))}"
         )
         self._emptied = done, self._step_seconds, message
+        self._num_emptied += 1
         self._not_before = done + (done - now) / MAX_TIME_SHARE
         self._last_step_at = done
 
@@ -80,12 +82,17 @@ class DeviceCache(Callback):
         self._emptied = None
         extra = max(0.0, now - done - before)
         self._not_before += extra / MAX_TIME_SHARE
+        # Memory that keeps growing is emptied every few steps: the 1st, 2nd, 4th, 8th time are enough to know.
+        count = self._num_emptied
+        if count & (count - 1):
+            return
+        times = f" ({count} times so far)" if count > 1 else ""
         advice = (
             f"; {len(self._run.executor.splitting.shapes)} shapes so far: {_FEW_SHAPES}"
             if self._has_many_shapes()
             else ""
         )
-        self._warn(step, f"{message}, and the next step took {format_seconds(extra)} longer{advice}")
+        self._warn(step, f"{message}, and the next step took {format_seconds(extra)} longer{times}{advice}")
 
     def _warn(self, step: int, reason: str) -> None:
         self._run.log.event("warning", step=step, reason=reason, retry="never")

@@ -3,6 +3,7 @@
 #include "virtual_mac.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -193,6 +194,32 @@ class Widened {
   std::vector<at::Tensor> narrow_, wide_;
 };
 
+// Metal adds floating-point numbers atomically, in an order that varies: refused as MPS does where
+// torch.use_deterministic_algorithms is on (Indexing.mm, ScatterGather.mm, Sort.mm).
+void refuse_varying_order(const c10::OperatorHandle& op, const Stack& stack, size_t first) {
+  if (!at::globalContext().deterministicAlgorithms()) return;
+  static const std::map<std::string, const char*> alerts{
+      {"aten::_index_put_impl", "index_put_with_accumulate_mps"}, {"aten::index_add", "index_put_with_accumulate_mps"},
+      {"aten::index_reduce", "index_reduce_mps"},                 {"aten::scatter", "scatter_reduce_mps"},
+      {"aten::scatter_add", "scatter_reduce_mps"},                {"aten::scatter_reduce", "scatter_reduce_mps"},
+      {"aten::kthvalue", "kthvalue MPS"}};
+  std::string name = op.operator_name().name;
+  if (name.back() == '_') name.pop_back();
+  const auto alert = alerts.find(name);
+  if (alert == alerts.end()) return;
+  bool adds = name != "aten::scatter";
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (arguments[i].name() == "accumulate") adds = value.toBool();
+    if (arguments[i].name() == "reduce") adds = value.toStringRef() != "amin" && value.toStringRef() != "amax";
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().numel() == 0) return;
+  }
+  const at::ScalarType type = stack[first].toTensor().scalar_type();
+  const bool rounds = at::isFloatingType(type) || at::isComplexType(type);
+  if (name == "aten::kthvalue" || (adds && rounds)) at::globalContext().alertNotDeterministic(alert->second);
+}
+
 void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const size_t num_arguments = op.schema().arguments().size(), first = stack->size() - num_arguments;
   const std::vector<c10::IValue> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
@@ -219,6 +246,7 @@ std::string name_of(const c10::OperatorHandle& op) {
 void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
+  refuse_varying_order(op, *stack, first);
   Stand stand(takes_cpu_tensors(op));
   bool has_generator = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
