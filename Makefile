@@ -6,7 +6,8 @@
 #   make lint      ruff, import-linter, mypy, generated docs; a minute the first time, then seconds
 #   make test-all  the same as test, with the slow tests
 #   make doctor    test this device quickly; doctor.json holds the results
-#   make docs      write the generated docs, after a change to a rule
+#   make docs      write the generated docs, after a change to a rule, a command, an option or a docstring of the API
+#   make docs-site build the documentation site into build/site/site and check every link; seconds, nothing is downloaded
 #   make pictures  take the pictures of the docs, in the system's chromium
 #   make encoder   a real pretrained encoder (84 MB) for tests and benchmarks
 #   make dist      sdist and wheel into dist/, checked; with TAG=v0.1.0 also that the tag fits version and changelog
@@ -28,7 +29,7 @@ MARKS ?= not slow
 DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup encoder demo doctor docs pictures lint test test-all dist try-wheel publish clean
+.PHONY: help setup encoder demo doctor docs docs-site pictures lint test test-all dist try-wheel publish clean
 
 help:
 	@sed -n '/^PYTHON/q;s/^# \{0,1\}//p' Makefile
@@ -55,6 +56,9 @@ doctor: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python tools/docs.py
+
+docs-site: $(READY)
+	@$(BIN)/python tools/site.py
 
 pictures: $(READY)
 	@$(BIN)/python tools/pictures.py

@@ -44,6 +44,7 @@ _LONG_FILES = (
     "prove/test_prove.py",
     "virtual_mac/test_apple_device.py",
     "docs/test_docs.py",
+    "docs/test_tutorials.py",
     "training/test_supervisor.py",
     "faults/test_search_kills.py",
     "faults/test_hostile_files.py",
