@@ -9,7 +9,8 @@ if (location.protocol === "file:") {
       this.frame.hidden = true;
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
-      inside.postMessage = (data) => setTimeout(() => this.onmessage?.({ data }));
+      // Both sides change what they receive, so each gets a copy, as from a real Worker.
+      inside.postMessage = (data) => this.answer(structuredClone(data));
       const script = inside.document.createElement("script");
       script.src = url;
       script.onload = () => {
@@ -23,7 +24,11 @@ if (location.protocol === "file:") {
 
     postMessage(data) {
       if (this.waiting) this.waiting.push(data);
-      else this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data }));
+      else this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) }));
+    }
+
+    answer(data) {
+      setTimeout(() => this.onmessage?.({ data }));
     }
 
     terminate() {
