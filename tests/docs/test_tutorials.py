@@ -11,6 +11,7 @@ import pytest
 
 from paths import ROOT, Run
 from warm_python import WarmPython
+from whet.cli import main
 from whet.config.resolve import resolve_config
 from whet.recipes.recipe import BUILT_IN, load_recipe
 
@@ -45,6 +46,20 @@ def test_settings_of_a_page_are_understood(page: str) -> None:
     for program, *words in commands(page):
         if program == "whet" and words[0] in ("train", "plan") and words[1] in BUILT_IN:
             resolve_config(load_recipe(words[1]).Config, [word for word in words[2:] if "=" in word])
+
+
+def test_recipes_of_the_readme_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "whet-home"))
+    table = re.findall(r"^\| `whet (train|init) (\S+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {what for verb, what in table if verb == "train"} == set(BUILT_IN)
+    for verb, what in table:
+        if verb == "init":
+            assert main.run(["init", what]) == 0
+        assert main.run(["plan", what]) == 0
+        assert "micro_batch" in capfd.readouterr().out
 
 
 def run_page(
