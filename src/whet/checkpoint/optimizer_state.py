@@ -179,7 +179,9 @@ class OptimizerRestorer:
                     got=got,
                     try_="the parameter groups the run was started with",
                 )
-            group["params"][:] = order
+            if [*map(id, order)] != [*map(id, group["params"])]:
+                # Another list, so that the stepper notices it.
+                group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the parameters of a group in their saved order; None if they are others.

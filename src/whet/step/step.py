@@ -96,10 +96,7 @@ class Stepper:
         """The reason why the optimizer has its own kernels again in spite of the plan; None if there is none."""
         self._precision = precision
         self._clip = clip
-        # In the order of the model: the norm is rounded by the order of its sum, and loops clip model.parameters().
-        positions = {parameter: position for position, parameter in enumerate(model.parameters())}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
+        self._follow_groups()
         self._other_parameters = tuple(other_parameters)
         # Both are set after the first backward pass.
         self._has_gradients = self._can_clip_foreach = False
@@ -119,8 +116,21 @@ class Stepper:
 
         A checked step waits for the device and raises NonFiniteError before a NaN or Inf can reach the weights.
         """
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._lists) or any(
+            g["params"] is not p for g, p in zip(groups, self._lists, strict=True)
+        ):
+            self._follow_groups()
         with self.device.compute_context(is_step=True), self._freeze_others():
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
+
+    def _follow_groups(self) -> None:
+        """Read the parameters of the optimizer. A resume, or the user after weight_norm, may have put in others."""
+        self._lists = [group["params"] for group in self.optimizer.param_groups]
+        # In the order of the model: the norm is rounded by the order of its sum, and loops clip model.parameters().
+        positions = {parameter: position for position, parameter in enumerate(self.model.parameters())}
+        parameters = [p for params in self._lists for p in params]
+        self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
 
     def _freeze_others(self) -> AbstractContextManager[object]:
         """Return a context manager that sets requires_grad=False on the parameters of other optimizers."""
