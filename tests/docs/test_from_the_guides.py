@@ -25,7 +25,7 @@ _INTERACTIVE = ("watch", "play", "chat")
 _SHORTER = {
     "train": ("max_steps=3", "threads=1", "--no-measure"),
     "search": ("max_steps=4", "threads=1"),
-    "bench": ("--budget=40",),
+    "bench": ("--budget=80",),
     "prove": ("--steps=12", "--budget=1"),
     "doctor": ("--budget=8",),
 }

@@ -93,7 +93,7 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
     tables = [(p, module.seen_rows) for module in modules for p in module.parameters(False) if p.requires_grad]
     others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table, _ in tables)]
     decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": others, "weight_decay": choice.weight_decay},
         *(
             {"params": [table], "weight_decay": decay, "is_table": True, "seen_rows": seen_rows}

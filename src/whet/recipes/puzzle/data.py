@@ -255,7 +255,8 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
     if config.augment:
         raise UsageError("the folder has its own augmentation", got=f"augment={config.augment}", try_="augment=0")
     train, test, sizes = read_official(folder)
-    arc, notes = None, ()
+    arc: ArcTasks | None = None
+    notes: tuple[str, ...] = ()
     if test is None or len(test) < 2:
         # Hold out whole groups: a held-out puzzle must not have an augmented copy in the training split.
         groups = rng.permutation(int(train.groups.max(initial=0)) + 1)

@@ -110,7 +110,7 @@ class TextConfig(CommonConfig):
     lora: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         None, description="rank of LoRA updates to a frozen model (extra lora); null: full fine-tuning"
     )
-    weight_decay: NonNegativeFloat | Auto = Field(
+    weight_decay: NonNegativeFloat | Auto = Field(  # type: ignore[assignment]
         "auto",
         description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: by "
         "the numbers of training texts and of those in each class",
