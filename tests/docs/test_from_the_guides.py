@@ -46,7 +46,7 @@ def commands(guide: str) -> list[tuple[list[str], dict[str, str], bool]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files that the page names."""
-    rows = "".join(f"text number {n} is {kind},{kind}\n" for n in range(100) for kind in ("good", "bad"))
+    rows = "".join(f"text number {n} is {kind},{kind}\n" for n in range(200) for kind in ("good", "bad"))
     for name in ("reviews.csv", "citations.csv"):
         (tmp_path / name).write_text(f"text,label\n{rows}")
     chats = [
