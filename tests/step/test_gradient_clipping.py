@@ -71,7 +71,7 @@ def test_groups_are_clipped_in_the_order_of_the_model() -> None:
         device="cpu",
         measure=False,
         on_event=None,
-        overrides={"threads": 1},
+        overrides={"threads": 1, "optimizer_kernels": "yours"},
     )
     plain, plain_optimizer = make()
     for _ in range(20):

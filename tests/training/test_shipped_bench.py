@@ -370,13 +370,15 @@ def test_child_that_dies_while_it_reads_is_reported():
 @pytest.fixture
 def short_search(monkeypatch):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 60.0)
+    # Independent of the load of the test machine.
+    monkeypatch.setattr(tune, "_MAX_START_SHARE", 10.0)
 
 
 def tuned(model, loss, **changes):
     logged: list[str] = []
     session = a_session(
         model,
-        on_event=lambda kind, fields: logged.append(fields["message"]) if kind == "plan" else None,
+        on_event=lambda _, fields: logged.append(str(fields.get("message"))),
         **{"epochs": 100_000, "overrides": FIXED, **changes},
     )
     return tune.with_measured_plan(session.config, loss).plan, logged
@@ -411,7 +413,7 @@ def test_own_loop_is_sent_at_its_first_step_and_stays_as_it_is(short_search):
         optimizer=optimizer,
         epochs=100_000,
         overrides=FIXED,
-        on_event=lambda kind, fields: logged.append(fields["message"]) if kind == "plan" else None,
+        on_event=lambda _, fields: logged.append(str(fields.get("message"))),
     ) as session:
         before = [(parameter.data_ptr(), parameter.tolist()) for parameter in model.parameters()]
         seen = []
@@ -434,6 +436,14 @@ def test_training_that_cannot_be_sent_is_measured_here_with_the_reason(short_sea
     model, file = a_net(), io.TextIOWrapper(io.BytesIO())
     plan, logged = tuned(model, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]) if file else None)
     assert any(line.startswith("measured in this process: the loss cannot be pickled (") for line in logged), logged
+    assert plan.trials
+
+
+def test_process_that_starts_too_slowly_is_left(short_search, monkeypatch):
+    monkeypatch.setattr(tune, "_MAX_START_SHARE", 0.0)
+    model = a_net()
+    plan, logged = tuned(model, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
+    assert any(line.startswith("measured in this process: another process took ") for line in logged), logged
     assert plan.trials
 
 

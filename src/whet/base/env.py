@@ -12,7 +12,7 @@ BRIEF_SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 """How long OpenMP threads that wait spin before they sleep: turns of libgomp (GNU), milliseconds of libomp (LLVM).
 
 By default they spin for 300,000 turns or 200 ms. On busy cores they take the time of the thread that they wait for
-(docs/choices/0020-threads-that-sleep.md).
+(docs/choices/0022-threads-that-sleep.md).
 """
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 _spins_long = False

@@ -31,6 +31,7 @@ from whet.plan.values import (
     CausalMask,
     Compile,
     FreedMemory,
+    Graph,
     Layout,
     Norms,
     OnDeviceFailure,
@@ -221,7 +222,9 @@ class CommonConfig(TrainingOptions):
     compile: Annotated[Compile, BeforeValidator(_parse_switch)] | Auto = Field(
         "auto", description="torch.compile the model, or its repeated blocks"
     )
-    graph: Switch | Auto = Field("auto", description="capture whole steps and replay them (CUDA)")
+    graph: Annotated[Graph, BeforeValidator(_parse_switch)] | Auto = Field(
+        "auto", description="capture whole steps and replay them (CUDA); launch_bound: if the first steps show a gain"
+    )
     activation_checkpointing: Switch | Auto = Field("auto", description="recompute activations in the backward pass")
     layout: Layout | Auto = Field("auto", description="memory layout of the weights of convolutions")
     attention: Attention | Auto = Field("auto", description="which attention kernel is preferred")

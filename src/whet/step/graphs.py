@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
+from whet.base.units import format_percent
 from whet.data.batch import MicroBatch, Packed
 from whet.device.abstract import AbstractDevice, AbstractGraphs, Replay
 from whet.device.rng import get_torch_rng, set_torch_rng
@@ -243,7 +244,8 @@ class GraphedStepper(Stepper):
         share = statistics.median(self._launch_shares)
         self.is_launch_bound = share >= _LAUNCH_BOUND_SHARE
         if not self.is_launch_bound:
-            self.release_graphs(f"launching kernels takes {share:.0%} of a step: the device is busy without a capture")
+            taken = format_percent(share)
+            self.release_graphs(f"launching kernels takes {taken} of a step: the device is busy without a capture")
 
     def _update_ema(self, ema: Ema, step: int) -> None:
         if self._ema_share is None:

@@ -46,6 +46,8 @@ _BATCH_SHARE = 1 / 3
 """The largest share of a tuning budget that finding the global batch size may take."""
 _MIN_SHIPPING_SECONDS = 15.0
 """With less, starting another process takes most of the time, and nothing could be compiled in the rest."""
+_MAX_START_SHARE = 1 / 4
+"""If a process takes a larger share of the budget to start, this one measures. It does so on very busy machines."""
 _MIN_SEARCH_SHARE = 1 / 2
 """The smallest share of a budget that is left for the search, however long the process takes to start."""
 _TIMED_STEPS = 5
@@ -185,15 +187,7 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     if config.optimizers.others or not isinstance(config.optimizer, Optimizer):
         run.log.event("plan", step=0, message="not measured: only steps of one torch optimizer are")
         return
-
-    def log(kind: str, fields: dict[str, Any]) -> None:
-        # Results are part of the run. Progress is only shown.
-        if kind == "plan":
-            run.log.event(kind, step=0, **fields)
-        else:
-            emit_event(config.on_event, kind, fields)
-
-    plan = tuned_plan(replace(config, on_event=log), loss)
+    plan = tuned_plan(config, loss)
     if plan is None:
         return
     measured = {name: found for name, found in plan.measured.items() if name not in _FIXED_IN_LOOPS}
@@ -301,6 +295,12 @@ def _search(
                 step_seconds=step_seconds,
             )
             bench: StepBench = stack.enter_context(shipped)
+            if bench.recovery_seconds > _MAX_START_SHARE * budget:
+                # As much is reserved for a trial that must be killed, so hardly anything could be tried.
+                stack.close()
+                raise ProbeFailedError(
+                    f"another process took {format_seconds(bench.recovery_seconds)} to start", kind="timeout"
+                )
         except (WhetError, OSError) as error:
             report_lines(config.on_event, f"measured in this process: {_reason(error)}")
             bench = stack.enter_context(_bench(config, loss, plan))

@@ -243,7 +243,7 @@ def test_fifty_steps_are_bit_equal_to_a_plain_loop(table: Path) -> None:
     ours = recipe.model(config, data)
     theirs = copy.deepcopy(ours)
 
-    overrides = {"threads": 1, "micro_batch": 16, "lengths": "fixed"}
+    overrides = {"threads": 1, "micro_batch": 16, "lengths": "fixed", "optimizer_kernels": "yours"}
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
     with whet.Session(
         ours, optimizer, data.train, global_batch_size=16, epochs=9, max_steps=50, clip=1.0, seed=5, overrides=overrides

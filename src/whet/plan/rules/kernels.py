@@ -185,7 +185,7 @@ def choose_threads(context: RuleContext) -> Decision:
     When wrong: M5 Pro and Max, whose second cluster is fast as well.
     Override: threads=N; GOMP_SPINCOUNT, KMP_BLOCKTIME or OMP_WAIT_POLICY in the environment.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; the manual of libgomp on GOMP_SPINCOUNT; own
-    measurements of weights with 1 and 2 threads, and of busy machines (docs/choices/0020-threads-that-sleep.md).
+    measurements of weights with 1 and 2 threads, and of busy machines (docs/choices/0022-threads-that-sleep.md).
     """
     decision = _choose_num_threads(context)
     chosen = context.system_state.environment.wait_variable
