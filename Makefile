@@ -17,6 +17,7 @@
 # Variables:
 #   TORCH=2.15.0   for test: another torch, in an environment of its own (.venv-2.15.0); one from the package index brings
 #                  about 6 GB of CUDA libraries and runs without a GPU
+#   JOBS=4         for test: how many processes run tests
 #   MARKS="not torch and not slow"   for test: which tests; DEVICE=cpu for demo; CONSTRAINTS=constraints.txt for try-wheel
 PYTHON ?= python3
 TORCH ?=
@@ -26,6 +27,8 @@ READY := $(VENV)/.ready
 # build and twine alone: a release needs no torch.
 RELEASE := build/env
 MARKS ?= not slow
+# More than the cores of a small machine: the tests wait for processes half of their time.
+JOBS ?= 4
 DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
 
@@ -73,10 +76,10 @@ lint: $(READY)
 
 # The opinion of mypy and the generated docs belong to the pinned torch.
 test: $(if $(TORCH),$(READY),lint)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
 test-all: $(if $(TORCH),$(READY),lint)
-	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@WHET_SEARCH=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 $(RELEASE)/.ready: constraints.txt
 	@$(PYTHON) -m venv $(RELEASE)

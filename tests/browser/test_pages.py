@@ -151,7 +151,9 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     # The timeline ends with the training, not with the last logged event.
     page.wait_for_function(ENDS_WITH_THE_WORK)
     page.locator("#plan summary").click()
-    assert [table.evaluate(BROKEN_WORDS) for table in page.locator(".plan-settings").all()] == [[], []]
+    tables = page.locator(".plan-settings")
+    expect(tables).to_have_count(2)
+    assert [table.evaluate(BROKEN_WORDS) for table in tables.all()] == [[], []]
     training.go_on()
     page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at)
     assert plot.evaluate(REACH) > 0.9

@@ -117,7 +117,7 @@ def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_repeated_exactly(
     tmp_path: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
     overrides = {"micro_batch": micro_batch, "threads": 1}
-    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "overrides": overrides}
+    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "overrides": overrides, "split_batch": True}
     whole, count, samples = train_once(tmp_path / "whole", **options)
     points = range(1 + step % every, count + 1, every)
     num_silent = 0

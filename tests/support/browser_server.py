@@ -80,6 +80,9 @@ class Training:
 
     def wait(self) -> Path:
         """Return the finished run."""
+        if self._process.poll() is None:
+            # A test that failed meanwhile may have left it stopped.
+            self.go_on()
         assert self._process.wait(timeout=600) == 0, self._log.read_text()
         return self.run
 

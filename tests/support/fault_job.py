@@ -140,7 +140,9 @@ def main(arguments: list[str]) -> int:
             disk = f"{fields.get('errno')} {fields['reason']} again {fields['retry']} free {fields.get('free_bytes')}"
             tell(f"warning {disk}")
 
-    options |= {"run": run, "overrides": overrides, "on_event": on_event, "goal": val.get("goal")}
+    # BatchNorm: another split is another training, which these jobs ask for.
+    is_split = {"split_batch": True} if "micro_batch" in overrides else {}
+    options |= {"run": run, "overrides": overrides, "on_event": on_event, "goal": val.get("goal"), **is_split}
     with whet.Session(model, choice, data, **options) as session:
         tell(f"ready {durable.disk.count}")
         if val and session.due("evaluate"):

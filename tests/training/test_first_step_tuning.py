@@ -89,14 +89,14 @@ def test_what_is_not_measured(measured, tmp_path):
             session.step(lambda micro: functional.cross_entropy(other(micro[0]), micro[1]), batch, optimizer="b")
     assert measured == []
     messages = [e.fields.get("message", "") for e in History(whet.open_run(tmp_path / "two")).events(kinds=("plan",))]
-    assert "not measured: only steps of one torch optimizer are" in messages
+    assert "not measured: only the steps of a single optimizer are" in messages
 
 
 def test_a_loop_is_measured_for_real_and_trains_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 2.0)
     monkeypatch.setattr(tune, "MIN_BUDGET_SECONDS", 1.0)
     monkeypatch.setattr(tune.cache, "load", lambda _: None)
-    overrides = {"threads": 1, "precision": "fp32", "layout": "contiguous", "micro_batch": 16}
+    overrides = {"threads": 1, "precision": "fp32", "layout": "contiguous", "micro_batch": 16, "compile": "off"}
     plain, _ = loop(None, measure=False, overrides=overrides, epochs=30)
     lines = []
     measured, _ = loop(

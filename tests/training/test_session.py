@@ -164,7 +164,7 @@ def test_parts_in_eval_mode_stay_so() -> None:
 def test_the_progress_line_shows_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     train(convnet(), images(16, seed=0), epochs=2, on_event="line")
     logged = capsys.readouterr().err
-    for line in ("machine   ", "workload  test_session.py: ", "plan      cpu, fp32", "time      ", "train  "):
+    for line in ("machine   ", "workload  ", "plan      cpu, fp32", "time      ", "train  "):
         assert f"\n{line}" in f"\n{logged}"
     train(convnet(), images(16, seed=0), on_event=None)
     assert capsys.readouterr().err == ""

@@ -59,7 +59,7 @@ def test_a_stream_resumes_at_its_position(tmp_path: Path, has_state: bool) -> No
     assert seen == expected
     resumed = next(iter(read_events(open_run(tmp_path / "run"), kinds=("resume",))))
     # The loss also keeps a list of its own, which is named in both cases.
-    assert ("a stream without a state" in resumed.get("reason")) is not has_state
+    assert ("a stream without a state" in (resumed.get("reason") or "")) is not has_state
     assert isinstance(data(), StatefulIterable) is has_state
 
 

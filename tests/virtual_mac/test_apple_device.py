@@ -436,7 +436,8 @@ def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, opti
     code = (
         f"from whet.device import mps; mps.torch_release = lambda: {release}\n"
         f"m = net(){'.bfloat16()' if half else ''}\n"
-        f"result = fit(m, data(), optimizer={optimizer}, overrides={{'precision': 'fp16'}})\n"
+        "overrides = {'precision': 'fp16', 'optimizer_kernels': 'yours'}\n"
+        f"result = fit(m, data(), optimizer={optimizer}, overrides=overrides)\n"
         "print(result.state, all(p.isfinite().all() for p in m.parameters()))\n"
     )
     done = python(START + code)

@@ -184,8 +184,10 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
         return
     if intercept.active() is not None or not run.group.is_single_process:
         return
-    if config.optimizers.others or not isinstance(config.optimizer, Optimizer):
-        run.log.event("plan", step=0, message="not measured: only steps of one torch optimizer are")
+    if config.optimizers.others:
+        run.log.event("plan", step=0, message="not measured: only the steps of a single optimizer are")
+        return
+    if not isinstance(config.optimizer, Optimizer):
         return
     plan = tuned_plan(config, loss)
     if plan is None:
