@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from whet.autotune.candidates import has_attention_choice, plan_with, predicted_bytes
@@ -54,7 +54,7 @@ from whet.training.model_check import run_check
 from whet.training.start_checks import skip_reason
 from whet.training.training_config import TrainingConfig
 from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id
-from whet.verify.isolation import preserve_model
+from whet.verify.isolation import preserve_model, preserve_state
 from whet.verify.parity.compare import compare_precision
 from whet.verify.start.compiled import compare_compiled_with_eager, num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
@@ -523,57 +523,3 @@ def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
         "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
         "modules": sorted({type(module).__name__ for module in model.modules()}),
     }
-
-
-@contextmanager
-def preserve_state(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
-    """Restore the model and the optimizer on exit."""
-    restore = _snapshot(vars(optimizer), _parameter_ids(optimizer)) if isinstance(optimizer, Optimizer) else None
-    with preserve_model(model):
-        try:
-            yield
-        finally:
-            if restore is not None:
-                restore()
-
-
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    """Return the ids of all parameters. The model restores them, so the optimizer snapshot skips them."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _snapshot(value: Any, skip: set[int]) -> Callable[[], Any]:
-    """Return a function that restores this value in place, because a user's scheduler may hold the same object."""
-    if id(value) in skip or not isinstance(value, Tensor | dict | list | tuple):
-        return lambda: value
-    if isinstance(value, Tensor):
-        saved = value.detach().clone()
-        return lambda: _refill(value, saved)
-    if isinstance(value, dict):
-        parts = {name: _snapshot(part, skip) for name, part in value.items()}
-
-        def restore_dict() -> Any:
-            restored = {name: part() for name, part in parts.items()}
-            value.clear()
-            value.update(restored)
-            return value
-
-        return restore_dict
-    items = [_snapshot(item, skip) for item in value]
-
-    def restore_items() -> Any:
-        restored = [item() for item in items]
-        if isinstance(value, list):
-            value[:] = restored
-        return value
-
-    return restore_items
-
-
-@torch.no_grad()
-def _refill(tensor: Tensor, saved: Tensor) -> Tensor:
-    if tensor.device == saved.device and tensor.shape == saved.shape and tensor.dtype == saved.dtype:
-        tensor.copy_(saved)
-    else:
-        tensor.data = saved
-    return tensor

@@ -2,17 +2,19 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from whet.device.abstract import AbstractDevice
 from whet.device.rng import preserve_rng
+from whet.step.optimizers import OptimizerChoice
 from whet.step.rollback import BufferSnapshot
 
 # A weight counts as zero if no element is larger than this.
@@ -154,3 +156,60 @@ class _DropoutFreeFunctions(TorchFunctionMode):
             elif not math.isclose(kwargs.get("dropout_p", 0.0), 0.0):
                 kwargs = {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
+
+
+# --- model and optimizer ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preserve_state(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
+    """Restore the model and the optimizer on exit."""
+    restore = _snapshot(vars(optimizer), _parameter_ids(optimizer)) if isinstance(optimizer, Optimizer) else None
+    with preserve_model(model):
+        try:
+            yield
+        finally:
+            if restore is not None:
+                restore()
+
+
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ids of all parameters. The model restores them, so the optimizer snapshot skips them."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _snapshot(value: Any, skip: set[int]) -> Callable[[], Any]:
+    """Return a function that restores this value in place, because a user's scheduler may hold the same object."""
+    if id(value) in skip or not isinstance(value, Tensor | dict | list | tuple):
+        return lambda: value
+    if isinstance(value, Tensor):
+        saved = value.detach().clone()
+        return lambda: _refill(value, saved)
+    if isinstance(value, dict):
+        parts = {name: _snapshot(part, skip) for name, part in value.items()}
+
+        def restore_dict() -> Any:
+            restored = {name: part() for name, part in parts.items()}
+            value.clear()
+            value.update(restored)
+            return value
+
+        return restore_dict
+    items = [_snapshot(item, skip) for item in value]
+
+    def restore_items() -> Any:
+        restored = [item() for item in items]
+        if isinstance(value, list):
+            value[:] = restored
+        return value
+
+    return restore_items
+
+
+@torch.no_grad()
+def _refill(tensor: Tensor, saved: Tensor) -> Tensor:
+    if tensor.device == saved.device and tensor.shape == saved.shape and tensor.dtype == saved.dtype:
+        tensor.copy_(saved)
+    else:
+        tensor.data = saved
+    return tensor
