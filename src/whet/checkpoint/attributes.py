@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from whet.checkpoint.encoding import as_bytes
 from whet.checkpoint.shared_memory import memory_key
 from whet.checkpoint.state_decoder import StateDecoder
-from whet.checkpoint.state_encoder import Encoder, NotEncodableError, StateEncoder
+from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder, ValueEncoder
 from whet.checkpoint.state_format import CHANGEABLE, join_path
 from whet.checkpoint.state_json import plain_value
 
@@ -110,7 +110,7 @@ def _fingerprints(values: Mapping[str, Mapping[str, Any]], model: nn.Module) -> 
     return prints
 
 
-class _Fingerprints(Encoder):
+class _Fingerprints(ValueEncoder):
     """Encodes states with hashes in place of tensors, and names in place of tensors of the model."""
 
     def __init__(self, model: nn.Module) -> None:

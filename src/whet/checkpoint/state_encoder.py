@@ -51,7 +51,7 @@ class _Encoded(NamedTuple):
     path: str
 
 
-class Encoder:
+class ValueEncoder:
     """Encodes structures. `encode_tensor` encodes the tensors in them."""
 
     def __init__(self, encode_tensor: Callable[[Tensor, str], Any]) -> None:
@@ -265,7 +265,7 @@ def _is_plain_number(value: Any) -> bool:
     return type(value) is not float or math.isfinite(value)
 
 
-class StateEncoder(Encoder):
+class StateEncoder(ValueEncoder):
     """Encodes states and stores their tensors outside the JSON. `finish` returns the tensors by name.
 
     `live` are the tensors of the model by name. They are saved separately, and states may refer to them.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from whet.checkpoint.encoding import dtype_name
 from whet.checkpoint.state_decoder import StateDecoder
-from whet.checkpoint.state_encoder import Encoder, NotEncodableError
+from whet.checkpoint.state_encoder import NotEncodableError, ValueEncoder
 from whet.checkpoint.state_format import ID, ORDER, TAG, join_path
 
 _MAX_TENSOR_ITEMS = 64
@@ -18,7 +18,7 @@ def encode_state(value: Any, *, path: str = "") -> Any:
     >>> encode_state({"best": float("inf"), "last": 3})
     {'best': {'$': 'float', 'value': 'inf'}, 'last': 3}
     """
-    return Encoder(_encode_small_tensor).encode(value, path)
+    return ValueEncoder(_encode_small_tensor).encode(value, path)
 
 
 def decode_state(value: Any) -> Any:
