@@ -252,3 +252,22 @@ def test_the_first_steps_decide_whether_steps_are_captured_simulated(graphs, mon
     assert setting["value"] == "off"
     assert "the device is busy" in setting["reason"]
     assert_same(busy.state_dict(), launch_bound.state_dict())
+
+
+def test_all_optimizers_return_to_their_own_kernels_together(tmp_path):
+    """A resume follows the plan, which has one setting for all of them."""
+    first, second = make_net(), make_net()
+    second[0].bias.requires_grad_(False)
+    own = {name: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for name, m in (("a", first), ("b", second))}
+    with whet.Session(
+        [first, second], own, rows(64), global_batch_size=8, run=tmp_path / "run", device="cpu"
+    ) as session:
+        for batch in session:
+            for name, model in (("a", first), ("b", second)):
+                session.step(
+                    lambda micro, model=model: functional.cross_entropy(model(micro[0]), micro[1]),
+                    batch,
+                    optimizer=name,
+                )
+            assert not any(optimizer.param_groups[0]["fused"] for optimizer in own.values())
+    assert setting_of(tmp_path / "run", "optimizer_kernels")["value"] == "yours"

@@ -182,8 +182,8 @@ class Executor:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
         self._log_graph_refusal(stepper, number)
         if stepper.kernel_obstacle is not None:
-            self._log_own_kernels(stepper.kernel_obstacle, number)
-            stepper.kernel_obstacle = None
+            # All optimizers: the plan, which a resume follows, has one setting for them.
+            self.use_own_kernels(stepper.kernel_obstacle)
         if not rollback.is_learned:
             self._learn_changes()
         if not self._has_stepped:
@@ -235,11 +235,9 @@ class Executor:
         for stepper in self._run.steppers.values():
             stepper.use_own_kernels(reason)
             stepper.kernel_obstacle = None
-        if self._run.plan.optimizer_kernels != "yours":
-            self._log_own_kernels(reason, self._run.state.step)
-
-    def _log_own_kernels(self, reason: str, step: int) -> None:
-        run = self._run
+        run, step = self._run, self._run.state.step
+        if run.plan.optimizer_kernels == "yours":
+            return
         own = MeasuredSetting(value="yours", reason=reason, evidence={"step": step})
         run.use_plan(with_runtime_changes(run.plan, {"optimizer_kernels": own}))
         run.log.event("plan", step=step, message=f"your optimizer keeps its own kernels: {reason}")
