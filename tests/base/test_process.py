@@ -1,5 +1,6 @@
 """Time limits that interrupt Python code."""
 
+import gc
 import signal
 import threading
 import time
@@ -7,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from whet.base.process import TimeLimitError, interrupt_after, interrupt_obstacle
+from whet.base.process import TimeLimitError, gc_disabled, interrupt_after, interrupt_obstacle
 
 FAR = 600.0
 """Seconds that only a limit without effect takes."""
@@ -78,3 +79,14 @@ def test_limit_is_refused_where_it_would_not_work(monkeypatch):
         assert interrupt_obstacle() == "this program uses SIGALRM itself"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_objects_stay_frozen_until_the_outermost_context_ends():
+    count = gc.get_freeze_count()
+    with gc_disabled():
+        with gc_disabled():
+            pass
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > 0) is (count > 0)

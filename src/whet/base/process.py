@@ -88,14 +88,16 @@ def gc_disabled() -> Iterator[None]:
 
     Existing objects are frozen, so that collections between epochs visit only new objects.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     # disable() alone is not enough: gc.collect() between epochs would still visit every object of torch.
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        # Unfreezing is not undone one by one: a measurement inside a training must keep its objects frozen.
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
