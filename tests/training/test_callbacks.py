@@ -1,6 +1,7 @@
 """Callbacks of the user: their arguments, the effects of their actions, and that their state is kept."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,24 @@ def test_two_callbacks_of_a_class_keep_their_own_state() -> None:
     one.steps_seen = two.steps_seen = 0
     assert CallbackList([], [one, two]).load_state_dict(saved) == []
     assert (one.steps_seen, two.steps_seen) == (1, 2)
+
+
+def test_a_timed_callback_is_called_by_the_clock() -> None:
+    now, seen = 100.0, []
+
+    class Minutely(Callback):
+        every_seconds = 60.0
+
+        def after_step(self, state: State, outcome: Any) -> Action:
+            seen.append(now)
+            return Action.SAVE
+
+    callbacks = CallbackList((), [Minutely(), recording := Recording()], clock=lambda: now)
+    outcome: Any = SimpleNamespace(loss=torch.tensor(1.0))
+    actions = []
+    for second in range(130):
+        now = 100.0 + second
+        actions.append(callbacks.after_step(State(step=second), outcome))
+    assert seen == [101.0, 161.0, 221.0], "the first call comes within a second"
+    assert recording.steps_seen == 130
+    assert [second for second, action in enumerate(actions) if action is Action.SAVE] == [1, 61, 121]

@@ -25,14 +25,10 @@ class FakeIdleThreads:
 
 
 class Reading:
-    """A clock that is a second later each time, and a thread that waits for a core a share of the time."""
+    """A thread that waits for a core a share of the time, and is read once a second."""
 
     def __init__(self, share: float | None) -> None:
-        self.share, self.now, self.running, self.waiting = share, 0.0, 0.0, 0.0
-
-    def clock(self) -> float:
-        self.now += 1.0
-        return self.now
+        self.share, self.running, self.waiting = share, 0.0, 0.0
 
     def read_times(self, _: int) -> ThreadTimes | None:
         if self.share is None:
@@ -67,7 +63,6 @@ def watch(
     contention = CoreContention(
         start_idle=lambda: FakeIdleThreads(done),
         read_times=reading.read_times,
-        clock=reading.clock,
     )
     contention.on_start(run)
     return contention, done, messages, ends
@@ -104,15 +99,6 @@ def test_threads_try_to_spin_ever_less_often(monkeypatch: pytest.MonkeyPatch) ->
     contention, done, _, _ = watch(monkeypatch, Reading(0.3))
     steps(contention, 2000)
     assert 12 <= len(done) <= 18, "after 30, 60, 120, 240 and then every 480 seconds"
-
-
-def test_pauses_of_the_training_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = Reading(0.3)
-    contention, done, _, _ = watch(monkeypatch, reading)
-    for _ in range(8):
-        reading.now += 100.0
-        steps(contention, 2)
-    assert done == ["sleep"]
 
 
 @pytest.mark.parametrize("changes", [{"kind": "cuda"}, {"threads": 1}, {"spin_count": "300000"}])
@@ -158,7 +144,8 @@ def test_a_training_beside_others_has_the_same_bits(monkeypatch: pytest.MonkeyPa
         done.append("sleep")
         return start_idle_threads()
 
-    watching = CoreContention(start_idle=start, read_times=reading.read_times, clock=reading.clock)
+    watching = CoreContention(start_idle=start, read_times=reading.read_times)
+    watching.every_seconds = 0.0
     monkeypatch.setattr(setup, "CoreContention", lambda: watching)
     shared = train_a_net()
     assert done

@@ -50,11 +50,11 @@ SEEN = SystemState(
 
 def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readings of the machine are simulated; those of the process are real."""
-    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 1e9)
+    monkeypatch.setattr("whet.training.callback.MAX_FIRST_SECONDS", 1e9)
+    monkeypatch.setattr(health.Health, "every_seconds", 1e9)
     without, _ = train(tmp_path / "without", read_sensors=lambda: SEEN)
     assert events(tmp_path / "without", "health") == []
-    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(health, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(health.Health, "every_seconds", 0.0)
     with_health, _ = train(tmp_path / "with", read_sensors=lambda: SEEN)
     pairs = zip(without.state_dict().values(), with_health.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -90,9 +90,9 @@ def test_speed_excludes_pauses() -> None:
     recorder = Recorder(None, FakeDevice(), on_event=lambda kind, fields: logged.append((kind, fields)))
     thermal: Any = SimpleNamespace(system_state=SystemState(), heat="hot")
     healths = health.Health(recorder, FakeDevice(), thermal, memory_bytes=None, clock=lambda: now, usage=Usage)
-    for second in range(1, 13):
+    for second in (1, 6, 11):
         now = 100.0 + second
-        if second == 8:
+        if second == 11:
             recorder.spent("evaluate", 4.0)
         healths.after_step(State(step=second, samples=10 * second), OUTCOME)
     recorder.read()

@@ -97,7 +97,8 @@ class Stage:
         state = State(step=self.step)
         if self.thermal.after_step(state, OUTCOME).save:
             self.saved.append(self.now)
-        self.thermal.before_step(state)
+        # The next call rests, if that is needed.
+        self.thermal.after_step(state, OUTCOME)
 
     def events(self, kind: str, about: str | None = None) -> list[tuple[float, dict]]:
         return [(at, f) for at, k, f in self.logged if k == kind and (about is None or f.get("cause") == about)]
@@ -265,6 +266,7 @@ class Simulated(ThermalPolicy):
     """Simulated sensors, step times and clock in a real session: each step brings the next reading."""
 
     life = ()
+    every_seconds = 0.0
 
     def __init__(self, *arguments, **options) -> None:
         self._now = 0.0

@@ -6,9 +6,10 @@ class StopBelow(whet.Callback):
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Position
@@ -169,6 +170,12 @@ class Callback:
     checkpoint and stops on all ranks, and then the exception is raised.
     """
 
+    every_seconds: float = 0.0
+    """Least time between two calls of `after_step`; 0 for a call after every step.
+
+    The first call comes within a second.
+    """
+
     def on_start(self, run: "RunContext") -> None:
         """Called before the first step of a session, after a resumed run has restored its state."""
 
@@ -176,7 +183,10 @@ class Callback:
         """Called before each step, before its batch is yielded."""
 
     def after_step(self, state: State, outcome: "Outcome") -> Action | None:  # noqa: ARG002
-        """Called after each optimizer step. `outcome` holds device tensors; reading one waits for the device."""
+        """Called after each optimizer step, or every `every_seconds`.
+
+        `outcome` holds device tensors; reading one waits for the device.
+        """
         return Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action | None:  # noqa: ARG002
@@ -201,17 +211,38 @@ class Callback:
         """Restore the state that `state_dict` returned."""
 
 
+class _Hook(NamedTuple):
+    """A method of a callback."""
+
+    call: Callable[..., Action | None]
+    is_users: bool
+    every_seconds: float
+
+
+MAX_FIRST_SECONDS = 1.0
+"""The longest time until the first call of a timed `after_step`."""
+
+
 class CallbackList:
     """Calls callbacks in order and merges their actions. Methods that no callback overrides are not called."""
 
-    def __init__(self, own: Iterable[Callback], users: Iterable[Callback]) -> None:
+    def __init__(
+        self, own: Iterable[Callback], users: Iterable[Callback], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Combine the built-in callbacks `own`, whose errors are raised immediately, and `users`, whose errors STOP."""
         self._own, self.users = tuple(own), tuple(users)
+        self._clock = clock
         _check_callbacks(self.users)
         self.failure: tuple[str, Exception] | None = None
         """The name of the first user callback that failed, and its error."""
         self._before_step = self._hooks("before_step")
-        self._after_step = self._hooks("after_step")
+        after_step = self._hooks("after_step")
+        self._after_step = [hook for hook in after_step if not hook.every_seconds]
+        self._timed = [hook for hook in after_step if hook.every_seconds]
+        now = clock()
+        self._due_at = {hook: now + min(hook.every_seconds, MAX_FIRST_SECONDS) for hook in self._timed}
+        """When each timed hook is called next."""
+        self._next_due_at = min(self._due_at.values(), default=math.inf)
         self._on_evaluate = self._hooks("on_evaluate")
         self._on_epoch_end = self._hooks("on_epoch_end")
 
@@ -229,7 +260,18 @@ class CallbackList:
             self._call(self._before_step, state)
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:
-        return self._call(self._after_step, state, outcome)
+        action = self._call(self._after_step, state, outcome)
+        if self._clock() < self._next_due_at:
+            return action
+        return action | self._call(self._due_hooks(), state, outcome)
+
+    def _due_hooks(self) -> list["_Hook"]:
+        """Return the timed hooks that are due, and set their next time."""
+        now = self._clock()
+        due = [hook for hook in self._timed if self._due_at[hook] <= now]
+        self._due_at |= {hook: now + hook.every_seconds for hook in due}
+        self._next_due_at = min(self._due_at.values())
+        return due
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:
         return self._call(self._on_evaluate, state, metrics)
@@ -271,21 +313,21 @@ class CallbackList:
             named.append((name if counts[name] == 1 else f"{name} {counts[name]}", callback))
         return named
 
-    def _hooks(self, method: str) -> list[tuple[Callable[..., Action | None], bool]]:
-        """Return the overridden bound methods, each with whether its callback is a user callback."""
+    def _hooks(self, method: str) -> list["_Hook"]:
+        """Return the overridden methods of the callbacks."""
         base = getattr(Callback, method)
         return [
-            (getattr(callback, method), is_users)
+            _Hook(getattr(callback, method), is_users, callback.every_seconds)
             for callbacks, is_users in ((self._own, False), (self.users, True))
             for callback in callbacks
             if getattr(type(callback), method) is not base
         ]
 
-    def _call(self, hooks: list[tuple[Callable[..., Action | None], bool]], *arguments: Any) -> Action:
+    def _call(self, hooks: "list[_Hook]", *arguments: Any) -> Action:
         merged = Action.NONE
-        for hook, is_users in hooks:
+        for call, is_users, _ in hooks:
             try:
-                action = hook(*arguments)
+                action = call(*arguments)
                 if action is None or action is Action.NONE:
                     continue
                 action = _check_action(action)
@@ -293,7 +335,7 @@ class CallbackList:
                 # A failing user callback must not lose the step: the loop saves and stops first, then raises.
                 if not is_users:
                     raise
-                name = type(getattr(hook, "__self__", hook)).__qualname__
+                name = type(getattr(call, "__self__", call)).__qualname__
                 self.failure = self.failure or (name, error)
                 action = Action.STOP(f"the callback {name} failed: {type(error).__name__}: {error}")
             merged = merged | action

@@ -153,8 +153,8 @@ class Session:
         return session
 
     def _use_config(self, config: RunConfig) -> None:
-        interception = intercept.active()
-        self.config = config = config if interception is None else interception.redirect(config)
+        self._interception = intercept.active()
+        self.config = config = config if self._interception is None else self._interception.redirect(config)
         self.training = config.training
         self.model = config.model
         self.state = State(
@@ -216,8 +216,8 @@ class Session:
                 self._exit_stack.close()
         if explained is not None:
             raise explained from error
-        if error is None and (interception := intercept.active()) is not None:
-            interception.after_session(self.config)
+        if error is None and self._interception is not None:
+            self._interception.after_session(self.config)
         if error is None and not self.is_finished and self.run.stop_signals.signal == signal.SIGINT and is_notebook():
             # "Run all" must not continue with cells that use a half-trained model.
             raise KeyboardInterrupt(f"saved at step {self.state.step:,}; run the cell again to resume")
@@ -249,8 +249,8 @@ class Session:
         `every=5`, it steps on every fifth batch.
         """
         self._entered_run()
-        if (interception := intercept.active()) is not None:
-            interception.before_step(self.config, loss, run=self.run)
+        if self._interception is not None:
+            self._interception.before_step(self.config, loss, run=self.run)
         self._loop.step(self._adapted(loss), batch, optimizer=optimizer, every=every)
 
     def manual(self, batch: GlobalBatch) -> contextlib.AbstractContextManager[Any]:
@@ -266,8 +266,8 @@ class Session:
         The batch is not split, and the step is not captured, checked for NaN or repeated after running out of memory.
         """
         self._entered_run()
-        if (interception := intercept.active()) is not None:
-            interception.before_step(self.config, checks.manual_loss, run=self.run)
+        if self._interception is not None:
+            self._interception.before_step(self.config, checks.manual_loss, run=self.run)
         return self._loop.manual(batch)
 
     def log_loss(self, loss: Tensor) -> None:

@@ -298,7 +298,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
         *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
-        DeviceCache(),
+        *([DeviceCache()] if run.plan.empty_cache == "as needed" else []),
         CoreContention(),
         KeepAwake(),
         run.stop_signals,

@@ -4,7 +4,6 @@ The number of threads stays as planned, because the last bits of sums depend on 
 """
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from whet.training.callback import Action, Callback, State
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-READ_EVERY_SECONDS = 1.0
 MAX_WAITING_SHARE = 0.1
 """The share of its time in which the training thread may be ready without a core.
 
@@ -36,18 +34,19 @@ class CoreContention(Callback):
     Threads that spin briefly (`env.set_brief_spin`) are watched too: beside many other programs even that is too long.
     """
 
+    every_seconds = 1.0
+
     def __init__(
         self,
         *,
         start_idle: Callable[[], IdleThreads | None] = start_idle_threads,
         read_times: Callable[[int], ThreadTimes | None] = thread_times,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start_idle, self._read_times, self._clock = start_idle, read_times, clock
+        self._start_idle, self._read_times = start_idle, read_times
+        self._is_watching = False
         self._idle: IdleThreads | None = None
         self._last: ThreadTimes | None = None
         """The times at the last reading while threads spin."""
-        self._read_at = float("inf")
         self._sleep_seconds = MIN_SLEEPING_SECONDS
         self._spin_at = 0.0
         """The times of the thread, added up, at which threads spin again. They leave out pauses of the training."""
@@ -56,16 +55,14 @@ class CoreContention(Callback):
     def on_start(self, run: "RunContext") -> None:
         self._run = run
         if run.device.kind == "cpu" and run.plan.threads != 1 and env.wait_variable() is None:
-            self._read_at = self._clock()
+            self._is_watching = True
             run.exit_stack.callback(self._spin)
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        now = self._clock()
-        if now < self._read_at:
-            return Action.NONE
-        times = self._read_times(threading.get_native_id())
-        self._read_at = float("inf") if times is None else now + READ_EVERY_SECONDS
-        if times is not None:
+        times = self._read_times(threading.get_native_id()) if self._is_watching else None
+        if times is None:
+            self._is_watching = False
+        else:
             self._follow(state.step, times)
         return Action.NONE
 

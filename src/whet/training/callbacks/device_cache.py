@@ -26,7 +26,10 @@ MANY_SHAPES = 64
 
 
 class DeviceCache(Callback):
-    """Empties the cache of the device when its driver holds far more than the tensors need."""
+    """Empties the cache of the device when its driver holds far more than the tensors need.
+
+    It is used if the plan has empty_cache="as needed".
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +51,7 @@ class DeviceCache(Callback):
         elif self._last_step_at is not None:
             self._step_seconds = now - self._last_step_at
         self._last_step_at = now
-        if self._run.plan.empty_cache == "as needed" and state.step % CHECK_EVERY == 0:
+        if state.step % CHECK_EVERY == 0:
             self._check(state.step, now)
         return Action.NONE
 

@@ -16,11 +16,11 @@ from whet.training.callback import Action, Callback, State
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.thermal import ThermalPolicy
 
-FIRST_AFTER_SECONDS, INTERVAL_SECONDS = 1.0, 5.0
-
 
 class Health(Callback):
     """Logs `health` events; `memory_bytes` is the memory of the machine."""
+
+    every_seconds = 5.0
 
     def __init__(
         self,
@@ -36,16 +36,11 @@ class Health(Callback):
         self._memory_bytes = memory_bytes
         self._clock = clock
         self._usage = usage or ProcessUsage()
-        self._due_at = clock() + FIRST_AFTER_SECONDS
         self._last: tuple[float, int] | None = None
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        now = self._clock()
-        if now < self._due_at:
-            return Action.NONE
-        self._due_at = now + INTERVAL_SECONDS
         # Count training time only: an evaluation or a save must not look like slow training.
-        worked = now - self._log.aside_seconds
+        worked = self._clock() - self._log.aside_seconds
         speed: dict[str, float] = {}
         if self._last is not None and worked > self._last[0] and state.samples >= self._last[1]:
             speed["samples_per_second"] = (state.samples - self._last[1]) / (worked - self._last[0])

@@ -180,6 +180,8 @@ class _Debounced(Generic[T]):
 class ThermalPolicy(Callback):
     """Watches sensors and step times, and acts between steps according to `on_heat`: warn, pace or pause."""
 
+    every_seconds = 0.1
+
     def __init__(
         self,
         plan: Plan,
@@ -222,19 +224,17 @@ class ThermalPolicy(Callback):
         run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        """Act on new readings. Without new readings, this costs one comparison."""
-        if not self._has_new_readings:
-            return Action.NONE
-        self._has_new_readings = False
-        return self._act(state.step)
-
-    def before_step(self, state: State) -> None:
-        """Rest if needed. A pause begins here because the loop has written the requested checkpoint by now."""
+        """Rest if needed, and act on new readings."""
         if self._is_pause_due:
+            # Due since an earlier call, which has requested a checkpoint. The loop has written it by now.
             self._is_pause_due = False
             self._pause(state.step)
         elif self._rest_share.value > 0:
             self._rest_a_share()
+        if not self._has_new_readings:
+            return Action.NONE
+        self._has_new_readings = False
+        return self._act(state.step)
 
     # --- readings ----------------------------------------------------------------------------------------------------
 
