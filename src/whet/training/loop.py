@@ -216,7 +216,7 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
             session.step(loss, batch)
             if val is not None and session.due("evaluate"):
                 metrics |= run_evaluation(val)
-        if test is not None and session.is_finished and not session.has_logged("test_"):
+        if test is not None and session.is_finished and not session.run.has_logged("test_"):
             metrics |= run_evaluation(test, prefix="test_", use_best=True)
         # A run that was finished before has evaluated in an earlier session.
         return metrics or session.run.last_metrics()

@@ -285,7 +285,7 @@ class Session:
         if self._phase == "entered":
             self._loop.finish_batch()
         state, every = self.state, self.training.eval_every
-        if state.step in (0, state.evaluated_step) or (self.is_finished and self.has_logged("")):
+        if state.step in (0, state.evaluated_step) or (self.is_finished and self.run.has_logged("")):
             return False
         is_time = state.position.samples == 0 if every == "auto" else state.step % every == 0
         return is_time or self.is_finished
@@ -366,10 +366,6 @@ class Session:
     def is_finished(self) -> bool:
         """Whether all steps are done, or early stopping ended the run."""
         return self.state.is_finished
-
-    def has_logged(self, prefix: str) -> bool:
-        """Return whether the run folder holds a metric with this prefix for the newest step."""
-        return self.run.has_logged(prefix)
 
     @property
     def exit_code(self) -> int:
