@@ -44,11 +44,10 @@ found = [len(curves), sum(len(curve.points) for curve in curves.values()), histo
 REPORT = "from whet.report.run_report import summarize; found = summarize(Path(sys.argv[1])).step"
 REBUILD = """
 from whet.run.event_index import scan_blocks
-path, calls = Path(sys.argv[1]) / "events.jsonl", []
+path = Path(sys.argv[1]) / "events.jsonl"
 with path.open("rb") as file:
     size = path.stat().st_size
-    blocks = list(scan_blocks(file, start=0, size=size, progress=lambda done, total: calls.append(done)))
-found = [len(blocks), len(calls)]
+    found = len(list(scan_blocks(file, start=0, size=size)))
 """
 LIVE = """
 from whet.run.follow import LiveHistory
@@ -65,7 +64,7 @@ with EventLog(Path(sys.argv[1])) as log:
         began = time.perf_counter()
         news = history.refresh()
         refreshing.append(time.perf_counter() - began)
-        assert news.num_steps == 100, news
+        assert news == "grown", news
         began = time.perf_counter()
         downsample_curves(history, points=400, is_growing=True)
         drawing.append(time.perf_counter() - began)

@@ -1,23 +1,14 @@
 """The list of runs behind the live page: what is read again, and how slow or damaged runs are handled."""
 
-import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from web_client import PATIENCE_SECONDS, until
-from whet.report.watch import run_cache, status_reader
 from whet.report.watch.listing import RunListing
-from whet.report.watch.run_cache import RunCache
-from whet.report.watch.status_reader import run_id
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, installed_versions
-from whet.run.follow import LiveHistory
-from whet.web.access import HttpError
 
 
 def make(root: Path, name: str, **parts: dict) -> Run:
@@ -69,62 +60,6 @@ def test_a_list_reads_only_changed_runs(tmp_path: Path, monkeypatch: pytest.Monk
     (line,) = listing.scan().changed
     assert (line.path.name, line.step, line.loss, line.updated) == ("run-7", 3, 0.5, 2e9)
     assert {Path(path).parent.name for path in opened if str(tmp_path) in path} == {"run-7"}
-
-
-def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(tmp_path, "long")
-    with EventLog(run) as log:
-        log.append("start", step=0, total_steps=200_000, goal="accuracy")
-    with (run.path / "events.jsonl").open("ab") as file:
-        for step in range(1, 200_001):
-            file.write(b'{"kind":"step","time":%d,"step":%d,"loss":0.25,"note":"%060d"}\n' % (10**9 + step, step, step))
-        file.write(b'{"kind":"eval","time":2e9,"step":200000,"accuracy":0.75}\n')
-    (run.path / "events.index").unlink()
-    read: list[int] = []
-    real = status_reader.History
-    monkeypatch.setattr(
-        status_reader, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1]
-    )
-    listing = RunListing(tmp_path)
-    (result,) = listing.scan(seconds=60).changed
-    assert (result.step, result.total_steps, result.loss, result.goal_value) == (200_000, 200_000, 0.25, 0.75)
-    assert (result.state, result.updated) == ("stopped", 2e9)
-    monkeypatch.setattr(status_reader, "_MAX_SCAN_BYTES", 10**9)
-    (again,) = RunListing(tmp_path).scan(seconds=60).changed
-    assert len(again.sparkline) == 32
-    assert again.model_copy(update={"sparkline": ()}) == result
-    with (run.path / "events.jsonl").open("ab") as file:
-        file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
-    assert listing.scan(seconds=60).changed[0].state == "done"
-    assert len(read) == 2
-
-
-def test_a_run_that_is_slow_to_open_reports_its_progress_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(make(tmp_path, "large"), steps=2)
-    may_go_on = threading.Event()
-
-    class Slow(LiveHistory):
-        def __init__(self, run: Path, *, progress: Callable[[int, int], None]) -> None:
-            progress(37, 100)
-            assert may_go_on.wait(PATIENCE_SECONDS)
-            super().__init__(run)
-
-    monkeypatch.setattr(run_cache, "LiveHistory", Slow)
-    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 0.2)
-    cache, ident = RunCache(RunListing(tmp_path)), run_id("large")
-    with pytest.raises(HttpError, match="37 %") as refused:
-        cache.render(ident)
-    assert refused.value.status == 202
-    may_go_on.set()
-
-    def is_open() -> bool:
-        with contextlib.suppress(HttpError):
-            return cache.render(ident).report.step == 2
-        return False
-
-    assert until(is_open)
 
 
 def test_folders_with_runs_are_announced_once(tmp_path: Path) -> None:

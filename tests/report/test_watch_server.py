@@ -64,7 +64,7 @@ ROUTES = (
     "/api/compare",
     "/api/stream",
 )
-DOCUMENTED = {200, 202, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 503}
+DOCUMENTED = {200, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 503}
 
 
 def make(root: Path, name: str, **parts: dict) -> Run:

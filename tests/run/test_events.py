@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -361,8 +360,8 @@ def test_no_damage_to_the_index_changes_the_events(data: st.DataObject) -> None:
 
 def test_every_bit_of_an_index_entry_is_checksummed() -> None:
     block_builder = BlockBuilder(0)
-    block_builder.add("step", 1.5, 3, {"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
-    block_builder.add("health", 1.5, 3, {"memory": {"process": 7}}, start=70, length=7)
+    block_builder.add("step", 1.5, 3, {"loss": 0.123, "seconds": {"data": 1.0}})
+    block_builder.add("health", 1.5, 3, {"memory": {"process": 7}})
     entry = encode_entry(block_builder.build(77))
     assert decode_entry(entry) == block_builder.build(77)
     changed = [entry[:i] + bytes([entry[i] ^ 1 << bit]) + entry[i + 1 :] for i in range(len(entry)) for bit in range(8)]
@@ -405,7 +404,7 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("whet.run.events.read_block", counting)
     assert [e.step for e in read_events(tmp_path, kinds={"eval"})] == [1000]
-    assert len(read) == 0
+    assert len(read) == 1
     assert next(e.step for e in read_events(tmp_path, from_step=29 * BLOCK_EVENTS + 200)) == 29 * BLOCK_EVENTS + 200
     assert len(read) <= 3
     read.clear()
@@ -427,7 +426,7 @@ def test_a_million_steps_are_downsampled_from_the_index_with_every_spike(tmp_pat
                     loss = 99.0 if step == spike else 1.0
                     line = b'{"kind":"step","time":%g,"step":%d,"loss":%g}\n' % (step / 10, step, loss)
                     fields = {"loss": loss, "samples": 32 * step}
-                    block_builder.add("step", step / 10, step, fields, start=events.tell(), length=len(line))
+                    block_builder.add("step", step / 10, step, fields)
                     events.write(line)
             index.write(encode_entry(block_builder.build(events.tell())))
     began = time.thread_time()
@@ -465,7 +464,7 @@ def test_numbers_of_other_libraries_reach_the_index(tmp_path: Path) -> None:
 def test_index_entries_survive_extreme_numbers() -> None:
     block_builder = BlockBuilder(0)
     for value in (1e308, 1e308, math.nan, -math.inf, 10**400):
-        block_builder.add("step", 1.0, 1, {"loss": value}, start=0, length=50)
+        block_builder.add("step", 1.0, 1, {"loss": value})
     block = block_builder.build(100)
     assert decode_entry(encode_entry(block)) == block
     assert block.stat("loss") == FieldStats(2, 1e308, 1e308, sys.float_info.max, 3)
@@ -486,36 +485,3 @@ def test_unknown_kinds_of_events_are_kept(tmp_path: Path) -> None:
 def test_a_missing_log_has_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path)) == []
     assert downsample_curve(tmp_path, field="loss", points=5).points == ()
-
-
-def test_a_reader_caches_the_index_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("whet.run.event_index.LONG_BYTES", 100_000)
-    run = tmp_path / "run"
-    run.mkdir()
-    write_steps(run, first=1, last=20 * BLOCK_EVENTS)
-    expected = History(run).layout.blocks
-    assert not (tmp_path / "home").exists(), "a run with an index needs no other"
-    (run / INDEX_FILE).write_bytes(b"whet events index 1\n")
-    logged: list[tuple[int, int]] = []
-    assert History(run, progress=lambda done, total: logged.append((done, total))).layout.blocks == expected
-    size = (run / EVENTS_FILE).stat().st_size
-    assert logged[-1] == (size, size)
-    (kept,) = (tmp_path / "home" / "indexes").iterdir()
-
-    again = History(run)
-    assert again.layout.blocks == expected
-    assert again.layout.read_bytes < 20_000, "only what the kept index does not know"
-    assert again.layout.index_bytes == again.layout.num_indexed == 0, "the run's own index stays what it is"
-    write_steps(run, first=20 * BLOCK_EVENTS + 1, last=20 * BLOCK_EVENTS + 2)
-    assert layout(run).num_indexed == len(layout(run).blocks), "the writer has made it whole"
-
-    (run / INDEX_FILE).unlink()
-    lines = (run / EVENTS_FILE).read_bytes().splitlines(keepends=True)
-    (run / EVENTS_FILE).write_bytes(b"".join(lines[1000:]))
-    assert [e.step for e in History(run)] == list(range(1001, 20 * BLOCK_EVENTS + 3)), "of another file: not believed"
-    kept.write_bytes(kept.read_bytes()[:-50] + b"x" * 50)
-    assert len(list(History(run))) == 20 * BLOCK_EVENTS + 2 - 1000
-    shutil.rmtree(tmp_path / "home")
-    (tmp_path / "home").write_text("in the way: nothing can be kept")
-    assert len(list(History(run))) == 20 * BLOCK_EVENTS + 2 - 1000

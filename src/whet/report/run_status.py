@@ -159,16 +159,12 @@ def run_state(run: Run | Path, *, history: History) -> RunState:
     """Return the state of a run: running, or how it ended."""
     if lock.is_locked(run_folder(run)):
         return "running"
-    return ended_state(history.last(*SESSION_START_KINDS, "end"), has_steps=history.last("step") is not None)
-
-
-def ended_state(last_turn: Event | None, *, has_steps: bool) -> RunState:
-    """Return the state of a run without a process, from its newest start, resume or end event."""
-    if last_turn is None:
-        return "stopped" if has_steps else "never started"
-    if last_turn.kind != "end":
+    last = history.last(*SESSION_START_KINDS, "end")
+    if last is None:
+        return "stopped" if history.last("step") is not None else "never started"
+    if last.kind != "end":
         return "stopped"  # The process died without writing an end.
-    state = last_turn.get("state")
+    state = last.get("state")
     return state if state in ("done", "stopped", "failed") else "done"
 
 

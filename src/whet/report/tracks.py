@@ -12,7 +12,6 @@ from whet.base.model import FrozenModel
 from whet.config.goal import GoalMode, metric_mode
 from whet.run.curve import Curve, CurvePoint, downsample_curves
 from whet.run.event import as_number
-from whet.run.event_block import StatCounter
 from whet.run.events import History
 
 # Maximum curves per track. The limit is needed because an evaluation may return any number of metrics.
@@ -106,12 +105,12 @@ def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[
 
 def phase_times(history: History) -> tuple[PhaseTime, ...]:
     """Return the time and share of each phase. Known phases come first, in the order of a step."""
-    counters: dict[str, StatCounter] = {}
+    seconds: dict[str, float] = {}
     for block in history.step_blocks():
         for field in block.fields:
             if field.startswith("step/seconds/") and (stats := block.stat(field.removeprefix("step/"))) is not None:
-                counters.setdefault(field.removeprefix("step/seconds/"), StatCounter()).merge(stats)
-    seconds = {name: counter.stat().total for name, counter in counters.items()}
+                name = field.removeprefix("step/seconds/")
+                seconds[name] = seconds.get(name, 0.0) + stats.total
     for event in history.events(kinds=("end",)):  # Add the time after the last step.
         spent = event.get("seconds")
         for name, value in spent.items() if isinstance(spent, Mapping) else ():

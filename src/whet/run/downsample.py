@@ -8,13 +8,13 @@ Rows of neighboring steps are merged into the points of a curve.
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whet.run.curve import Curve, CurvePoint
-from whet.run.event import SESSION_START_KINDS, Event, as_number
+from whet.run.event import SESSION_START_KINDS, Event, as_number, flatten_fields
 from whet.run.event_block import BLOCK_EVENTS, STATS_PER_FIELD, EventBlock
 from whet.run.events import History
 
@@ -25,63 +25,27 @@ Integers = NDArray[np.int64]
 _MAX_STEP = 2**62
 
 
-class ColumnTable(Protocol):
-    """A table whose rows are in the order in which they were written."""
-
-    @property
-    def steps(self) -> Integers: ...
-    @property
-    def times(self) -> Floats: ...
-    @property
-    def samples(self) -> Floats:
-        """Samples so far, or NaN for rows without this number."""
-
-    @property
-    def last_step(self) -> int: ...
-    @property
-    def fields(self) -> Collection[str]: ...
-    def numbers(self, field: str) -> Floats:
-        """Return the five statistics of each row as columns."""
-
-
 class EventTable:
-    """A table with one row per event of one kind. Rows can be added."""
+    """A table with one row per event of one kind, in the order of writing. Rows can be added."""
 
     def __init__(self) -> None:
         # Arrays take 8 bytes per number, a list of Python floats about 32.
         self._steps, self._times = array("q"), array("d")
-        self._values: dict[str, array[float]] = {}
-        self._is_there: dict[str, bytearray] = {}
+        # By field: the rows that have it, and their numbers.
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, event: Event) -> None:
         """Append an event."""
-        row = len(self._steps)
+        for name, value in flatten_fields(event.fields):
+            number = as_number(value)
+            if number is not None:
+                if name not in self._columns:
+                    self._columns[name] = array("q"), array("d")
+                rows, numbers = self._columns[name]
+                rows.append(len(self._steps))
+                numbers.append(number)
         self._steps.append(max(-_MAX_STEP, min(_MAX_STEP, event.step)))
         self._times.append(event.time)
-        for name, value in event.fields.items():
-            if type(value) is float:
-                self._put(row, name, value)
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    self._put(row, f"{name}/{key}", as_number(item))
-            else:
-                self._put(row, name, as_number(value))
-
-    def _put(self, row: int, name: str, value: float | None) -> None:
-        if value is None:
-            return
-        values = self._values.get(name)
-        if values is None:
-            values = self._values[name] = array("d")
-            self._is_there[name] = bytearray()
-        there = self._is_there[name]
-        if len(values) <= row:
-            # Fill the rows in which the field was missing; `_is_there` marks them.
-            missing = row - len(values)
-            values.extend([0.0] * missing)
-            there.extend(bytes(missing))
-            values.append(value)
-            there.append(1)
 
     @property
     def steps(self) -> Integers:
@@ -93,6 +57,7 @@ class EventTable:
 
     @property
     def samples(self) -> Floats:
+        """Samples so far, or NaN for rows without this number."""
         stats = self.numbers("samples")
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
@@ -102,26 +67,24 @@ class EventTable:
 
     @property
     def fields(self) -> Collection[str]:
-        return self._values.keys()
+        return self._columns.keys()
 
     def numbers(self, field: str) -> Floats:
-        rows = np.zeros((len(self._steps), STATS_PER_FIELD))
-        if field in self._values:
-            values = np.array(self._values[field], dtype=np.float64)
-            is_there = np.array(self._is_there[field], dtype=bool)
-            is_finite = np.isfinite(values) & is_there
-            known = rows[: len(values)]
-            known[:, 0] = is_finite
-            known[:, 1:4] = np.where(is_finite, values, 0.0)[:, None]
-            known[:, 4] = is_there & ~is_finite
-        return rows
+        """Return the five statistics of each row as columns."""
+        stats = np.zeros((len(self._steps), STATS_PER_FIELD))
+        if field in self._columns:
+            rows, values = (np.array(column) for column in self._columns[field])
+            is_finite = np.isfinite(values)
+            stats[rows, 0] = is_finite
+            stats[rows, 1:4] = np.where(is_finite, values, 0.0)[:, None]
+            stats[rows, 4] = ~is_finite
+        return stats
 
 
 class BlockTable:
-    """A table with one row per block that contains events of one kind."""
+    """A table with one row per block. All blocks contain events of one kind."""
 
     def __init__(self, blocks: Sequence[EventBlock], *, kind: str) -> None:
-        blocks = [block for block in blocks if kind in block.kinds]
         self._kind = kind
         self.steps = np.array([max(-_MAX_STEP, min(_MAX_STEP, block.least_step)) for block in blocks], dtype=np.int64)
         self.times = np.array([block.first_time for block in blocks], dtype=np.float64)
@@ -160,30 +123,8 @@ class BlockTable:
         return gathered
 
 
-class JoinedTable:
-    """The concatenated rows of two tables. For a growing run, the first table is kept and the second is rebuilt."""
-
-    def __init__(self, first: ColumnTable, second: ColumnTable) -> None:
-        self._parts = first, second
-        self.steps = np.concatenate([part.steps for part in self._parts])
-        self.times = np.concatenate([part.times for part in self._parts])
-        self.last_step = max((part.last_step for part in self._parts if len(part.steps)), default=0)
-
-    @property
-    def samples(self) -> Floats:
-        return np.concatenate([part.samples for part in self._parts])
-
-    @property
-    def fields(self) -> Collection[str]:
-        return dict.fromkeys(name for part in self._parts for name in part.fields)
-
-    def numbers(self, field: str) -> Floats:
-        return np.concatenate([part.numbers(field) for part in self._parts])
-
-
 T = TypeVar("T")
-# The second part of a JoinedTable is rebuilt at every refresh. Beyond this size, merge it into the first part.
-_MAX_FRESH_BLOCKS = 256
+ColumnTable = EventTable | BlockTable
 # A larger number of samples comes from a damaged file, and is not exact as a float.
 _MAX_SAMPLES = 2**53
 # If there are more non-step events than this, and enough blocks, use one row per block instead of reading events.
@@ -313,22 +254,9 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
         # The run has become long, so free the table by event.
         history.curve_cache.pop((kind, "events"), None)
     if key not in history.curve_cache:
-        history.curve_cache[key] = (
-            _block_table(history, blocks, kind=kind) if is_long else _event_table(history, kind=kind)
-        )
+        history.curve_cache[key] = BlockTable(blocks, kind=kind) if is_long else _event_table(history, kind=kind)
     table: ColumnTable = history.curve_cache[key]
     return table
-
-
-def _block_table(history: History, blocks: list[EventBlock], *, kind: str) -> ColumnTable:
-    """Return a table by block. The part for older blocks, which do not change, is cached."""
-    size, base = history.curve_cache.get((kind, "base"), (0, None))
-    if base is None or len(blocks) - size > _MAX_FRESH_BLOCKS:
-        # Leave out the last block, because it may still grow.
-        size = len(blocks) - 1
-        base = BlockTable(blocks[:size], kind=kind)
-        history.curve_cache[kind, "base"] = size, base
-    return JoinedTable(base, BlockTable(blocks[size:], kind=kind))
 
 
 def _event_table(history: History, *, kind: str) -> EventTable:

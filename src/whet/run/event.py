@@ -48,7 +48,7 @@ Any event but a step or health may carry `exact: false` and a `reason`: from tha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -86,6 +86,20 @@ class Event:
     def number(self, name: str) -> float | None:
         """Return the value of a field if it is a number, or None."""
         return as_number(self.fields.get(name))
+
+
+def flatten_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values. An entry of a map has a name such as "seconds/data".
+
+    >>> dict(flatten_fields({"loss": 0.5, "seconds": {"data": 0.25}}))
+    {'loss': 0.5, 'seconds/data': 0.25}
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield f"{name}/{key}", item
+        else:
+            yield name, value
 
 
 def as_number(value: object) -> float | None:

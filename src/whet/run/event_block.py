@@ -4,12 +4,12 @@ import math
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from whet.run.event import as_number
+from whet.run.event import as_number, flatten_fields
 
 # A trade-off: larger blocks make the index smaller, but curves coarser and lookups slower.
 BLOCK_EVENTS = 256
@@ -19,8 +19,7 @@ SUMMARIZED_KINDS = ("step", "health", "eval")
 STATS_PER_FIELD = 5
 
 
-@dataclass(frozen=True, slots=True)
-class FieldStats:
+class FieldStats(NamedTuple):
     """Statistics of the finite values of one field, and the number of non-finite values. All are 0 without values."""
 
     count: int
@@ -28,41 +27,6 @@ class FieldStats:
     greatest: float
     total: float
     nonfinite: int
-
-
-class StatCounter:
-    """Accumulates statistics of values, or of other statistics."""
-
-    __slots__ = ("_count", "_greatest", "_least", "_nonfinite", "_total")
-
-    def __init__(self) -> None:
-        self._count = self._nonfinite = 0
-        self._least, self._greatest, self._total = math.inf, -math.inf, 0.0
-
-    def add(self, value: float) -> None:
-        """Add a value."""
-        if not math.isfinite(value):
-            self._nonfinite += 1
-            return
-        self._count += 1
-        self._total += value
-        self._least = min(self._least, value)
-        self._greatest = max(self._greatest, value)
-
-    def merge(self, stat: FieldStats) -> None:
-        """Add all values that `stat` summarizes."""
-        self._nonfinite += stat.nonfinite
-        if stat.count:
-            self._count += stat.count
-            self._total += stat.total
-            self._least = min(self._least, stat.least)
-            self._greatest = max(self._greatest, stat.greatest)
-
-    def stat(self) -> FieldStats:
-        """Return the statistics so far."""
-        if not self._count:
-            return FieldStats(0, 0.0, 0.0, 0.0, self._nonfinite)
-        return FieldStats(self._count, self._least, self._greatest, _bounded(self._total), self._nonfinite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +48,6 @@ class EventBlock:
     """Step of the `resume` event at the beginning of the block, or None."""
     kinds: Mapping[str, int]
     """Number of events by kind."""
-    places: tuple[tuple[str, int, int], ...]
-    """Kind, offset from `start` and length of each event other than steps."""
     fields: tuple[str, ...]
     """Names of numeric fields, such as "step/loss", or "step/seconds/data" for an entry of a map."""
     numbers: bytes
@@ -114,17 +76,13 @@ class BlockBuilder:
         self.count = 0
         self.damaged = 0
         self._kinds: dict[str, int] = {}
-        self._places: list[tuple[str, int, int]] = []
         self._columns: dict[str, defaultdict[str, list[Any]]] = {kind: defaultdict(list) for kind in SUMMARIZED_KINDS}
-        self._inner: dict[str, defaultdict[str, defaultdict[str, list[Any]]]] = {
-            kind: defaultdict(lambda: defaultdict(list)) for kind in SUMMARIZED_KINDS
-        }
         self._resumed_from: int | None = None
         self._first_time = self._last_time = 0.0
         self._first_step = self._least_step = self._greatest_step = 0
 
-    def add(self, kind: str, time: float, step: int, fields: Mapping[str, Any], *, start: int, length: int) -> None:
-        """Add the event at the bytes [start, start + length) of the file."""
+    def add(self, kind: str, time: float, step: int, fields: Mapping[str, Any]) -> None:
+        """Add an event."""
         if self.count == 0:
             self._first_time = time
             self._first_step = self._least_step = self._greatest_step = step
@@ -136,17 +94,10 @@ class BlockBuilder:
         self.count += 1
         self._last_time = time
         self._kinds[kind] = self._kinds.get(kind, 0) + 1
-        if kind != "step":
-            self._places.append((kind, start - self.start, length))
         columns = self._columns.get(kind)
         if columns is not None:
-            for name, value in fields.items():
-                if type(value) is dict:
-                    inner = self._inner[kind][name]
-                    for key, item in value.items():
-                        inner[key].append(item)
-                else:
-                    columns[name].append(value)
+            for name, value in flatten_fields(fields):
+                columns[name].append(value)
 
     @property
     def is_full(self) -> bool:
@@ -155,7 +106,12 @@ class BlockBuilder:
 
     def build(self, end: int) -> EventBlock:
         """Return the block that ends at byte `end`."""
-        counted = [(field, stats) for field, values in self._all_columns() if (stats := _stats_of(values)) is not None]
+        counted = [
+            (f"{kind}/{name}", stats)
+            for kind, columns in self._columns.items()
+            for name, values in columns.items()
+            if (stats := _stats_of(values)) is not None
+        ]
         return EventBlock(
             start=self.start,
             end=end,
@@ -167,21 +123,9 @@ class BlockBuilder:
             damaged=self.damaged,
             resumed_from=self._resumed_from,
             kinds=dict(self._kinds),
-            places=tuple(self._places),
             fields=intern_fields(tuple(field for field, _ in counted)),
             numbers=b"".join(_STATS_STRUCT.pack(*stats) for _, stats in counted),
         )
-
-    def _all_columns(self) -> Iterator[tuple[str, list[Any]]]:
-        for kind in SUMMARIZED_KINDS:
-            outer, inner = self._columns[kind], self._inner[kind]
-            named = {f"{kind}/{name}": values for name, values in outer.items()}
-            for name, columns in inner.items():
-                for key, values in columns.items():
-                    # A field name with a slash may be equal to the path of a map entry.
-                    field = f"{kind}/{name}/{key}"
-                    named[field] = named.get(field, []) + values
-            yield from named.items()
 
 
 @lru_cache(maxsize=4096)
@@ -191,16 +135,12 @@ def intern_fields(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _STATS_STRUCT = struct.Struct(f"<{STATS_PER_FIELD}d")
-_Stats = tuple[float, float, float, float, float]
 
 
-def _stats_of(values: list[Any]) -> _Stats | None:
+def _stats_of(values: list[Any]) -> tuple[float, float, float, float, float] | None:
     """Return count, minimum, maximum, sum and number of non-finite values, or None if there are no numbers."""
-    types = set(map(type, values))
-    if types != _FLOATS:
-        # Larger integers could overflow when they are converted to float.
-        is_whole = types == _WHOLE and max(values) < _LARGE and min(values) > -_LARGE
-        values = [*map(float, values)] if is_whole else [*filter(_is_known, map(as_number, values))]
+    if set(map(type, values)) != {float}:
+        values = [number for value in values if (number := as_number(value)) is not None]
         if not values:
             return None
     try:
@@ -213,17 +153,5 @@ def _stats_of(values: list[Any]) -> _Stats | None:
     if not finite:
         return 0, 0.0, 0.0, 0.0, len(values)
     # The sum of finite numbers may be infinite.
-    total = _bounded(sum(finite))
+    total = max(-sys.float_info.max, min(sys.float_info.max, sum(finite)))
     return len(finite), min(finite), max(finite), total, len(values) - len(finite)
-
-
-_FLOATS, _WHOLE = {float}, {int}
-_LARGE = 2**1000
-
-
-def _is_known(value: float | None) -> bool:
-    return value is not None
-
-
-def _bounded(total: float) -> float:
-    return max(-sys.float_info.max, min(sys.float_info.max, total))

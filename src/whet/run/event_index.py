@@ -1,24 +1,18 @@
 """The index of events.jsonl: positions of events, and statistics of their numbers.
 
 The file is divided into blocks of up to 256 events. For each block `events.index` has one line with its position, its
-kinds and steps, the positions of its events other than steps, and count, minimum, maximum and sum of each number in
-its step, health and eval events. A reader can find a few incidents among a million steps, or draw the curve with
-every spike, without reading all steps.
+kinds and steps, and count, minimum, maximum and sum of each number in its step, health and eval events. A reader can
+find a few incidents among a million steps, or draw the curve with every spike, without reading all steps.
 
 The index is only a cache. A line is valid if its checksum is correct, it continues the previous line, and it lies
 inside the file. From the first invalid line on, and after the last line, the events are read instead. A block never
-spans the start of a session, so a `resume` is always the first event of its block.
-
-A reader must not write into a run folder. If it had to read a long log without an index, it caches the blocks under
-WHET_HOME. This cache is validated like the index.
+spans the start of a session, so a `resume` is always the first event of its block. Only the process that trains writes
+the index: a reader must not write into a run folder.
 """
 
 import binascii
-import contextlib
-import hashlib
-import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -26,29 +20,22 @@ from typing import BinaryIO
 
 from pydantic_core import from_json
 
-from whet.base.env import home
 from whet.base.errors import WhetError
-from whet.run import durable, strict_json
+from whet.run import strict_json
 from whet.run.disk import open_regular_file
 from whet.run.event import SESSION_START_KINDS, Event, parse_event, parse_event_fields
 from whet.run.event_block import STATS_PER_FIELD, BlockBuilder, EventBlock, intern_fields
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
 # An index with another header is ignored.
-INDEX_HEADER = b"whet events index 2\n"
-# Reading fewer bytes of events takes less than a second, so they need no index.
-LONG_BYTES = 32 * 1024**2
-# Callback that gets the number of bytes read and the total.
-ScanProgress = Callable[[int, int], None]
+INDEX_HEADER = b"whet events index 3\n"
 
 # Number of blocks that are compared with the events before an index is trusted.
 _SPOT_CHECKS = 16
 # A longer line means damage. The limit bounds the memory for reading an untrusted file.
 _MAX_LINE_BYTES = 16 * 1024**2
-_PROGRESS_BYTES = 4 * 1024**2
-# Size of all cached indexes together. The oldest are removed first.
-_MAX_CACHE_BYTES = 256 * 1024**2
-_CACHE_NAME = re.compile(r"[0-9a-f]{64}\.index")
+# A step is written like this. Any other spelling of it is parsed, too.
+_STEP_START = b'{"kind":"step",'
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +50,22 @@ class LogLayout:
     """Valid bytes of the index file. The rest should be truncated."""
     num_indexed: int
     """Number of blocks that came from the index."""
-    read_bytes: int = 0
-    """Bytes of events that were read because the index did not cover them."""
 
 
-def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
+def read_log_layout(folder: Path) -> LogLayout:
     """Return the blocks of the events in a run folder, from the valid part of the index and from the events."""
-    events = folder / EVENTS_FILE
     try:
-        file = open_regular_file(events)
+        file = open_regular_file(folder / EVENTS_FILE)
     except FileNotFoundError:
         return LogLayout(blocks=(), end=0, torn_bytes=0, index_bytes=0, num_indexed=0)
     with file:
         size = file.seek(0, 2)
         blocks, index_bytes = read_trusted_entries(folder / INDEX_FILE, file=file, size=size)
-        num_indexed, known = len(blocks), blocks[-1].end if blocks else 0
-        if size - known >= LONG_BYTES and (path := cached_index_path(events)) is not None:
-            cached, _ = read_trusted_entries(path, file=file, size=size)
-            if cached and cached[-1].end > known:
-                blocks, index_bytes, num_indexed, known = cached, 0, 0, cached[-1].end
-        blocks += scan_blocks(file, start=known, size=size, progress=progress)
+        num_indexed = len(blocks)
+        blocks += scan_blocks(file, start=blocks[-1].end if blocks else 0, size=size)
     end = blocks[-1].end if blocks else 0
-    # Only a long scan is worth caching.
-    if end - known >= LONG_BYTES:
-        _cache_index(events, blocks[:-1])  # The last block may still grow.
     return LogLayout(
-        blocks=tuple(blocks),
-        end=end,
-        torn_bytes=size - end,
-        index_bytes=index_bytes,
-        num_indexed=num_indexed,
-        read_bytes=end - known,
+        blocks=tuple(blocks), end=end, torn_bytes=size - end, index_bytes=index_bytes, num_indexed=num_indexed
     )
 
 
@@ -107,7 +79,6 @@ def encode_entry(block: EventBlock) -> bytes:
             "damaged": block.damaged,
             "resumed_from": block.resumed_from,
             "kinds": block.kinds,
-            "places": block.places,
             "fields": block.fields,
             # Use base64, because parsing decimal numbers would dominate the time to open a long run.
             "numbers": binascii.b2a_base64(block.numbers, newline=False).decode(),
@@ -126,9 +97,7 @@ def decode_entry(line: bytes) -> EventBlock | None:
         (start, end), (first_time, last_time) = entry["bytes"], entry["times"]
         first_step, least_step, greatest_step = entry["steps"]
         fields, numbers = tuple(entry["fields"]), binascii.a2b_base64(entry["numbers"])
-        places = tuple([(str(kind), offset, length) for kind, offset, length in entry["places"]])
         integers = (start, end, first_step, least_step, greatest_step, entry["damaged"], *entry["kinds"].values())
-        integers += tuple([number for _, *span in places for number in span])
         if set(map(type, integers)) != {int} or type(entry["resumed_from"]) not in (int, NoneType):
             return None
         if not {type(first_time), type(last_time)} <= {int, float}:
@@ -146,7 +115,6 @@ def decode_entry(line: bytes) -> EventBlock | None:
             damaged=entry["damaged"],
             resumed_from=entry["resumed_from"],
             kinds=entry["kinds"],
-            places=places,
             fields=intern_fields(fields),
             numbers=numbers,
         )
@@ -154,32 +122,19 @@ def decode_entry(line: bytes) -> EventBlock | None:
         return None
 
 
-def read_block(file: BinaryIO, block: EventBlock, *, newest_first: bool = False) -> Iterator[Event]:
-    """Yield the events of a block, parsed on demand. Damaged lines are skipped."""
+def read_block(
+    file: BinaryIO, block: EventBlock, *, kinds: Collection[str] | None = None, newest_first: bool = False
+) -> Iterator[Event]:
+    """Yield the events of a block, or only those of some kinds. Damaged lines are skipped."""
     file.seek(block.start)
     lines = file.read(block.end - block.start).split(b"\n")
+    skips_steps = kinds is not None and "step" not in kinds
     for line in reversed(lines) if newest_first else lines:
-        event = parse_event(line) if line else None
-        if event is not None:
-            yield event
-
-
-def read_non_steps(
-    file: BinaryIO, block: EventBlock, *, kinds: Collection[str], newest_first: bool = False
-) -> Iterator[Event]:
-    """Yield the events of these kinds in a block, without parsing the steps between them. `kinds` excludes steps."""
-    wanted = [place for place in block.places if place[0] in kinds]
-    if not wanted:
-        return
-    first, end = wanted[0][1], wanted[-1][1] + wanted[-1][2]
-    file.seek(block.start + first)
-    data = file.read(end - first)
-    events = [parse_event(data[start - first : start - first + length]) for _, start, length in wanted]
-    if any(event is None or event.kind != kind for event, (kind, _, _) in zip(events, wanted, strict=True)):
-        # The file was modified, so read all lines that are still events.
-        events = [event for event in read_block(file, block) if event.kind in kinds]
-    for event in reversed(events) if newest_first else events:
-        if event is not None:
+        # Most lines are steps, and parsing them takes most of the time.
+        if not line or (skips_steps and line.startswith(_STEP_START)):
+            continue
+        event = parse_event(line)
+        if event is not None and (kinds is None or event.kind in kinds):
             yield event
 
 
@@ -207,10 +162,10 @@ def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[lis
     return [], 0
 
 
-def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress | None = None) -> Iterator[EventBlock]:
+def scan_blocks(file: BinaryIO, *, start: int, size: int) -> Iterator[EventBlock]:
     """Yield the blocks of the complete lines in the bytes [start, size) of an events file."""
     file.seek(start)
-    end = reported = start
+    end = start
     builder = BlockBuilder(start)
     while line := file.readline(_MAX_LINE_BYTES):
         if line[-1:] != b"\n":
@@ -225,46 +180,13 @@ def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress
         if builder.is_full or (parts is not None and parts[0] in SESSION_START_KINDS and end > builder.start):
             yield builder.build(end)
             builder = BlockBuilder(end)
-            if progress is not None and end - reported >= _PROGRESS_BYTES:
-                reported = end
-                progress(end, size)
         if parts is None:
             builder.damaged += 1
         else:
-            builder.add(*parts, start=end, length=len(line))
+            builder.add(*parts)
         end += len(line)
     if end > builder.start:
         yield builder.build(end)
-    if progress is not None and end > start:
-        progress(end, size)
-
-
-def cached_index_path(events: Path) -> Path | None:
-    """Return the path of the cached index of an events file, or None if the user has no home folder."""
-    with contextlib.suppress(OSError, RuntimeError):
-        return home() / "indexes" / f"{hashlib.sha256(str(events.resolve()).encode()).hexdigest()}.index"
-    return None
-
-
-def _cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
-    """Cache the blocks of an events file. Failures are ignored."""
-    path = cached_index_path(events)
-    if path is None:
-        return
-    with contextlib.suppress(OSError, WhetError):
-        durable.make_directory(path.parent)
-        durable.write_file(path, data=b"".join([INDEX_HEADER, *map(encode_entry, blocks)]))
-        _evict(path.parent, keep=path)
-
-
-def _evict(folder: Path, *, keep: Path) -> None:
-    """Remove the oldest cached indexes. Files with other names are kept."""
-    paths = [path for path in folder.iterdir() if _CACHE_NAME.fullmatch(path.name) and path != keep]
-    left = _MAX_CACHE_BYTES - keep.stat().st_size
-    for path in sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True):
-        left -= path.lstat().st_size
-        if left < 0:
-            path.unlink(missing_ok=True)
 
 
 def _matches_log(file: BinaryIO, block: EventBlock) -> bool:

@@ -11,7 +11,6 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,15 +20,7 @@ from whet.run import durable, strict_json
 from whet.run.disk import open_regular_file
 from whet.run.event import EVENT_KINDS, RESERVED_FIELDS, SESSION_START_KINDS, VOIDED_KINDS, Event
 from whet.run.event_block import BlockBuilder, EventBlock
-from whet.run.event_index import (
-    INDEX_HEADER,
-    LogLayout,
-    ScanProgress,
-    encode_entry,
-    read_block,
-    read_log_layout,
-    read_non_steps,
-)
+from whet.run.event_index import INDEX_HEADER, LogLayout, encode_entry, read_block, read_log_layout
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
 
 
@@ -146,9 +137,8 @@ class EventLog:
         # Start a new block with each session, so that a resume can void earlier blocks as a whole.
         if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
-        data = line + b"\n"
-        self._block.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
-        self._events.add(data)
+        self._block.add(kind, record["time"], record["step"], fields)
+        self._events.add(line + b"\n")
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
@@ -190,12 +180,12 @@ class EventLog:
 class History:
     """The events of a run up to the moment of opening, without events that a later `resume` made void.
 
-    If the index is missing or outdated, the events are read. `progress` gets the number of bytes read and the total.
+    If the index is missing or outdated, the events are read.
     """
 
-    def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
+    def __init__(self, run: Run | Path) -> None:
         self._path = run_folder(run) / EVENTS_FILE
-        self._set_layout(read_log_layout(run_folder(run), progress=progress))
+        self._set_layout(read_log_layout(run_folder(run)))
 
     def _set_layout(self, layout: LogLayout) -> None:
         self.layout = layout
@@ -262,13 +252,8 @@ class History:
         with open_regular_file(self._path) as file:
             for position in positions:
                 block, limit = self.layout.blocks[position], self._void_above[position]
-                if kinds is None or "step" in kinds:
-                    events = read_block(file, block, newest_first=newest_first)
-                else:
-                    events = read_non_steps(file, block, kinds=kinds, newest_first=newest_first)
-                for event in events:
-                    is_valid = event.step <= limit or event.kind not in VOIDED_KINDS
-                    if is_valid and (kinds is None or event.kind in kinds):
+                for event in read_block(file, block, kinds=kinds, newest_first=newest_first):
+                    if event.step <= limit or event.kind not in VOIDED_KINDS:
                         yield event
 
     def _trim(self, position: int) -> EventBlock:
@@ -279,8 +264,8 @@ class History:
         kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
         builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
-            builder.add(event.kind, event.time, event.step, event.fields, start=block.start, length=0)
-        return replace(builder.build(block.end), places=())
+            builder.add(event.kind, event.time, event.step, event.fields)
+        return builder.build(block.end)
 
 
 def read_events(

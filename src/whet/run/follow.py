@@ -3,8 +3,7 @@
     history = LiveHistory(run)
     downsample_curves(history, points=400, is_growing=True)
     ...
-    update = history.refresh()          # for example every second
-    if update:
+    if history.refresh() != "unchanged":  # for example every second
         downsample_curves(history, points=400, is_growing=True)
 
 A `LiveHistory` is a `History` as of the last `refresh`.
@@ -13,18 +12,18 @@ A `LiveHistory` is a `History` as of the last `refresh`.
 import os
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from whet.run.disk import open_regular_file
 from whet.run.event import Event, parse_event
-from whet.run.event_block import EventBlock
-from whet.run.event_index import LogLayout, ScanProgress, read_log_layout, read_non_steps, scan_blocks
+from whet.run.event_index import LogLayout, read_log_layout, scan_blocks
 from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, Run, run_folder
 from whet.run.lock import is_locked
+
+RefreshResult = Literal["unchanged", "grown", "replaced"]
 
 # Kind of an event that is not in the file: the training process died without writing an `end` event.
 PROCESS_DIED = "died"
@@ -34,38 +33,21 @@ _REINDEX_BYTES = 8 * 1024**2
 _FINGERPRINT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryUpdate:
-    """The result of a refresh. It is false if there is nothing new."""
-
-    events: tuple[Event, ...] = ()
-    """New events other than steps, in the order they were written."""
-    num_steps: int = 0
-    """Number of new step events."""
-    resumed_from: int | None = None
-    """Step that the run resumed from, or None. Later steps that were read before are void."""
-    is_replaced: bool = False
-    """Whether the file was replaced. All earlier events are void then, and `events` is empty."""
-
-    def __bool__(self) -> bool:
-        return self != HistoryUpdate()
-
-
 class LiveHistory(History):
     """The events of a run that may still grow. Not thread-safe."""
 
-    def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
+    def __init__(self, run: Run | Path) -> None:
         self._folder = run_folder(run)
         self._file_id: tuple[int, int] | None = None
         self._fingerprint = b""
-        self._open(progress=progress)
+        self._open()
 
-    def refresh(self) -> HistoryUpdate:
+    def refresh(self) -> RefreshResult:
         """Read new events. An incomplete last line is read by a later call."""
         try:
             file = open_regular_file(self._path)
         except (FileNotFoundError, NotADirectoryError):
-            return HistoryUpdate()  # Keep the events: the folder may be moving, or its disk may be asleep.
+            return "unchanged"  # Keep the events: the folder may be moving, or its disk may be asleep.
         with file:
             stat = os.fstat(file.fileno())
             # The file appeared after the first read, so it is not a replacement.
@@ -73,21 +55,20 @@ class LiveHistory(History):
                 self._file_id = (stat.st_dev, stat.st_ino)
             if (stat.st_dev, stat.st_ino) != self._file_id or not self._is_same(file, size=stat.st_size):
                 self._open()
-                return HistoryUpdate(is_replaced=True)
-            before = self.layout
-            if stat.st_size == before.end + before.torn_bytes:
-                return HistoryUpdate()
-            if stat.st_size - before.end > _REINDEX_BYTES:
+                return "replaced"
+            before = self.layout.end
+            if stat.st_size - before > _REINDEX_BYTES:
                 self._open()
-                return self._update(file, since=before.end, earlier=before.blocks, later=self.layout.blocks)
-            return self._extend(file, size=stat.st_size)
+            elif stat.st_size != before + self.layout.torn_bytes:
+                self._extend(file, size=stat.st_size)
+            return "grown" if self.layout.end > before else "unchanged"
 
     def events_since(self, position: int) -> Iterator[Event]:
         """Yield the events after a position in the file, including void ones."""
         with open_regular_file(self._path) as file:
             yield from _events_between(file, position, self.layout.end)
 
-    def _open(self, *, progress: ScanProgress | None = None) -> None:
+    def _open(self) -> None:
         self._path = self._folder / EVENTS_FILE
         try:
             # Stat the file before reading it, so that the next refresh detects a replacement in between.
@@ -95,7 +76,7 @@ class LiveHistory(History):
             self._file_id = (stat.st_dev, stat.st_ino)
         except OSError:
             self._file_id = None
-        self._set_layout(read_log_layout(self._folder, progress=progress))
+        self._set_layout(read_log_layout(self._folder))
         self._save_fingerprint()
 
     def _save_fingerprint(self) -> None:
@@ -112,7 +93,7 @@ class LiveHistory(History):
         start = self.layout.end - len(self._fingerprint)
         return os.pread(file.fileno(), len(self._fingerprint), start) == self._fingerprint
 
-    def _extend(self, file: BinaryIO, *, size: int) -> HistoryUpdate:
+    def _extend(self, file: BinaryIO, *, size: int) -> None:
         before = self.layout
         kept = before.blocks[:-1]  # The last block may have grown.
         begin = before.blocks[-1].start if before.blocks else 0
@@ -125,15 +106,13 @@ class LiveHistory(History):
             index_bytes=before.index_bytes,
             num_indexed=min(before.num_indexed, len(kept)),
         )
-        update = self._update(file, since=before.end, earlier=before.blocks[-1:], later=fresh)
-        if update.resumed_from is not None:
+        if any(block.resumed_from is not None and block.start >= before.end for block in fresh):
             # Earlier steps became void, so recompute everything derived from them.
             self._set_layout(layout)
         else:
             self._grow(layout, num_kept=len(kept))
-            self._extend_curve_cache(file, update, since=before.end)
+            self._extend_curve_cache(_events_between(file, before.end, end))
         self._save_fingerprint()
-        return update
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
         """Set the layout like `_set_layout`, for the case that no earlier event became void."""
@@ -143,25 +122,12 @@ class LiveHistory(History):
         self._void_above[num_kept:] = [float("inf")] * (len(layout.blocks) - num_kept)
         self._trimmed.pop(num_kept, None)
 
-    def _extend_curve_cache(self, file: BinaryIO, update: HistoryUpdate, *, since: int) -> None:
-        for (kind, rows), table in [*self.curve_cache.items()]:
-            # Drop per-block tables, which are cheap to rebuild; append new rows to per-event tables.
-            if rows == "blocks":
-                del self.curve_cache[kind, rows]
-            if rows != "events":
-                continue
-            for event in _events_between(file, since, self.layout.end) if kind == "step" else update.events:
-                if event.kind == kind:
-                    table.add(event)
-
-    def _update(
-        self, file: BinaryIO, *, since: int, earlier: tuple[EventBlock, ...], later: tuple[EventBlock, ...]
-    ) -> HistoryUpdate:
-        fresh = [block for block in later if block.end > since]
-        events = [event for block in fresh for event in _non_steps_since(file, block, since)]
-        resumed = [b.resumed_from for b in fresh if b.resumed_from is not None and b.start >= since]
-        num_steps = sum(b.kinds.get("step", 0) for b in later) - sum(b.kinds.get("step", 0) for b in earlier)
-        return HistoryUpdate(events=tuple(events), num_steps=num_steps, resumed_from=min(resumed, default=None))
+    def _extend_curve_cache(self, events: Iterable[Event]) -> None:
+        """Append the new events to tables with a row per event, and drop the other cached values."""
+        self.curve_cache = {key: value for key, value in self.curve_cache.items() if key[1] == "events"}
+        for event in events if self.curve_cache else ():
+            if (event.kind, "events") in self.curve_cache:
+                self.curve_cache[event.kind, "events"].add(event)
 
 
 def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[Event]:
@@ -181,9 +147,13 @@ def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event 
             history = LiveHistory(folder)
             events = history.events()
         else:
-            position, update = history.layout.end, history.refresh()
-            is_fresh = update.is_replaced or position == 0
-            events = iter(()) if not update else history.events() if is_fresh else history.events_since(position)
+            position, result = history.layout.end, history.refresh()
+            if result == "unchanged":
+                events = iter(())
+            elif result == "replaced" or position == 0:
+                events = history.events()
+            else:
+                events = history.events_since(position)
         for event in events:
             last, is_new = event, True
             yield event
@@ -201,15 +171,7 @@ def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event 
         stop.wait(poll_seconds)
 
 
-def _non_steps_since(file: BinaryIO, block: EventBlock, position: int) -> Iterator[Event]:
-    """Yield the events of a block other than steps that come after a position in the file."""
-    places = tuple(place for place in block.places if block.start + place[1] >= position)
-    return read_non_steps(file, replace(block, places=places), kinds={kind for kind, _, _ in places})
-
-
 def _events_between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
     file.seek(start)
-    for line in file.read(end - start).split(b"\n"):
-        event = parse_event(line) if line else None
-        if event is not None:
-            yield event
+    lines = file.read(end - start).split(b"\n")
+    return (event for line in lines if line and (event := parse_event(line)) is not None)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.base.errors import WhetError
-from whet.run.event import Event, as_number
+from whet.run.event import Event, as_number, flatten_fields
 from whet.run.events import History
 
 # Event kinds that have curves.
@@ -53,12 +53,11 @@ def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
 def event_numbers(event: Event) -> dict[str, int | float]:
     """Return all numbers of an event by name. An entry of a map has a name such as "seconds/data"."""
     numbers: dict[str, int | float] = {}
-    for name, value in event.fields.items():
-        if isinstance(value, dict):
-            for inner, item in value.items():
-                _add_number(numbers, f"{name}/{inner}", item)
-        else:
-            _add_number(numbers, name, value)
+    for name, value in flatten_fields(event.fields):
+        if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
+            numbers[name] = value
+        elif (number := as_number(value)) is not None:
+            numbers[name] = number
     return numbers
 
 
@@ -105,13 +104,6 @@ def checked_step(event: Event) -> int:
         got=f"step {str(event.step)[:40]}",
         try_="restore events.jsonl from a copy",
     )
-
-
-def _add_number(numbers: dict[str, int | float], name: str, value: object) -> None:
-    if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
-        numbers[name] = value
-    elif (number := as_number(value)) is not None:
-        numbers[name] = number
 
 
 def _table_columns(history: History, kind: str) -> tuple[str, ...]:

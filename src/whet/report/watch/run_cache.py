@@ -22,10 +22,6 @@ from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
-# Maximum wait of requests for a run to open, counted from the first request. Most runs open faster.
-WAIT_SECONDS = 2.0
-# HTTP status while a run is opening. A later request gets the run.
-ACCEPTED = 202
 _MAX_RUNS = 16
 # Maximum blocks (of 256 events) of all open runs. A run of 5 million events has half of them.
 _MAX_BLOCKS = 40_000
@@ -34,7 +30,6 @@ _MAX_CORE_SHARE = 0.03
 # Maximum share of wall time, including waits, so that a slow disk is not kept busy.
 _MAX_WALL_SHARE = 0.2
 _MAX_PAUSE_SECONDS = 30.0
-_OPEN_LOCK = threading.Lock()
 
 
 class WorkTimer:
@@ -58,48 +53,6 @@ class WorkTimer:
         return min(max(cpu / share, self.seconds / _MAX_WALL_SHARE), _MAX_PAUSE_SECONDS)
 
 
-class RunOpener:
-    """Opens a run in a separate thread, because reading a long log without an index takes a minute."""
-
-    def __init__(self, folder: Path) -> None:
-        self.history: LiveHistory | None = None
-        self._percent = 0
-        self._folder = folder
-        self._error: Exception | None = None
-        self._is_cancelled = False
-        self._done = threading.Event()
-        self._wait_until = time.monotonic() + WAIT_SECONDS
-        # Use a daemon thread, so that the server does not wait for it at exit.
-        threading.Thread(target=self._open, name="opener", daemon=True).start()
-
-    def wait(self) -> LiveHistory:
-        """Return the history if it opens soon. Otherwise raise HTTP 202 with the progress."""
-        if not self._done.wait(max(0.0, self._wait_until - time.monotonic())):
-            raise HttpError(ACCEPTED, f"reading the log of this run: {self._percent} %", try_="again in a second")
-        if self._error is not None:
-            raise self._error
-        assert self.history is not None
-        return self.history
-
-    def cancel(self) -> None:
-        """Stop reading."""
-        self._is_cancelled = True
-
-    def _open(self) -> None:
-        try:
-            with _OPEN_LOCK:
-                self.history = LiveHistory(self._folder, progress=self._on_progress)
-        except Exception as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    def _on_progress(self, done: int, total: int) -> None:
-        if self._is_cancelled:
-            raise InterruptedError("no page shows this run any more")
-        self._percent = 100 * done // max(1, total)
-
-
 @dataclass(frozen=True, slots=True)
 class RenderedRun:
     """A rendered run with its version."""
@@ -113,7 +66,8 @@ class CachedRun:
     """An open run in the cache."""
 
     def __init__(self, folder: Path) -> None:
-        self.opener = RunOpener(folder)
+        self.folder = folder
+        self.history: LiveHistory | None = None
         self.lock = threading.Lock()
         self.rendered: RenderedRun | None = None
         self.paused_until = 0.0
@@ -121,8 +75,15 @@ class CachedRun:
     @property
     def num_blocks(self) -> int:
         """Number of blocks, as a measure of memory."""
-        history = self.opener.history
-        return 0 if history is None else len(history.layout.blocks)
+        return 0 if self.history is None else len(self.history.layout.blocks)
+
+    def refresh(self) -> LiveHistory:
+        """Open the run, or read its new events."""
+        if self.history is None:
+            self.history = LiveHistory(self.folder)
+        else:
+            self.history.refresh()
+        return self.history
 
 
 class RunCache:
@@ -158,12 +119,10 @@ class RunCache:
 
     def render(self, run: str) -> RenderedRun:
         """Return the current report of a run."""
-        folder = self.folder(run)
-        with self._opened(run) as (cached, history):
+        with self._opened(run) as cached:
             version, timer = self.version(run), WorkTimer()
             if cached.rendered is None or cached.rendered.version != version:
-                history.refresh()
-                report = summarize(open_run(folder), history=history).for_page()
+                report = summarize(open_run(cached.folder), history=cached.refresh()).for_page()
                 body = strict_json.encode_compact(shorten(report.as_json())).encode()
                 cached.rendered = RenderedRun(version, report, body)
                 cached.paused_until = time.monotonic() + timer.pause(share=_MAX_CORE_SHARE)
@@ -186,17 +145,11 @@ class RunCache:
     @contextlib.contextmanager
     def history(self, run: str) -> Iterator[LiveHistory]:
         """Yield the current history of a run. The thread has exclusive access inside the `with` block."""
-        with self._opened(run) as (_, history):
-            history.refresh()
-            yield history
-
-    def close(self) -> None:
-        """Stop opening runs."""
-        for cached in list(self._runs.values()):
-            cached.opener.cancel()
+        with self._opened(run) as cached:
+            yield cached.refresh()
 
     @contextlib.contextmanager
-    def _opened(self, run: str) -> Iterator[tuple[CachedRun, LiveHistory]]:
+    def _opened(self, run: str) -> Iterator[CachedRun]:
         folder = self.folder(run)
         # The guard protects only the table. Each run has a separate lock, so that a slow run does not block the others.
         with self._guard:
@@ -205,7 +158,7 @@ class RunCache:
             self._runs.move_to_end(run)
         try:
             with cached.lock:
-                yield cached, cached.opener.wait()
+                yield cached
         except HttpError:
             raise
         except (WhetError, OSError) as error:
@@ -220,5 +173,4 @@ class RunCache:
             while len(self._runs) > 1 and (
                 len(self._runs) > _MAX_RUNS or sum(run.num_blocks for run in self._runs.values()) > _MAX_BLOCKS
             ):
-                _, cached = self._runs.popitem(last=False)
-                cached.opener.cancel()
+                self._runs.popitem(last=False)

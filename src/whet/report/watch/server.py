@@ -14,8 +14,7 @@
         run    {"id", "version"}               this run changed: fetch it again
         still  {}                              nothing new, every 15 seconds
 
-Responses with runs and files have an ETag. Reading the log of a run for the first time can take a minute; until then
-the response is 202 with the progress.
+Responses with runs and files have an ETag.
 """
 
 import asyncio
@@ -169,7 +168,6 @@ class WatchRoutes:
 
     def close(self) -> None:
         """Stop reading runs."""
-        self._cache.close()
         for pool in (self._readers, self._lister):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -7,11 +7,9 @@ import { showRun } from "./run.js";
 import { EventStream, fetchJson } from "./server.js";
 import { themeButton } from "./theme.js";
 
-const SOON_MS = 1000;
 const LATER_MS = 5000;
 const TICK_MS = 10000;
-// HTTP statuses: still reading the log; no such run.
-const EARLY = 202;
+// HTTP status: no such run.
 const GONE = 404;
 const GONE_TEXT = "the run was removed; this is its last state";
 const page = document.getElementById("page");
@@ -107,17 +105,16 @@ class LiveData {
 
   /** Show why there is nothing to show, and retry: the cause may go away without an event. */
   explain({ message, status }) {
-    const isEarly = status === EARLY;
     if (!this.isDrawn)
       fill(
         page,
-        el("p", { class: isEarly ? "lead wait" : "notice bad" }, message),
+        el("p", { class: "notice bad" }, message),
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
     const isGone = status === GONE && this.isDrawn;
-    showStatus(isEarly ? "reading the run" : isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
+    showStatus(isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.fetch(), isEarly ? SOON_MS : LATER_MS);
+    this.timer = setTimeout(() => this.fetch(), LATER_MS);
   }
 
   close() {
