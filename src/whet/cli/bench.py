@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError, closest_match
+from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Json
 
 if TYPE_CHECKING:
@@ -72,8 +74,6 @@ def bench(
     Every value is timed alternately with the plan's own, on the same batches, in a separate process that may crash. The
     result is written to bench/ as JSON with a chart, unless --out, --markdown or --json is given.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.report.bench_report import render_bench
 
     sweeps = _parse_sweeps(sweep or [])
@@ -103,7 +103,6 @@ def bench(
 def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
     """Return the settings to sweep, each with the values that were named."""
     from whet.autotune.sweeps import SWEEPS
-    from whet.base.errors import UsageError, closest_match
     from whet.config.options import ALIASES
     from whet.config.sources import parse_value
 
@@ -123,8 +122,6 @@ def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
 
 
 def _validate(against: str | None, out: Path | None) -> None:
-    from whet.base.errors import UsageError
-
     if against not in (None, "naive"):
         raise UsageError(
             "the plan can only be compared with a plain loop", got=f"--against {against}", try_="--against naive"
@@ -148,8 +145,6 @@ def _measure(
 ) -> "BenchResult":
     from whet.api.bench import BenchRequest, bench
     from whet.api.target import ScriptTraining, load_training
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.config.resolve import resolve_config
 
     with output.user_output_to_stderr():
@@ -222,8 +217,6 @@ def _unused(folder: Path, stem: str) -> str:
 
 
 def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.report.bench_report import (
         markdown_cells,
         merged_notes,

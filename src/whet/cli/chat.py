@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError, WhetError
+from whet.cli import output
 from whet.cli.options import (
     ChatRun,
     Checkpoint,
@@ -58,7 +60,6 @@ def chat(
     from whet.run.folder import locate_checkpoint
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
-    from whet.cli import output
     from whet.recipes.chat.generation import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -99,7 +100,6 @@ def generate(
     whet generate runs/chat-001 --json < questions.txt
     whet generate --checkpoint runs/chat-001/checkpoints/step-000001000 --prompt "Hello!"
     """
-    from whet.base.errors import UsageError
     from whet.run.folder import locate_checkpoint, shell_path
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
@@ -113,8 +113,6 @@ def generate(
             )
         chat(run, system, checkpoint, max_new_tokens, temperature, top_k, top_p, seed, device)
         return
-    from whet.cli import output
-
     texts = [valid_utf8(text) for text in prompt] if prompt else list(_input_lines())
     if not texts or not all(text.strip() for text in texts):
         got = "no text" if not texts else 'an empty --prompt ""'
@@ -159,7 +157,6 @@ def serve(
     Implements /v1/models, /v1/chat/completions and /v1/completions, with streaming. Listens on this machine only and
     requires the API key that it prints, which is new each time. Requests are answered one at a time. Ctrl-C stops it.
     """
-    from whet.cli import output
     from whet.run.folder import locate_checkpoint
     from whet.web.access import ClientLimits
     from whet.web.server import require_libraries
@@ -204,7 +201,6 @@ def serve(
 
 def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
     """Load the model of a chat run with its weights onto a device."""
-    from whet.base.errors import UsageError, WhetError
     from whet.device.environment import configure_before_torch
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.folder import open_run
@@ -254,8 +250,6 @@ class _Conversation:
 
     def command(self, line: str) -> None:
         """Run a slash command."""
-        from whet.cli import output
-
         word, _, rest = line.partition(" ")
         if word == "/reset":
             self._reset()
@@ -271,8 +265,6 @@ class _Conversation:
         """Stream an answer and add question and answer to the conversation."""
         from dataclasses import replace
 
-        from whet.base.errors import WhetError
-        from whet.cli import output
         from whet.recipes.chat.conversation import Turn
 
         turns = [*self._turns, Turn("user", text)]
@@ -301,8 +293,6 @@ class _Conversation:
     def _save(self, path: Path) -> None:
         import json
 
-        from whet.cli import output
-
         if not any(turn.role == "assistant" for turn in self._turns):
             output.note("not saved: the conversation is empty")
             return
@@ -319,8 +309,6 @@ class _Conversation:
 def _typed_lines() -> Iterator[str]:
     """Yield non-empty lines from the terminal, with history, or from standard input."""
     import contextlib
-
-    from whet.cli import output
 
     if sys.stdin is None or not sys.stdin.isatty():
         yield from map(str.strip, _input_lines())

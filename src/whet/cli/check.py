@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import ConfigFile, Json, Settings
 
 
@@ -49,8 +51,6 @@ def check(
     Exit code 1: something would stop the training; with --strict, also something that slows it down or may be wrong.
     """
     from whet.api.verify import check as check_model
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.verify.preflight.render import render_github, render_sarif, render_text
 
     if json + sarif + github > 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.cli import output
 from whet.cli.options import ConfigFile, Json, Settings
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def compare(
     repeated on the device. Exit code 1: something differs; 3: it cannot be judged.
     """
     from whet.api.verify import load_spec
-    from whet.cli import output
     from whet.verify.parity.compare import compare_devices, validate_compare_options
 
     names = _split(devices) or []
@@ -89,8 +89,6 @@ def _split(names: str | None) -> list[str] | None:
 
 def render_comparison(result: "ParityResult") -> list[str]:
     """Render a comparison as a table and a conclusion."""
-    from whet.cli import output
-
     reference = result.reference.replace("cpu ", "the CPU in ")
     is_cpu_only = result.device == "cpu"
     name = "float32 on the CPU" if is_cpu_only else result.device + (" (SIMULATED)" if result.is_virtual else "")

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import Json
 
 _PROGRESS_SECONDS = 5
@@ -40,8 +42,6 @@ def data(
     texts in two splits, labels that are probably misspelled, broken rows and encodings, and more. Never changes the
     original.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import BUILT_IN, load_recipe
 
@@ -105,8 +105,6 @@ def data_chat(
     Reads ShareGPT, Alpaca, OpenAI and OpenAssistant files of any size, splits by conversation, trains a tokenizer, and
     writes tokens with a loss mask. The folder appears only when it is complete.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.chat.manifest import summary_lines
     from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 
@@ -171,8 +169,6 @@ def data_hex(
     and writes all positions with the move played and the winner, split by game. The folder appears only when it is
     complete.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 
     if first not in (None, "top-bottom", "left-right"):
@@ -225,8 +221,6 @@ def data_puzzle(
     Sudokus and mazes are CSV files with the columns question and answer, ARC tasks are JSON files. With the same seed
     and input, the arrays are those of the official builders. The folder appears only when it is complete.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.puzzle.builders import BuildOptions, build_folder, summary_lines
 
     if not path.exists():

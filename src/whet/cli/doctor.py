@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import Device
 
 if TYPE_CHECKING:
@@ -29,8 +31,6 @@ def doctor(
     Also tests known bugs and exact resume. Takes at most two minutes. The file contains neither your name nor your
     computer's. Exit code 1: there are findings.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.doctor.render import conclusion, render_group, render_report
     from whet.doctor.report import report_bytes, run_doctor
     from whet.run.durable import write_file

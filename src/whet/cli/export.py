@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from whet.base.errors import UsageError, WhetError
 from whet.base.process import stop_immediately
+from whet.base.units import format_bytes
+from whet.cli import output
 from whet.cli.options import Checkpoint, Json, ModelFunction, RecipeFile
 
 
@@ -41,8 +44,6 @@ def export(
     Steps that were repeated after a resume appear once. A model is exported with its best weights by default;
     whet-export.json next to it describes it.
     """
-    from whet.base.units import format_bytes
-    from whet.cli import output
     from whet.report.export.files import MODEL_FORMATS, export_run
 
     if to in MODEL_FORMATS:
@@ -90,9 +91,7 @@ def import_weights(
     that contains other objects. This limits the risk but does not remove it: import only files that you trust. Nothing
     else in whet reads such files.
     """
-    from whet.base.units import format_bytes
     from whet.checkpoint.importer import import_weights as convert
-    from whet.cli import output
 
     if format_ is not None or settings:
         _import_trm(file, out, format_=format_, settings=settings or [], json=json)
@@ -114,9 +113,6 @@ def import_weights(
 
 
 def _import_trm(file: Path, out: Path, *, format_: str | None, settings: list[str], json: bool) -> None:
-    from whet.base.errors import UsageError
-    from whet.cli import output
-
     if format_ != "trm":
         raise UsageError("no such format", got=f"--format {format_}", try_="--format trm, or neither --format nor keys")
     from whet.recipes.puzzle.official import import_official
@@ -152,8 +148,6 @@ def forward(
     Works during and after training. Reads the run folder from a separate process, so that a slow dashboard cannot slow
     the training. Ctrl-C stops it; run the same command again to forward what is missing.
     """
-    from whet.base.errors import WhetError
-    from whet.cli import output
     from whet.report.forward.dashboards import UnreachableError, open_dashboard
     from whet.report.forward.forwarder import forward_run
     from whet.run.folder import open_run

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
+
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to create.")],
@@ -16,8 +19,6 @@ def init(
     whet init my_recipe.py
     whet train my_recipe.py
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.run.durable import write_file
 
     if file.suffix != ".py":

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.base.errors import UsageError
+from whet.cli import output
+
 _SEED_KEYS = ("seeds", "seed")
 # Trains with these settings in this folder; returns an exit code.
 TrainRun = Callable[[list[str], Path], int]
@@ -41,8 +44,6 @@ def train_seeds(
     command: Callable[[Path], list[str]],
 ) -> int:
     """Train with each seed in one folder, resuming where an earlier call stopped, and print mean and spread."""
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.recipe import BUILT_IN
     from whet.report.seeds import (
         SEEDS_FILE,
@@ -99,9 +100,7 @@ def _batch_of_first_seed(settings: Sequence[str], folder: Path, seeds: range) ->
 
 def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> int:
     """Alternate self-play and training in a folder, or resume it; return the exit code."""
-    from whet.base.errors import UsageError
     from whet.base.process import TerminatedError
-    from whet.cli import output
     from whet.device.environment import configure_before_torch
 
     if not recipe.supports("train_by_self_play"):

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Settings
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ def plan(
     whet plan text global_batch_size=auto --measure
     whet plan runs/text-001
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.distributed.ranks import check_not_mps
     from whet.plan.estimate import estimate_speed
     from whet.plan.render import explain_setting, plan_lines
@@ -90,7 +90,6 @@ def plan(
 
 def _saved_plan(target: str, settings: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":
     """Return the plan of a run folder; None if `target` is not a folder."""
-    from whet.base.errors import UsageError
     from whet.plan.plan import read_plan
     from whet.run.folder import open_run
 
@@ -104,7 +103,6 @@ def _saved_plan(target: str, settings: list[str] | None, config: Path | None, ma
 def _new_plan(
     target: str, settings: list[str] | None, config: Path | None, machine: str | None, device: str, nproc: int
 ) -> "Plan":
-    from whet.cli import output
     from whet.config.resolve import resolve_config
     from whet.machine.known import load_machine
     from whet.machine.probe import probe
@@ -131,7 +129,6 @@ def _measured_plan(
     from whet.autotune import cache
     from whet.autotune.result import finish_estimate
     from whet.autotune.search import search
-    from whet.cli import output
     from whet.config.resolve import resolve_config
     from whet.plan.plan import with_auto_batch
     from whet.recipes.recipe import load_recipe

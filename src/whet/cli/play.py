@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import Device, Json, JsonLine, NoBrowser, Port
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ def play(
 
     The page shows winning chances and suggested moves, and has undo and the swap rule.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.hex.game.board import BLUE, RED
     from whet.recipes.hex.play.server import serve_game
     from whet.recipes.hex.play.terminal import TerminalGame
@@ -86,8 +86,6 @@ def _load_player(name: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
 
 def _play_in_terminal(game: "TerminalGame") -> None:
     """Play line by line until the user quits or closes standard input."""
-    from whet.cli import output
-
     output.result("\n".join(game.begin()))
     while not game.is_over:
         sys.stdout.write("> ")
@@ -134,8 +132,6 @@ def arena(
     apart, so by default openings are even. All games advance together, so that the net evaluates positions in batches.
     The confidence interval accounts for the pairing of games.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(game)
@@ -163,8 +159,6 @@ def arena(
 @contextmanager
 def _game_counter() -> Iterator[Callable[[int, int], None] | None]:
     """Yield a function that shows how many games are finished."""
-    from whet.cli import output
-
     if output.quiet:
         yield None
         return

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import Checkpoint, ModelFunction, RecipeFile
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ def predict(
     A run that was trained from Python needs --model: a function that makes its model. Its inputs are the array of a
     .npy file, or the tensors of a .safetensors file, passed by name; its outputs are written as .npy.
     """
-    from whet.base.errors import UsageError
     from whet.run.folder import locate_checkpoint, open_run
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
@@ -96,8 +97,6 @@ def _predict_arrays(
 ) -> None:
     """Write the outputs of a model of the user for the rows of a file."""
     from whet.api.predict import predict_arrays
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.run.folder import shell_path
 
     if len(files) != 1 or out is None:
@@ -111,8 +110,6 @@ def _predict_arrays(
 
 def _input_file(given: list[str]) -> Path | None:
     """Return the input file; None if the arguments are texts."""
-    from whet.base.errors import UsageError
-
     if given == ["-"]:
         return Path("-")
     if not all(text.strip() for text in given):
@@ -132,8 +129,6 @@ def _input_file(given: list[str]) -> Path | None:
 
 def _format_of(out: Path) -> str | None:
     """Return the format of a file name; None if its suffix is unknown."""
-    from whet.base.errors import UsageError
-
     suffix = out.suffix.lower()
     if suffix in (".tsv", ".tab", ".parquet", ".arrow", ".xlsx"):
         raise UsageError("predictions are CSV or JSON lines", got=out, try_="an --out that ends in .csv or .jsonl")
@@ -142,8 +137,6 @@ def _format_of(out: Path) -> str | None:
 
 def _check_no_files(given: list[str]) -> None:
     """Reject file names among several texts: the names themselves would be classified."""
-    from whet.base.errors import UsageError
-
     for word in given:
         with contextlib.suppress(OSError, ValueError):
             if word == "-" or Path(word).expanduser().is_file():
@@ -153,7 +146,6 @@ def _check_no_files(given: list[str]) -> None:
 @contextlib.contextmanager
 def _standard_input() -> Iterator[Path]:
     """Copy standard input to a temporary file, so that it may have any format and length."""
-    from whet.base.errors import UsageError
     from whet.run import durable
 
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +161,6 @@ def _standard_input() -> Iterator[Path]:
 def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, device: str) -> Any:
     """Return the recipe's predictor with the run's weights."""
     from whet.api.load import load_predictor, load_run_recipe
-    from whet.base.errors import UsageError
 
     loaded = load_run_recipe(opened, given=recipe)
     if not loaded.supports("predict"):
@@ -188,8 +179,6 @@ def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, devic
 
 
 def _print_predictions(given: list[str], predictor: Any, *, as_json: bool) -> None:
-    from whet.cli import output
-
     predictions = predictor(given)
     if len(predictions) != len(given):
         # A model for pairs: two texts per prediction.
@@ -208,7 +197,6 @@ def _predict_file(
     path: Path, predictor: Any, *, columns: dict[str, str | None], out: Path | None, format_: str | None, batch: int
 ) -> None:
     """Write the prediction of each row, then the scores."""
-    from whet.cli import output
     from whet.recipes.text.prediction_files import FilePredictions
     from whet.run import durable
 
@@ -232,7 +220,6 @@ def _predict_file(
 
 def _check_output(out: Path, *, source: Path, run: Path) -> None:
     """Reject an output file that would replace anything but earlier predictions."""
-    from whet.base.errors import UsageError
     from whet.recipes.text.prediction_files import is_prediction_file
 
     if out.resolve().is_relative_to(run.resolve()):

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from whet.cli import output
+
 
 def probe(
     json: Annotated[bool, typer.Option("--json", help="Print all facts as JSON, which --machine can read.")] = False,
@@ -19,7 +21,6 @@ def probe(
     whet probe --machine m2-air-8gb
     whet probe --machine m1-pro,memory=16
     """
-    from whet.cli import output
     from whet.machine.known import load_machine, nearest_line
     from whet.machine.probe import probe as probe_machine
     from whet.machine.render import machine_lines, system_state_lines

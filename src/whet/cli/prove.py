@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Json, RecipeFile, Settings
 
 if TYPE_CHECKING:
@@ -55,8 +57,6 @@ def prove(
     uninterrupted part; the checkpoints of RUN are not changed. Exit code 1: broken, or cannot be proved.
     """
     from whet.api.prove import training_from_args, training_from_run
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.prove.proof import ProofRequest, render_proof, scratch_beside
     from whet.prove.proof import prove as prove_training
     from whet.run.folder import next_run_path, shell_path

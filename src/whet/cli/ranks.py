@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from whet.base import env
+from whet.base.errors import UsageError
+from whet.base.units import format_bytes
+from whet.cli import output
 
 _POLL_SECONDS = 1.0
 # Memory of a process that has imported torch and nothing else.
@@ -19,8 +22,6 @@ _TORCH_BYTES = 200_000_000
 
 def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
     """Reject what several processes cannot do, before any is started and before torch is imported."""
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.cli.multi_run import parse_seeds
     from whet.config.resolve import resolve_config
     from whet.distributed.ranks import check_not_mps, read_rank_info
@@ -66,9 +67,6 @@ def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path |
 def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> None:
     """Reject more processes than samples, and more than fit into memory even without a model."""
     import psutil
-
-    from whet.base.errors import UsageError
-    from whet.base.units import format_bytes
 
     if number > global_batch_size:
         raise UsageError(
@@ -141,8 +139,6 @@ def launch(
 
 def check_run_named(run: Path | None) -> None:
     """Require a run folder under torchrun --max-restarts: restarted processes must find the run."""
-    from whet.base.errors import UsageError
-
     if run is None and is_distributed() and (env.read("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
         raise UsageError(
             "torchrun --max-restarts needs a run folder",
@@ -153,7 +149,6 @@ def check_run_named(run: Path | None) -> None:
 
 def report_lost_ranks() -> None:
     """Print a line when another rank is lost."""
-    from whet.cli import output
     from whet.distributed.group import current_group
 
     current_group().heartbeat.notify = output.rank_lost

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import Json
 
 if TYPE_CHECKING:
@@ -30,8 +32,6 @@ def report(
     whet report runs/text-001 --html
     whet report runs/text-001 runs/text-002 --markdown --out comparison.md
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.run import durable
     from whet.run.folder import read_header
     from whet.run.search_result import is_search
@@ -69,7 +69,6 @@ def report(
 
 def _check_no_search(folder: Path) -> None:
     """Reject a search among several runs, and a search without a result."""
-    from whet.base.errors import UsageError
     from whet.hpo.search_config import SEARCH_FILE
     from whet.run.folder import RUN_FILE, shell_path
     from whet.run.search_result import is_search
@@ -104,7 +103,6 @@ def _split_html_file(runs: list[Path], *, out: Path | None) -> tuple[list[Path],
 
 def _default_file(path: Path) -> Path:
     """Return the default output file; it may replace an earlier report but no other file."""
-    from whet.base.errors import UsageError
     from whet.report.page.html import is_report
 
     if path.exists() and not is_report(path):
@@ -113,7 +111,6 @@ def _default_file(path: Path) -> Path:
 
 
 def _check_output(out: Path) -> Path:
-    from whet.base.errors import UsageError
     from whet.report.page.html import is_report
     from whet.run import durable
     from whet.run.folder import RUN_FILE
@@ -166,7 +163,6 @@ def _json(runs: list[Path]) -> "dict[str, object]":
 
 
 def _text(runs: list[Path]) -> str:
-    from whet.cli import output
     from whet.report.comparison import render_comparison
     from whet.report.run_report import RunReport
     from whet.report.text import render_text

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.base.units import format_bytes, format_seconds
+from whet.cli import output
 from whet.cli.options import Json
 
 if TYPE_CHECKING:
@@ -27,8 +30,6 @@ def runs(
     whet runs
     whet runs experiments --prune
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output
     from whet.report.run_status import list_runs
     from whet.run.folder import run_groups, shell_path
     from whet.run.prune import prune as prune_runs
@@ -59,8 +60,6 @@ def runs(
 
 
 def _row(run: "RunStatus") -> tuple[str, ...]:
-    from whet.base.units import format_bytes, format_seconds
-    from whet.cli import output
     from whet.report.run_status import loss_text
     from whet.report.text_chart import sparkline
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.base.process import stop_immediately, stop_message
+from whet.base.units import format_seconds
+from whet.cli import output
 from whet.cli.options import Device, Json
 
 if TYPE_CHECKING:
@@ -68,7 +70,6 @@ def search(
     the test split is used only by the final training.
     """
     from whet.api.search import prepare_search, run_search
-    from whet.cli import output
     from whet.report.search_report import render_search, search_page
     from whet.run import durable
     from whet.run.folder import short_path
@@ -116,7 +117,6 @@ def search(
 
 def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str | None, is_incomplete: bool) -> None:
     """Print the command that resumes the search, or the one that trains with its winner."""
-    from whet.cli import output
     from whet.run.folder import short_path
 
     if is_incomplete:
@@ -129,8 +129,6 @@ def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str 
 
 
 def _print_trial(trial: "FinishedTrial") -> None:
-    from whet.base.units import format_seconds
-    from whet.cli import output
     from whet.report.search_report import format_settings
 
     value = "" if trial.value is None or trial.state == "infeasible" else f"  {trial.value:.4g}"
@@ -146,8 +144,6 @@ def _print_trial(trial: "FinishedTrial") -> None:
 @contextlib.contextmanager
 def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
     """Let running trials save and stop on Ctrl-C or SIGTERM; yield the list of signals received."""
-    from whet.cli import output
-
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:

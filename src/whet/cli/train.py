@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from whet.base.errors import UsageError
+from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Settings
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ class _TrainOptions:
 
     def child_command(self, settings: list[str], run: Path | None) -> list[str]:
         """Return the arguments of a process that trains the run."""
-        from whet.cli import output
-
         options = [*self._common(), *(["--allow", self.allow] if self.allow else [])]
         options += [*([] if self.measure else ["--no-measure"]), *(["--notify"] if self.notify else [])]
         return [
@@ -102,8 +102,7 @@ def train(
     Ctrl-C finishes the step, saves and stops. Run the same command with the same --run to resume. The training runs in
     a separate process: if that is killed, usually for lack of memory, it is restarted and resumes by itself.
     """
-    from whet.base.errors import UsageError
-    from whet.cli import output, ranks
+    from whet.cli import ranks
     from whet.cli.multi_run import parse_seeds, train_seeds
     from whet.run.folder import check_run_name
     from whet.training import supervisor
@@ -186,8 +185,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
 
 
 def _train_in_process(settings: list[str], run: Path | None, options: _TrainOptions) -> int:
-    from whet.base.errors import UsageError
-    from whet.cli import output, ranks, train_output
+    from whet.cli import ranks, train_output
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import load_recipe
     from whet.run.durable import check_writable
@@ -229,7 +227,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
 def _run_training(
     recipe: "Recipe", resolved: "ResolvedConfig[Any]", path: Path, command: list[str], options: _TrainOptions
 ) -> "TrainResult":
-    from whet.cli import output, ranks
+    from whet.cli import ranks
     from whet.cli.train_output import event_printer
     from whet.device.environment import configure_before_torch
     from whet.training.supervisor import report_to_parent
@@ -266,7 +264,6 @@ def _run_training(
 def _resolve_batch(resolved: "ResolvedConfig[Any]", path: Path, options: _TrainOptions) -> "ResolvedConfig[Any]":
     """Replace global_batch_size=auto by the existing run's batch, or by a measured one."""
     from whet.api.autotune import BATCH_SIZE_BUDGET_SECONDS, resolve_auto_batch_size, restore_auto_batch
-    from whet.cli import output
     from whet.config.resolve import auto_batch_error
     from whet.training.supervisor import report_to_parent
 
@@ -295,7 +292,6 @@ def _is_done(path: Path, config: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _set_aside(path: Path) -> Iterator[None]:
     """Move an old run away; delete it on exit if a new one exists in its place, else move it back."""
-    from whet.base.errors import UsageError
     from whet.run import durable, lock
     from whet.run.folder import open_run
     from whet.run.prune import foreign_files

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.base.units import format_seconds
+from whet.cli import output
+
 if TYPE_CHECKING:
     from whet.recipes.recipe import Recipe
     from whet.report.run_report import RunReport
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
 
 def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
     """Return a function that prints the events of a run, and passes its step on to the supervising process."""
-    from whet.cli import output
     from whet.training.supervisor import report_to_parent
 
     def show(kind: str, fields: dict[str, Any]) -> None:
@@ -35,7 +37,6 @@ def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
 @contextlib.contextmanager
 def restart_notifier(name: str, *, is_enabled: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that prints a note and, if enabled, sends a notification; also notify of the final kill."""
-    from whet.cli import output
     from whet.training.supervisor import KilledError
 
     if not is_enabled:
@@ -56,7 +57,6 @@ def restart_notifier(name: str, *, is_enabled: bool) -> Iterator[Callable[[str],
 def _send_notification(title: str, text: str) -> None:
     import sys
 
-    from whet.cli import output
     from whet.machine.desktop import notify
 
     problem = notify(title, text, terminal=sys.stderr)
@@ -66,7 +66,6 @@ def _send_notification(title: str, text: str) -> None:
 
 def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:
     """Print the progress of a stopped run, and the command that resumes it."""
-    from whet.cli import output
     from whet.report.run_report import summarize
 
     progress = _progress(summarize(path))
@@ -74,8 +73,6 @@ def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> Non
 
 
 def _progress(report: "RunReport") -> str:
-    from whet.base.units import format_seconds
-
     parts = [f"{format_seconds(report.training_seconds)} of training"]
     if report.loss is not None:
         parts.append(f"loss {report.loss:.4g}")
@@ -86,7 +83,6 @@ def _progress(report: "RunReport") -> str:
 
 def print_summary(path: Path, recipe: "Recipe") -> None:
     """Print how a run ended, its results, and commands that use it."""
-    from whet.cli import output
     from whet.report.run_report import summarize
     from whet.report.text import render_summary
 

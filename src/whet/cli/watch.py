@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.cli import output
 from whet.cli.options import JsonLine, NoBrowser, Port
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def watch(
 
         watch_in_terminal(folder, once=once)
         return
-    from whet.cli import output
     from whet.report.watch.server import find_watch_server, resolve_watch_folder, watch_runs
 
     def print_link(running: "RunningServer", *, is_new: bool) -> None:
