@@ -211,11 +211,11 @@ def test_result_renders_as_text_markdown_and_page(tmp_path):
     assert "<b>" not in search_markdown(RESULT)
     page = search_page(RESULT)
     assert "<b>s</b>" not in page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 2
     assert "script-src ;" in page, "no script may run"
-    # Four axes' worth of lines: only trials with a value are drawn, and the winner stands out.
-    assert search_charts(RESULT)["Settings"].count("<polyline") == 3
-    assert search_charts(RESULT)["Settings"].count('class="best"') == 1
+    # Only trials with a value are drawn, and a line shows the best so far.
+    assert search_charts(RESULT)["History"].count("<circle") == 3
+    assert search_charts(RESULT)["History"].count('class="best"') == 1
 
 
 def test_interval_of_a_fraction_is_clipped_to_0_and_1():
@@ -228,13 +228,10 @@ def test_interval_of_a_fraction_is_clipped_to_0_and_1():
     assert "85 to 89" in winner_text(result.model_copy(update={"candidates": (percent,)}))
 
 
-def test_quoted_choices_are_drawn_and_omitted_rows_counted():
-    odd = ("7", "a,b")
-    trials = tuple(
-        SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": odd[n % 2]}) for n in range(45)
-    )
-    result = RESULT.model_copy(update={"space": ("lr=['7','a,b']",), "trials": trials, "candidates": ()})
-    assert search_charts(result)["Settings"].count("<polyline") == 45
+def test_all_trials_are_drawn_and_omitted_rows_counted():
+    trials = tuple(SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": "7"}) for n in range(45))
+    result = RESULT.model_copy(update={"trials": trials, "candidates": ()})
+    assert search_charts(result)["History"].count("<circle") == 45
     assert "and 5 more" in render_search(result)
 
 

@@ -16,7 +16,6 @@ import pytest
 from paths import ROOT, SUPPORT
 from paths import Run as Whet
 from whet.base.errors import UsageError, WhetError
-from whet.report.export import files
 from whet.report.export.files import export_run
 from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog
@@ -126,20 +125,10 @@ def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> N
     assert [(number, value) for number, _, value in read["health/memory/process"]] == [(BLOCK_EVENTS + 50, 7.0)]
 
 
-def test_a_record_ends_at_its_stated_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum covers every byte: any flipped bit changes it."""
-    data = bytes(range(256)) * 3
-    whole = files.record(data)
-    assert whole[:8] == len(data).to_bytes(8, "little")
-    turned = data[:-1] + bytes([data[-1] ^ 1])
-    assert files.record(turned)[-4:] != whole[-4:]
-
-
-@pytest.mark.parametrize("to", ["csv", "tensorboard"])
-def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
+def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom whet.report.export.files import export_run\n"
-        f"export_run({str(run.path)!r}, to={to!r}, out={str(tmp_path / 'out')!r})\n"
+        f"export_run({str(run.path)!r}, to='csv', out={str(tmp_path / 'out')!r})\n"
         "print({'torch', 'numpy', 'tensorboard', 'tensorflow', 'pyarrow'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -148,8 +137,8 @@ def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
 
 @pytest.mark.parametrize("to", ["csv", "parquet", "tensorboard"])
 def test_lone_surrogates_and_runs_without_steps_are_exported(run: Run, tmp_path: Path, to: str) -> None:
-    if to == "parquet":
-        pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    if to != "csv":
+        pytest.importorskip({"parquet": "pyarrow"}.get(to, to))
     with (run.path / EVENTS_FILE).open("wb") as file:
         file.write(b'{"kind":"eval","time":1.0,"step":1,"\\ud800":2.0}\n')
     (run.path / INDEX_FILE).unlink()
@@ -178,8 +167,9 @@ def test_only_an_export_is_replaced_and_only_with_force(run: Run, tmp_path: Path
     export_run(run, to="csv", out=out)
     with pytest.raises(UsageError, match="already exists"):
         export_run(run, to="csv", out=out)
-    export_run(run, to="tensorboard", out=out, force=True)
-    assert [path.name.split(".")[0] for path in out.iterdir()] == ["events"]
+    (out / "steps.csv").write_text("old")
+    export_run(run, to="csv", out=out, force=True)
+    assert (out / "steps.csv").read_text() != "old"
     (out / "thesis.tex").write_text("mine")
     for to in ("csv", "tensorboard"):
         with pytest.raises(UsageError, match="other files than an export"):

@@ -5,10 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from whet.base.units import format_bytes, format_seconds
-from whet.config.sources import parse_value
 from whet.report.page.html import DOCUMENT_START, content_policy, static_text
 from whet.report.seeds import format_interval
-from whet.report.svg import AxisScale, escape_svg, svg_text
+from whet.report.svg import CHART_STYLE, AxisScale, escape_svg, svg_start, svg_text
 from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
 
@@ -146,42 +145,30 @@ def _interval(result: SearchResult, candidate: SearchCandidate) -> str:
     return format_interval(result.goal, mean=candidate.mean, low=candidate.low, high=candidate.high, form=".4g")
 
 
-SEARCH_STYLE = """
-.whet-search { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 100%; height: auto; }
-.whet-search text { fill: currentColor; }
-.whet-search .quiet { opacity: .65; }
-.whet-search .mark { paint-order: stroke; stroke: var(--back, Canvas); stroke-width: 4px; stroke-linejoin: round; }
-.whet-search .axis { stroke: currentColor; opacity: .45; }
-.whet-search .complete { fill: #2f6fde; }
-.whet-search .pruned { fill: none; stroke: #2f6fde; }
-.whet-search .trial { fill: none; stroke: #2f6fde; opacity: .45; }
-.whet-search .left { stroke-dasharray: 3 4; opacity: .25; }
-.whet-search .best { fill: none; stroke: #c2410c; stroke-width: 2; opacity: 1; }
-.whet-search .bar { fill: #2f6fde; }
+_STYLE = (
+    CHART_STYLE
+    + """
+.whet-chart { max-width: 100%; height: auto; color: inherit; }
+.whet-chart .pruned { fill: none; stroke: #2f6fde; }
+.whet-chart .best { fill: none; stroke: #c2410c; stroke-width: 2; }
+main.search { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+main.search pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; text-indent: -10ch; }
 """
+)
 _WIDTH, _LEFT, _RIGHT, _TOP = 640, 86, 30, 34
 
 
 def search_charts(result: SearchResult) -> dict[str, str]:
     """Return the SVG charts by title, without empty ones."""
     seen = [trial for trial in result.trials if trial.value is not None and math.isfinite(trial.value)]
-    pictures = {}
+    pictures: dict[str, list[str]] = {}
     if seen:
-        pictures["History"] = _search_svg("history", 260, _history(result, seen))
+        pictures["History"] = [svg_start("history", 260), *_history(result, seen), "</svg>"]
     if result.importance:
         height = _TOP + 26 * len(result.importance) + 10
-        pictures["Importance"] = _search_svg("importance", height, _importance(result))
-    if len(seen) > 1:
-        pictures["Settings"] = _search_svg("parallel coordinates", 320, _parallel(result, seen))
-    return pictures
-
-
-def _search_svg(title: str, height: int, parts: Iterator[str]) -> str:
-    begin = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-search" viewBox="0 0 {_WIDTH} {height}"'
-        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{title}">'
-    )
-    return "\n".join([begin, *parts, "</svg>"])
+        pictures["Importance"] = [svg_start("importance", height), *_importance(result), "</svg>"]
+    return {title: "\n".join(parts) for title, parts in pictures.items()}
 
 
 def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
@@ -200,7 +187,7 @@ def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]
     for trial in seen:
         words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
         place = f'cx="{across.place(trial.number)}" cy="{up.place(trial.value or 0.0)}"'
-        css = "complete" if trial.state == "complete" else "pruned"
+        css = "data" if trial.state == "complete" else "pruned"
         yield f'<circle class="{css}" {place} r="4"><title>{words}</title></circle>'
     better, best, points = (max if result.is_higher_better else min), None, []
     for trial in sorted(seen, key=lambda trial: trial.number):
@@ -220,81 +207,16 @@ def _importance(result: SearchResult) -> Iterator[str]:
         y = _TOP + 26 * number
         width = round(share * (_WIDTH - 220 - _RIGHT - 50), 1)
         yield svg_text(200, y + 13, key, extra=_END)
-        yield f'<rect class="bar" x="210" y="{y}" width="{width}" height="16"/>'
+        yield f'<rect class="data" x="210" y="{y}" width="{width}" height="16"/>'
         yield svg_text(216 + width, y + 13, f"{100 * share:.0f} %", css="quiet")
-
-
-def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
-    """Yield a parallel coordinates chart with an axis per setting and one for the goal. It highlights the winner."""
-    floor, right = 276, _WIDTH - _RIGHT - 60
-    keys = [word.partition("=")[0] for word in result.space]
-    places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
-    axes = [_axis(word, floor) for word in result.space]
-    values = [trial.value or 0.0 for trial in seen]
-    goal = AxisScale(min(values), max(values), floor, _TOP + 20)
-    winner = None if result.winner is None else result.winner.number
-    for trial in sorted(seen, key=lambda trial: trial.number == winner):
-        at = [_axis_position(axis, trial.settings.get(key)) for key, axis in zip(keys, axes, strict=True)]
-        if any(y is None for y in at):
-            continue
-        points = " ".join(
-            f"{round(x, 1)},{y}" for x, y in zip(places, [*at, goal.place(trial.value or 0.0)], strict=True)
-        )
-        css = "best" if trial.number == winner else "trial" if trial.state == "complete" else "trial left"
-        words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
-        yield f'<polyline class="{css}" points="{points}"><title>{words}</title></polyline>'
-    # Draw the axes last, because the lines would cross out their labels.
-    for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
-        yield from _draw_axis(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
-    ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
-    yield from _draw_axis(places[-1], result.goal, ends, floor, is_last=True)
-
-
-def _axis(word: str, floor: int) -> tuple[AxisScale, dict[str, float]]:
-    """Return the scale of a setting and the positions of its labels. Choices are evenly spaced."""
-    values = word.partition("=")[2]
-    if values.startswith("["):
-        choices = [_axis_label(choice) for choice in parse_value(values, word)]
-        return AxisScale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
-    low, _, rest = values.partition("..")
-    high, *options = rest.split(":")
-    scale = AxisScale(float(low), float(high), floor, _TOP + 20, "log" in options)
-    return scale, {low: float(low), high: float(high)}
-
-
-def _axis_position(axis: tuple[AxisScale, dict[str, float]], value: object) -> float | None:
-    scale, labels = axis
-    if _axis_label(value) in labels:
-        return scale.place(labels[_axis_label(value)])
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value is not None
-    return scale.place(float(value)) if is_number else None  # type: ignore[arg-type]
-
-
-def _axis_label(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def _draw_axis(x: float, title: str, labels: dict[str, float], floor: int, *, is_last: bool = False) -> Iterator[str]:
-    """Yield an axis with its labels on the left, or on the right for the last axis."""
-    yield f'<line class="axis" x1="{round(x, 1)}" x2="{round(x, 1)}" y1="{_TOP + 20}" y2="{floor}"/>'
-    yield svg_text(x, 30, title, extra='text-anchor="middle" font-weight="600"')
-    for label, y in labels.items():
-        yield svg_text(x + 6 if is_last else x - 6, y + 4, label, css="mark", extra="" if is_last else _END)
 
 
 _END = 'text-anchor="end"'
 
 
-_PAGE_STYLE = """
-main.search { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-main.search pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; text-indent: -10ch; }
-"""
-
-
 def search_page(result: SearchResult) -> str:
     """Return the report of a search as an HTML file without scripts or connections."""
-    styles = [static_text("page.css"), SEARCH_STYLE + _PAGE_STYLE]
+    styles = [static_text("page.css"), _STYLE]
     pictures = [
         part
         for title, picture in search_charts(result).items()

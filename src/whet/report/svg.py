@@ -4,7 +4,7 @@ The charts need no other files and follow the light or dark theme of the browser
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,18 +15,24 @@ from whet.run import durable
 _WIDTH, _PANEL_HEIGHT = 640, 250
 # Margins of a panel in pixels: space for labels and titles of the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
-_HEAD = 46
+_HEAD = 50
 _LINE = 18
+# A panel with a curve is lower, because its x axis has no title below.
+_CURVE_PANEL_HEIGHT, _CURVE_TOP, _CURVE_BOTTOM = 200, 30, 36
+# Draw dots on curves with at most this many points.
+_MAX_DOTS = 40
 # If the limit is this many times above all points, a linear scale would flatten them. Use a logarithmic scale then.
 _WIDE_RANGE = 6.0
-_STYLE = """
+CHART_STYLE = """
 .whet-chart { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .whet-chart text { fill: currentColor; }
 .whet-chart .quiet { opacity: .65; }
 .whet-chart .grid { stroke: currentColor; opacity: .14; }
 .whet-chart .axis { stroke: currentColor; opacity: .5; }
 .whet-chart .data { stroke: #2f6fde; fill: #2f6fde; }
-.whet-chart .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; opacity: .55; }
+.whet-chart .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; stroke-linejoin: round; }
+.whet-chart .band { fill: #2f6fde; opacity: .22; }
+.whet-chart .paper { fill: #ffffff; }
 .whet-chart .chosen { stroke: #c2410c; fill: #c2410c; }
 .whet-chart .ring { stroke: #c2410c; fill: none; stroke-width: 2; }
 .whet-chart .cross { stroke: #b42318; stroke-width: 2; }
@@ -36,6 +42,8 @@ _STYLE = """
   .whet-chart { color: #e6edf3; }
   .whet-chart .data { stroke: #79a8ff; fill: #79a8ff; }
   .whet-chart .line { stroke: #79a8ff; }
+  .whet-chart .band { fill: #79a8ff; }
+  .whet-chart .paper { fill: #0d1117; }
   .whet-chart .chosen { stroke: #ff9a62; fill: #ff9a62; }
   .whet-chart .ring { stroke: #ff9a62; }
   .whet-chart .limit, .whet-chart .cross { stroke: #ff8a80; }
@@ -78,22 +86,44 @@ class ChartPanel:
 
 def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
     """Draw the panels below each other in one SVG document."""
-    height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
+    end = _HEAD + len(panels) * _PANEL_HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-chart" viewBox="0 0 {_WIDTH} {height}"'
-        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
-        f"<title>{escape_svg(title)}</title>",
-        f"<style>{_STYLE}</style>",
-        svg_text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
-        svg_text(_LEFT - 62, 38, subtitle, css="quiet"),
+        *_stacked([_draw_panel(panel) for panel in panels], height=_PANEL_HEIGHT),
+        *(svg_text(_LEFT - 62, end + _LINE * number, line, css="quiet") for number, line in enumerate(footer, start=1)),
     ]
+    return _document(title, subtitle, parts, height=end + _LINE * len(footer) + 10)
+
+
+def _document(title: str, subtitle: str, parts: Iterable[str], *, height: int) -> str:
+    return "\n".join(
+        [
+            svg_start(title, height),
+            f"<title>{escape_svg(title)}</title>",
+            f"<style>{CHART_STYLE}</style>",
+            # Draw a background, because the themes of notebook and system may differ.
+            f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
+            svg_text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
+            svg_text(_LEFT - 62, 38, subtitle, css="quiet"),
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def svg_start(title: str, height: int) -> str:
+    """Return the first tag of a document with the style of a chart."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-chart" viewBox="0 0 {_WIDTH} {height}"'
+        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">'
+    )
+
+
+def _stacked(panels: Sequence[Iterable[str]], *, height: int) -> Iterator[str]:
     for number, panel in enumerate(panels):
-        parts.append(f'<g transform="translate(0 {_HEAD + number * _PANEL_HEIGHT})">')
-        parts += _draw_panel(panel)
-        parts.append("</g>")
-    for number, line in enumerate(footer):
-        parts.append(svg_text(_LEFT - 62, height - 10 - _LINE * (len(footer) - 1 - number), line, css="quiet"))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        yield f'<g transform="translate(0 {_HEAD + number * height})">'
+        yield from panel
+        yield "</g>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,30 +242,6 @@ def escape_svg(text: str) -> str:
     return escape("".join(char if char.isprintable() else " " for char in text))
 
 
-_CURVES_WIDTH, _CURVES_PANEL_HEIGHT = 640, 200
-_CURVES_LEFT, _CURVES_RIGHT, _CURVES_TOP, _CURVES_BOTTOM = 86, 24, 30, 36
-_CURVES_HEAD = 50
-# Draw dots on curves with at most this many points.
-_MAX_DOTS = 40
-_CURVES_STYLE = """
-.whet-curves { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
-.whet-curves text { fill: currentColor; }
-.whet-curves .paper { fill: #ffffff; }
-.whet-curves .quiet { opacity: .65; }
-.whet-curves .grid { stroke: currentColor; opacity: .14; }
-.whet-curves .axis { stroke: currentColor; opacity: .5; }
-.whet-curves .band { fill: #2f6fde; opacity: .22; stroke: none; }
-.whet-curves .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-.whet-curves .dot { fill: #2f6fde; }
-@media (prefers-color-scheme: dark) {
-  .whet-curves { color: #e6edf3; }
-  .whet-curves .paper { fill: #0d1117; }
-  .whet-curves .band, .whet-curves .dot { fill: #79a8ff; }
-  .whet-curves .line { stroke: #79a8ff; }
-}
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class SvgImage:
     """An SVG image that a notebook can display. `save` writes it to a file."""
@@ -270,40 +276,25 @@ class CurveBand:
 
 def draw_curve_panels(title: str, lines: Sequence[CurveBand], *, subtitle: str, x_title: str) -> SvgImage:
     """Draw the curves below each other."""
-    height = _CURVES_HEAD + _CURVES_PANEL_HEIGHT * max(1, len(lines)) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-curves" viewBox="0 0 {_CURVES_WIDTH} {height}"'
-        f' width="{_CURVES_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
-        f"<title>{escape_svg(title)}</title>",
-        f"<style>{_CURVES_STYLE}</style>",
-        # Draw a background, because the themes of notebook and system may differ.
-        f'<rect class="paper" width="{_CURVES_WIDTH}" height="{height}"/>',
-        svg_text(_CURVES_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
-        svg_text(_CURVES_LEFT - 62, 38, subtitle, css="quiet"),
-    ]
-    for number, line in enumerate(lines):
-        parts.append(f'<g transform="translate(0 {_CURVES_HEAD + number * _CURVES_PANEL_HEIGHT})">')
-        parts += _draw_curve_panel(line, x_title=x_title)
-        parts.append("</g>")
-    if not lines:
-        parts.append(svg_text(_CURVES_LEFT, _CURVES_HEAD + 40, "no steps yet", css="quiet"))
-    return SvgImage("\n".join([*parts, "</svg>"]) + "\n")
+    panels = _stacked([_draw_curve_panel(line, x_title=x_title) for line in lines], height=_CURVE_PANEL_HEIGHT)
+    parts = [*panels] or [svg_text(_LEFT, _HEAD + 40, "no steps yet", css="quiet")]
+    return SvgImage(_document(title, subtitle, parts, height=_HEAD + _CURVE_PANEL_HEIGHT * max(1, len(lines)) + 10))
 
 
 def _draw_curve_panel(line: CurveBand, *, x_title: str) -> Iterator[str]:
-    floor, right = _CURVES_PANEL_HEIGHT - _CURVES_BOTTOM, _CURVES_WIDTH - _CURVES_RIGHT
+    floor, right = _CURVE_PANEL_HEIGHT - _CURVE_BOTTOM, _WIDTH - _RIGHT
     values = [v for v in (*line.low, *line.high) if math.isfinite(v)]
-    yield svg_text(_CURVES_LEFT, 18, line.name, extra='font-weight="600"')
-    yield f'<line class="axis" x1="{_CURVES_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+    yield svg_text(_LEFT, 18, line.name, extra='font-weight="600"')
+    yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
     if not values:
-        yield svg_text(_CURVES_LEFT, floor - 20, "no finite numbers", css="quiet")
+        yield svg_text(_LEFT, floor - 20, "no finite numbers", css="quiet")
         return
-    across = AxisScale(min(line.x), max(line.x), _CURVES_LEFT, right)
-    up = AxisScale(min(values), max(values), floor, _CURVES_TOP)
+    across = AxisScale(min(line.x), max(line.x), _LEFT, right)
+    up = AxisScale(min(values), max(values), floor, _CURVE_TOP)
     for tick in _ticks(up, most=4):
         y = up.place(tick)
-        yield f'<line class="grid" x1="{_CURVES_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield svg_text(_CURVES_LEFT - 8, y + 4, f"{tick:.6g}", css="quiet", extra='text-anchor="end"')
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield svg_text(_LEFT - 8, y + 4, f"{tick:.6g}", css="quiet", extra='text-anchor="end"')
     for tick in _ticks(across, most=6):
         yield svg_text(across.place(tick), floor + 18, f"{tick:,.10g}", css="quiet", extra='text-anchor="middle"')
     yield svg_text(right, 18, x_title, css="quiet", extra='text-anchor="end"')
@@ -314,7 +305,7 @@ def _draw_curve_panel(line: CurveBand, *, x_title: str) -> Iterator[str]:
 def _draw_range(line: CurveBand, piece: range, across: AxisScale, up: AxisScale) -> Iterator[str]:
     if len(piece) <= _MAX_DOTS:
         places = ((across.place(line.x[i]), up.place(line.mean[i])) for i in piece)
-        yield from (f'<circle class="dot" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places)
+        yield from (f'<circle class="data" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places)
     there = [f"{across.place(line.x[i])},{up.place(line.high[i])}" for i in piece]
     back = [f"{across.place(line.x[i])},{up.place(line.low[i])}" for i in reversed(piece)]
     yield f'<polygon class="band" points="{" ".join(there + back)}"/>'

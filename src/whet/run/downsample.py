@@ -37,7 +37,7 @@ class EventTable:
     def add(self, event: Event) -> None:
         """Append an event."""
         for name, value in flatten_fields(event.fields):
-            number = as_number(value)
+            number = value if type(value) is float else as_number(value)
             if number is not None:
                 if name not in self._columns:
                     self._columns[name] = array("q"), array("d")

@@ -5,8 +5,7 @@ import importlib
 import io
 import itertools
 import math
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +106,10 @@ class _ChunkSink(io.RawIOBase):
     def tell(self) -> int:
         return self._taken + len(self._buffer)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._buffer)
+
     def take(self) -> bytes:
         """Return the bytes written since the last call."""
         taken = bytes(self._buffer)
@@ -115,107 +118,45 @@ class _ChunkSink(io.RawIOBase):
         return taken
 
 
-# The reversed polynomial of CRC-32C, and the largest finite 32-bit float.
-_POLYNOMIAL = 0x82F63B78
+# The largest finite 32-bit float, which is what TensorBoard stores.
 _MAX_FLOAT = 3.4028234663852886e38
 _CHUNK_BYTES = 1024**2
 
 
 def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the name of the event file and its content as chunks of bytes.
-
-    This does not need TensorBoard. The file is a sequence of records (length, checksum, data, checksum). The data is an
-    `Event` of TensorBoard's event.proto with wall_time, step, file_version, and a `Summary` of tags and numbers.
-    """
-    first = next((event.time for event in history.events()), 0.0)
-    yield f"events.out.tfevents.{max(0, int(first)):010d}.whet", _tensorboard_chunks(history, started=first)
-
-
-def _tensorboard_chunks(history: History, *, started: float) -> Iterator[bytes]:
-    buffer = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
-    heads: dict[str, bytes] = {}
-    for event in without_repeated_health(history.events(kinds=EXPORTED_KINDS)):
-        values = named_event_numbers(event)
-        if not values:
-            continue
-        head = _double(1, event.time) + _whole(2, checked_step(event))
-        buffer += record(head + _bytes(5, _summary(values, heads=heads)))
-        if len(buffer) >= _CHUNK_BYTES:
-            yield bytes(buffer)
-            buffer.clear()
-    yield bytes(buffer)
-
-
-def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
-    parts = []
-    for name, value in values.items():
-        head = heads.get(name)
-        if head is None:
-            tag = _bytes(1, name.encode())
-            head = heads[name] = b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
-        parts.append(head + _float32(value))
-    return b"".join(parts)
-
-
-def _float32(value: float) -> bytes:
-    """Return a number as 32-bit float. Numbers out of range become the largest float."""
+    """Yield the name of the event file and its content as chunks of bytes."""
     try:
-        return struct.pack("<f", value)
-    except OverflowError:
-        return struct.pack("<f", math.copysign(_MAX_FLOAT, value))
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError:
+        raise WhetError(
+            "TensorBoard files need tensorboard", got="it is not installed", try_="pip install 'whet[tb]'; or --to csv"
+        ) from None
+
+    def chunks() -> Iterator[bytes]:
+        sink = _ChunkSink()
+        writer = RecordWriter(sink)
+        writer.write(event_pb2.Event(wall_time=first, file_version="brain.Event:2").SerializeToString())
+        for event in without_repeated_health(history.events(kinds=EXPORTED_KINDS)):
+            values = [
+                summary_pb2.Summary.Value(tag=name, simple_value=_in_float32_range(value))
+                for name, value in named_event_numbers(event).items()
+            ]
+            if not values:
+                continue
+            summary = summary_pb2.Summary(value=values)
+            record = event_pb2.Event(wall_time=event.time, step=checked_step(event), summary=summary)
+            writer.write(record.SerializeToString())
+            if sink.num_waiting >= _CHUNK_BYTES:
+                yield sink.take()
+        yield sink.take()
+
+    first = next((event.time for event in history.events()), 0.0)
+    yield f"events.out.tfevents.{max(0, int(first)):010d}.whet", chunks()
 
 
-def record(data: bytes) -> bytes:
-    """Return the data as one record of the file."""
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
-
-
-def _masked(data: bytes) -> int:
-    crc = crc32c(data)
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) checksum, which the standard library lacks.
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
-    """
-    crc, table = 0xFFFFFFFF, _TABLE
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
-
-
-def _table_entry(crc: int) -> int:
-    for _ in range(8):
-        crc = (crc >> 1) ^ (_POLYNOMIAL if crc & 1 else 0)
-    return crc
-
-
-_TABLE = tuple(_table_entry(byte) for byte in range(256))
-
-
-def _varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number >= 0x80:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _whole(field: int, number: int) -> bytes:
-    return _varint(field << 3) + _varint(number)
-
-
-def _double(field: int, number: float) -> bytes:
-    return _varint(field << 3 | 1) + struct.pack("<d", number)
-
-
-def _bytes(field: int, data: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
+def _in_float32_range(value: float) -> float:
+    return max(-_MAX_FLOAT, min(_MAX_FLOAT, value)) if math.isfinite(value) else value
 
 
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
