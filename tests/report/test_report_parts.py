@@ -162,10 +162,9 @@ def test_evidence_lists_trials_and_the_chosen_value(report: RunReport) -> None:
         ("micro_batch=8", False),
     ]
     winner = groups["micro_batch"].trials[0]
-    assert winner.low is not None
-    assert winner.high is not None
+    assert winner.interval is not None
     assert winner.speedup is not None
-    assert winner.low < winner.speedup < winner.high
+    assert winner.interval[0] < winner.speedup < winner.interval[1]
 
 
 def test_planned_and_actual_figures(report: RunReport) -> None:

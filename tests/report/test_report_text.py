@@ -256,7 +256,7 @@ def test_nan_leaves_a_gap() -> None:
 
 def test_a_spike_inside_a_downsampled_point_is_drawn() -> None:
     curve = curve_from_values(dict.fromkeys(range(1, 30), 0.0), field="x")
-    spiked = curve.points[10].model_copy(update={"high": 9.0})
+    spiked = curve.points[10]._replace(high=9.0)
     curve = curve.model_copy(update={"points": (*curve.points[:10], spiked, *curve.points[11:])})
     drawn = draw_curve(curve, width=40, height=4, unicode=False)
     assert [marks(row).count("*") for row in drawn[:3]] == [1, 1, 1]

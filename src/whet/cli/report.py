@@ -1,17 +1,13 @@
 """`whet report`: report on a run, a comparison of runs, or a search."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from whet.base.errors import UsageError
 from whet.cli import output
 from whet.cli.options import Json
-
-if TYPE_CHECKING:
-    from whet.report.comparison import RunComparison
-    from whet.report.run_report import RunReport
 
 
 def report(
@@ -55,11 +51,8 @@ def report(
         out = None
     if out is not None:
         out = _check_output(out)
-    text: str | dict[str, object]
-    if is_one_search:
-        text = _search_text(runs[0].expanduser(), format_=formats[0] if formats else "")
-    else:
-        text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
+    format_ = formats[0] if formats else ""
+    text = _search_text(runs[0].expanduser(), format_=format_) if is_one_search else _runs_text(runs, format_=format_)
     if out is None:
         output.result_json(text) if isinstance(text, dict) else output.result(text.rstrip("\n"))
         return
@@ -136,41 +129,26 @@ def _search_text(folder: Path, *, format_: str) -> "str | dict[str, object]":
     return {"--html": search_page, "--markdown": search_markdown}.get(format_, render_search)(result)
 
 
-def _read(runs: list[Path]) -> "RunReport | RunComparison":
-    from whet.report.comparison import compare_runs
-    from whet.report.run_report import summarize
-
-    reports = [summarize(run) for run in runs]
-    return reports[0] if len(reports) == 1 else compare_runs(reports)
-
-
-def _html(runs: list[Path]) -> str:
-    from whet.report.page.html import report_page
-
-    return report_page(_read(runs))
-
-
-def _markdown(runs: list[Path]) -> str:
+def _runs_text(runs: list[Path], *, format_: str) -> "str | dict[str, object]":
+    from whet.report.comparison import compare_runs, render_comparison
     from whet.report.markdown import comparison_markdown, run_markdown
-    from whet.report.run_report import RunReport
-
-    content = _read(runs)
-    return run_markdown(content) if isinstance(content, RunReport) else comparison_markdown(content)
-
-
-def _json(runs: list[Path]) -> "dict[str, object]":
-    return _read(runs).as_json()
-
-
-def _text(runs: list[Path]) -> str:
-    from whet.report.comparison import render_comparison
-    from whet.report.run_report import RunReport
+    from whet.report.page.html import report_page
+    from whet.report.run_report import summarize
     from whet.report.text import render_text
 
-    content = _read(runs)
-    if isinstance(content, RunReport):
-        return render_text(content, width=output.width(), unicode=output.supports_unicode())
-    return render_comparison(content)
+    reports = [summarize(run) for run in runs]
+    if len(reports) > 1:
+        comparison = compare_runs(reports)
+        if format_ == "--json":
+            return comparison.as_json()
+        renderers = {"--html": report_page, "--markdown": comparison_markdown}
+        return renderers.get(format_, render_comparison)(comparison)
+    (report,) = reports
+    if format_ == "--json":
+        return report.as_json()
+    if not format_:
+        return render_text(report, width=output.width(), unicode=output.supports_unicode())
+    return report_page(report) if format_ == "--html" else run_markdown(report)
 
 
 def _encode(text: "str | dict[str, object]") -> bytes:

@@ -242,7 +242,6 @@ class SearchStudy:
 
     def finish(self, claimed: ClaimedTrial, *, state: str, value: float | None = None, **attributes: Any) -> bool:
         """Finish a trial as "complete" with its value, "pruned", "infeasible" or "failed"; False if it was given up."""
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         for name, fact in attributes.items():
@@ -251,11 +250,7 @@ class SearchStudy:
         if state == "infeasible":
             # Report a violated constraint: samplers then avoid such trials without treating them as bad values.
             claimed.trial.set_constraint("memory", 1.0)
-        try:
-            values = None if value is None or state != "complete" else [value]
-            return self._storage.set_trial_state_values(self._trial_id(claimed.number), state=ended, values=values)
-        except UpdateFinishedTrialError:
-            return False
+        return self._set_state(claimed.number, ended, value if state == "complete" else None)
 
     def _enqueue_continuation(self, trial: "FrozenTrial") -> None:
         attributes = {TASK: f"{_CONTINUES} {trial.number}"}
@@ -264,24 +259,26 @@ class SearchStudy:
         self.study.enqueue_trial(trial.params, user_attrs=attributes)
 
     def _claim_waiting(self, number: int) -> bool:
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
-        try:
-            if not self._storage.set_trial_state_values(self._trial_id(number), state=TrialState.RUNNING):
-                return False
-        except UpdateFinishedTrialError:
+        if not self._set_state(number, TrialState.RUNNING):
             return False
         self.set_attribute(number, OWNER, this_process().as_json())
         return True
 
     def _drop(self, number: int, reason: str) -> bool:
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         self.set_attribute(number, DROPPED, reason)
+        return self._set_state(number, TrialState.FAIL)
+
+    def _set_state(self, number: int, state: "TrialState", value: float | None = None) -> bool:
+        """Set the state of a trial; return False if another process was faster, or the trial has ended."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        values = None if value is None else [value]
         try:
-            return self._storage.set_trial_state_values(self._trial_id(number), state=TrialState.FAIL)
+            return self._storage.set_trial_state_values(self._trial_id(number), state=state, values=values)
         except UpdateFinishedTrialError:
             return False
 

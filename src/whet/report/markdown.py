@@ -95,9 +95,9 @@ def _evidence(report: RunReport) -> str:
     rows = [
         (
             ("**" + code_span(one.label) + "**") if one.chosen else code_span(one.label),
-            code_span(one.against),
+            code_span(one.baseline),
             "-" if one.speedup is None else f"{one.speedup:.2f}x",
-            "-" if one.low is None or one.high is None else f"{one.low:.2f}x to {one.high:.2f}x",
+            "-" if one.interval is None else "{:.2f}x to {:.2f}x".format(*one.interval),
             "-" if one.median_seconds is None else format_seconds(one.median_seconds),
             "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
             one.verdict,

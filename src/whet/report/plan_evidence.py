@@ -28,23 +28,14 @@ class ReportSetting(FrozenModel):
     evidence: Any = None
 
 
-class TrialEvidence(FrozenModel):
-    """One value of a setting that was timed against a baseline."""
+class TrialEvidence(TuneTrial):
+    """A candidate of a measurement, and whether the run used it."""
 
     label: str
-    against: str
-    verdict: str
-    note: str
+    """Settings of the candidate as text."""
+    baseline: str
+    """Settings that it was timed against as text."""
     chosen: bool
-    """Whether the run used this value."""
-    repeats: int
-    speedup: float | None
-    low: float | None
-    high: float | None
-    median_seconds: float | None
-    baseline_seconds: float | None
-    preparation_seconds: float | None
-    peak_bytes: int | None
 
 
 class SettingEvidence(FrozenModel):
@@ -118,21 +109,11 @@ def setting_evidence(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tu
 
 
 def _trial_evidence(trial: TuneTrial, plan: Mapping[str, Any]) -> TrialEvidence:
-    low, high = trial.interval if trial.interval is not None else (None, None)
     return TrialEvidence(
+        **dict(trial),
         label=_settings_text(trial.settings, first=trial.setting) or "the rules",
-        against=_settings_text(trial.against, first=trial.setting) or "the rules",
-        verdict=trial.verdict,
-        note=trial.note,
+        baseline=_settings_text(trial.against, first=trial.setting) or "the rules",
         chosen=all(plan_setting(plan, name).get("value") == value for name, value in trial.settings.items()),
-        repeats=trial.repeats,
-        speedup=trial.speedup,
-        low=low,
-        high=high,
-        median_seconds=trial.median_seconds,
-        baseline_seconds=trial.baseline_seconds,
-        preparation_seconds=trial.preparation_seconds,
-        peak_bytes=trial.peak_bytes,
     )
 
 

@@ -12,6 +12,7 @@ that several runs can be plotted over any of them.
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from whet.base.model import FrozenModel
 from whet.run.event_block import SUMMARIZED_KINDS
@@ -22,7 +23,7 @@ from whet.run.folder import Run
 CURVE_KINDS = SUMMARIZED_KINDS
 
 
-class CurvePoint(FrozenModel):
+class CurvePoint(NamedTuple):
     """One point of a curve, which summarizes neighboring steps."""
 
     step: int

@@ -235,11 +235,8 @@ class _BucketedRows:
             _known_values(np.rint(self.samples[firsts]), ~(np.abs(self.samples[firsts]) < _MAX_SAMPLES)),
             strict=True,
         )
-        made = [
-            CurvePoint(step=s, low=lo, high=hi, mean=m, nonfinite=n, time=t, elapsed=e, samples=so_far)
-            for s, lo, hi, m, n, t, e, so_far in points
-        ]
-        return Curve(field=field, kind=kind, points=tuple(made), last_step=self.last_step)
+        made = tuple(CurvePoint(*point) for point in points)
+        return Curve(field=field, kind=kind, points=made, last_step=self.last_step)
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:

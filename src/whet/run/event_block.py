@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from whet.run.event import as_number, flatten_fields
 
@@ -19,7 +19,8 @@ SUMMARIZED_KINDS = ("step", "health", "eval")
 STATS_PER_FIELD = 5
 
 
-class FieldStats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FieldStats:
     """Statistics of the finite values of one field, and the number of non-finite values. All are 0 without values."""
 
     count: int

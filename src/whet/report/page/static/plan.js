@@ -76,7 +76,7 @@ export function evidencePart(report) {
 /** One scale for all candidates, so that they can be compared by eye: the same distance is the same ratio. */
 function scaleOf(evidence) {
   const values = evidence
-    .flatMap((group) => group.trials.flatMap((one) => [one.speedup, one.low, one.high]))
+    .flatMap((group) => group.trials.flatMap((one) => [one.speedup, ...(one.interval ?? [])]))
     .filter((value) => value > 0);
   const least = Math.max(1 / 64, Math.min(0.8, ...values)),
     most = Math.min(64, Math.max(1.25, ...values));
@@ -111,17 +111,18 @@ function rulerOf(scale) {
 function trialOf(one, scale) {
   const tone = VERDICTS[one.verdict] ?? "plain";
   const track = el("div", { class: "track" }, el("i", { class: "one", style: { left: `${scale.at(1)}%` } }));
-  if (one.low && one.high)
+  const [low, high] = one.interval ?? [null, null];
+  if (low && high)
     track.append(
       el("i", {
         class: `interval ${tone}`,
-        style: { left: `${scale.at(one.low)}%`, width: `${Math.max(0.5, scale.at(one.high) - scale.at(one.low))}%` },
+        style: { left: `${scale.at(low)}%`, width: `${Math.max(0.5, scale.at(high) - scale.at(low))}%` },
       }),
     );
   if (one.speedup) track.append(el("i", { class: `centre ${tone}`, style: { left: `${scale.at(one.speedup)}%` } }));
   const figures = [
     one.speedup
-      ? `${one.speedup.toFixed(2)}x${one.low ? ` (${one.low.toFixed(2)} to ${one.high.toFixed(2)})` : ""}`
+      ? `${one.speedup.toFixed(2)}x${low ? ` (${low.toFixed(2)} to ${high.toFixed(2)})` : ""}`
       : null,
     one.median_seconds ? `${formatSeconds(one.median_seconds)} a step` : null,
     one.peak_bytes ? formatBytes(one.peak_bytes) : null,
@@ -132,7 +133,7 @@ function trialOf(one, scale) {
   return el(
     "div",
     { class: one.chosen ? "candidate chosen" : "candidate" },
-    el("div", { class: "who" }, el("code", {}, one.label), el("span", { class: "rival" }, `against ${one.against}`)),
+    el("div", { class: "who" }, el("code", {}, one.label), el("span", { class: "rival" }, `against ${one.baseline}`)),
     track,
     el(
       "div",
