@@ -49,7 +49,7 @@ def attribute_owners(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> I
         yield f"@{name}", optimizer
 
 
-def _plain_names(owner: Any) -> list[str]:
+def plain_names(owner: Any) -> list[str]:
     """Return the names of the attributes that belong to the user's class."""
     if isinstance(owner, nn.Module):
         return [name for name in vars(owner) if name not in module_machinery() and not _is_computed(owner, name)]
@@ -85,7 +85,7 @@ def _named_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> 
     Attributes are encoded and decoded in this order: one that holds an object again refers to the first one.
     """
     for owner_name, owner in sorted(attribute_owners(model, optimizers), key=lambda named: named[0]):
-        yield from ((owner_name, name, vars(owner)[name]) for name in sorted(_plain_names(owner)))
+        yield from ((owner_name, name, vars(owner)[name]) for name in sorted(plain_names(owner)))
 
 
 def fingerprint_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer], *, max_bytes: int) -> Encoded:
@@ -213,7 +213,7 @@ def saved_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the attributes of a module and its submodules that have an encoding, by submodule and name."""
     saved: dict[str, dict[str, Any]] = {}
     for owner_name, owner in module.named_modules():
-        for name in _plain_names(owner):
+        for name in plain_names(owner):
             if has_encoding(vars(owner)[name]):
                 saved.setdefault(owner_name, {})[name] = vars(owner)[name]
     return saved

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.checkpoint.attributes import describe_attribute
 from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.state_json import plain_value
 
@@ -23,7 +24,7 @@ def compare_snapshots(expected: Snapshot, got: Snapshot) -> list[str]:
             differing.append(f"{describe_tensor(name)} ({'new' if ours is None else 'missing'})")
         elif not tensors_equal(ours, theirs):
             differing.append(describe_tensor(name))
-    return differing + _fact_changes(expected.facts, got.facts, ())
+    return [*differing, *dict.fromkeys(_fact_changes(expected.facts, got.facts, ()))]
 
 
 def tensors_equal(ours: Tensor, theirs: Tensor) -> bool:
@@ -74,5 +75,11 @@ def _fact_changes(expected: Any, got: Any, path: tuple[str, ...]) -> list[str]:
         return [c for index, (ours, theirs) in pairs for c in _fact_changes(ours, theirs, (*path, str(index)))]
     if expected == got and type(expected) is type(got):
         return []
+    name = ".".join(path)
+    if path[:3] == ("model", "attributes", "now") and len(path) > 4:
+        name = f"the attribute {describe_attribute(path[3], path[4])}"
+        if len(path) > 5:
+            # A part of its encoding, such as whose memory it shares.
+            return [name]
     values = [str(plain_value(value))[:60] for value in (expected, got)]
-    return [f"{'.'.join(path)} {values[0]} -> {values[1]}"]
+    return [f"{name} {values[0]} -> {values[1]}"]

@@ -38,10 +38,10 @@ def encode_optimizer(
     facts: dict[str, Any] = {"class": type(optimizer).__name__}
     with encoder.one_state():
         facts |= _encode_parts(encoder, optimizer, names, num_groups=num_groups, prefix=prefix)
-        for attribute, inner in _inner_optimizers(optimizer):
+        for attribute, inner in inner_optimizers(optimizer):
             parts = _encode_parts(encoder, inner, names, prefix=f"{prefix}@{attribute}/")
             facts.setdefault("inner", {})[attribute] = {"class": type(inner).__name__, **parts}
-        if _has_own_state(optimizer):
+        if has_own_state(optimizer):
             # Mostly the same tensors as above, to which the encoding refers.
             facts["own"] = encoder.encode(optimizer.state_dict(), f"{prefix}@state_dict/")
     return facts
@@ -89,14 +89,15 @@ def _encode_parts(
     return {"groups": groups, "state": state}
 
 
-def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers that a wrapper such as Lookahead steps, sorted by name."""
     for name, value in sorted(vars(optimizer).items()):
         if isinstance(value, Optimizer) and value is not optimizer:
             yield name, value
 
 
-def _has_own_state(optimizer: Optimizer) -> bool:
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer overrides what its state is."""
     names = ("state_dict", "load_state_dict")
     overrides = any(getattr(getattr(optimizer, n), "__func__", None) is not getattr(Optimizer, n) for n in names)
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -135,7 +136,7 @@ class OptimizerRestorer:
                 got=f"{facts['class']}; this is {type(optimizer).__name__}",
                 try_="the optimizer the run was started with",
             )
-        inner = dict(_inner_optimizers(optimizer))
+        inner = dict(inner_optimizers(optimizer))
         if inner.keys() != facts.get("inner", {}).keys():
             raise WhetError(
                 "the checkpoint was made with another optimizer",
@@ -154,7 +155,7 @@ class OptimizerRestorer:
             _load_own(optimizer, self._decoder.decode(facts["own"]))
         # Again, and exactly: torch's own load_state_dict converts dtypes, and copies what was shared.
         for name, groups, state in decoded:
-            one = dict(_inner_optimizers(optimizer))[name] if name else optimizer
+            one = dict(inner_optimizers(optimizer))[name] if name else optimizer
             for group, values in zip(one.param_groups, groups, strict=True):
                 group.update(values)
             one.state.clear()
@@ -276,9 +277,9 @@ class OptimizerRestorer:
 def _load_own(optimizer: Optimizer, state: Any) -> None:
     """Call the optimizer's own load_state_dict."""
     groups = [id(group) for group in optimizer.param_groups]
-    shared = [name for name, one in _inner_optimizers(optimizer) if [id(group) for group in one.param_groups] == groups]
+    shared = [name for name, one in inner_optimizers(optimizer) if [id(group) for group in one.param_groups] == groups]
     optimizer.load_state_dict(state)
-    for name, inner in _inner_optimizers(optimizer):
+    for name, inner in inner_optimizers(optimizer):
         # Some wrappers have a property that returns the groups of the optimizer inside. It cannot be set.
         if name in shared and optimizer.param_groups is not inner.param_groups:
             # A wrapper shares its groups with the optimizer inside, so that both see the learning rate.

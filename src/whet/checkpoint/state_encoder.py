@@ -59,6 +59,8 @@ class ValueEncoder:
         self._objects: dict[int, _Encoded] = {}
         self._ids: dict[str, Any] = {}
         """The objects that appear again, by the ids that they have in the JSON."""
+        self._memory: dict[int, str] = {}
+        """The first array in each piece of memory, by its address."""
         self._is_one_state = False
 
     @contextlib.contextmanager
@@ -67,12 +69,16 @@ class ValueEncoder:
 
         They have to be decoded in the same order.
         """
-        self._objects.clear()
+        self._forget()
         self._is_one_state = True
         try:
             yield
         finally:
             self._is_one_state = False
+
+    def _forget(self) -> None:
+        self._objects.clear()
+        self._memory.clear()
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Return a value as JSON. `depth` is how many containers it is inside of."""
@@ -98,7 +104,7 @@ class ValueEncoder:
         if depth > _MAX_DEPTH:
             raise NotEncodableError(path, value, why=", nested too deeply or inside of itself")
         if depth == 0 and not self._is_one_state:
-            self._objects.clear()
+            self._forget()
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path, depth)
         if not isinstance(value, CHANGEABLE):
@@ -202,7 +208,12 @@ class ValueEncoder:
         # A copy, because the array may change before the checkpoint is written.
         data = torch.frombuffer(bytearray(value.tobytes(order)), dtype=torch.uint8) if value.nbytes else torch.empty(0)
         encoded = self.encode(data.to(torch.uint8), path, depth + 1)
-        return {TAG: "ndarray", "dtype": dtype, "shape": list(value.shape), "order": order, "data": encoded}
+        facts = {TAG: "ndarray", "dtype": dtype, "shape": list(value.shape), "order": order, "data": encoded}
+        return {**facts, **self._sharing(value, path)}
+
+    def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:  # noqa: ARG002
+        """Return whose memory an array shares. Fingerprints leave it out."""
+        return {}
 
     def _encode_generator(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, torch.Generator):
@@ -286,6 +297,12 @@ class StateEncoder(ValueEncoder):
             del self._kept[mark:]
             raise
 
+    def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:
+        # Arrays are restored one by one. Those that begin to share memory during a run no longer do so after a resume;
+        # the comparison of the restored state with the checkpoint finds it by this entry.
+        first = self._memory.setdefault(_address(value), path) if value.nbytes else path
+        return {} if first == path else {"shares": first}
+
     def _keep(self, tensor: Tensor, path: str) -> Any:
         if tensor.is_meta:
             raise NotEncodableError(path, tensor, why=" on the meta device, which has no values")
@@ -310,6 +327,15 @@ class StateEncoder(ValueEncoder):
             encode_group(group, tensors)
         self._kept = [kept for kept in self._kept if kept.encoded is None]
         return tensors
+
+
+def _address(array: np.ndarray) -> int:
+    """Return where the memory begins that an array is a view of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    if isinstance(array.base, Tensor):
+        return array.base.untyped_storage().data_ptr()
+    return int(array.__array_interface__["data"][0])
 
 
 def _numpy_dtype(dtype: np.dtype[Any], path: str, value: object) -> str:

@@ -104,11 +104,11 @@ class DatasetReader:
         return collated
 
     def identify(self, ids: list[int]) -> "SampleIdentity":
-        """Read a few samples, the first one twice, and collate them twice."""
+        """Read a few samples twice, and collate them twice."""
         samples = [self.read(0, number, number) for number in ids]
         digests = [sample_digest(sample) for sample in samples]
         # If the results differ, the data is random and cannot be identified.
-        is_repeatable = not ids or sample_digest(self.read(0, ids[0], ids[0])) == digests[0]
+        is_repeatable = all(sample_digest(self.read(0, n, n)) == d for n, d in zip(ids, digests, strict=True))
         return SampleIdentity(tuple(digests), is_repeatable, is_repeatable and self._is_collate_repeatable(samples))
 
     def _is_collate_repeatable(self, samples: list[Any]) -> bool:

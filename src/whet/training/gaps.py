@@ -17,19 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from whet.base.units import format_list
-from whet.checkpoint.attributes import has_encoding
+from whet.checkpoint.attributes import has_encoding, plain_names
+from whet.checkpoint.optimizer_state import has_own_state, inner_optimizers
 from whet.data.samplers import copy_sampler, set_epoch
 from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
-from whet.verify.hidden_state import (
-    StateWalk,
-    changed_names,
-    class_references,
-    frame_variables,
-    module_attributes,
-    reachable,
-)
+from whet.verify.code_references import class_references, frame_variables
+from whet.verify.hidden_state import StateWalk, changed_names, module_attributes, reachable
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
@@ -149,19 +144,27 @@ class GapDetector:
         yield from (callback for callback in run.callbacks.users if _saves_state(callback))
         schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
         yield from (one for one in schedules if isinstance(one, LRScheduler))
-        if hasattr(run.config.data, "state_dict"):
-            yield run.config.data
+        data = run.config.data
+        if hasattr(data, "state_dict") or isinstance(data, DataLoader):
+            # Whose sampler and collate function are roots of their own.
+            yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
         """Yield the user's code and objects besides the loss, by owner."""
         run = self._run
         yield "the model", list(_model_parts(run.model))
+        for name, stepper in run.steppers.items():
+            owner = "the optimizer" if len(run.steppers) == 1 else f"the optimizer {name}"
+            yield owner, list(_optimizer_parts(stepper.optimizer))
         yield from _hooks(run)
         yield "the schedule", [(_name_of(part), part) for part in schedule_functions(run.config.training.schedule)]
         yield from _data_parts(run.config.data, run.config.training.collate_fn)
         for callback in run.callbacks.users:
-            if not _saves_state(callback):
-                yield f"the callback {type(callback).__qualname__}", [("self", callback)]
+            owner = f"the callback {type(callback).__qualname__}"
+            yield owner, list(class_references(type(callback))) if _saves_state(callback) else [("self", callback)]
+        for name, registered in run.registered.objects.items():
+            # It saves its attributes, but its code may refer to other variables.
+            yield f"the registered {name}", list(class_references(type(registered)))
 
 
 def _is_changeable(value: Any) -> bool:
@@ -186,6 +189,15 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from class_references(kind)
 
 
+def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    for prefix, one in (("", optimizer), *((f"{name}.", inner) for name, inner in inner_optimizers(optimizer))):
+        yield f"{prefix}defaults", one.defaults
+        if not has_own_state(one):
+            names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))
+            yield from ((f"{prefix}{name}", vars(one)[name]) for name in names)
+        yield from class_references(type(one))
+
+
 def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     owners: list[tuple[str, Any, tuple[str, ...]]] = []
     owners += [(name or "the model", module, _MODULE_HOOKS) for name, module in run.model.named_modules()]
@@ -205,6 +217,7 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     if hasattr(data, "state_dict"):
         # A stream or loader that saves its own state.
+        yield "the dataset", list(class_references(type(data)))
         yield "the collate function", [(_name_of(collate_fn), collate_fn)]
         return
     if isinstance(data, DataLoader):

@@ -11,7 +11,8 @@ from torch import nn
 
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import loss_code
-from whet.verify.hidden_state import is_installed, module_attributes
+from whet.verify.code_references import is_installed
+from whet.verify.hidden_state import module_attributes
 
 _OPTIONS = "options "
 """Precedes a hash of options, as opposed to one of source code."""

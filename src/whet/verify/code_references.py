@@ -1,0 +1,162 @@
+"""What code of the user refers to: closures, globals, attributes of modules and classes, default arguments.
+
+Nothing is called.
+"""
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from whet.verify.value_bytes import SCALARS
+
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+CachedFunction = type(functools.lru_cache(len))
+
+_SKIPPED_PACKAGES = frozenset(
+    {
+        *sys.stdlib_module_names, "whet", "tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich",
+        "matplotlib", "PIL", "IPython", "ipykernel", "h5py", "pandas", "pyarrow", "datasets", "tokenizers",
+        "transformers", "pytest", "_pytest", "pydantic", "jaxtyping", "einops",
+    }
+)  # fmt: skip
+"""Their state does not affect training, or cannot be read."""
+_LIBRARY_PATHS = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_MAX_DOTS = 3
+"""How deep an attribute such as `torch.nn.Linear.count` is followed into modules and classes of libraries."""
+_DRAWING_NAMES = frozenset(
+    {
+        "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
+        "shuffle", "choice", "choices", "sample", "gauss", "integers", "next", "time", "perf_counter",
+    }
+)  # fmt: skip
+
+
+def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: closure cells, globals that its code names, defaults, its object and attributes.
+
+    The names are those of the variables. `name` is the name of the function, for what has none.
+    """
+    if isinstance(function, functools.partial):
+        yield from ((f"{name}.{key}", value) for key, value in function.keywords.items())
+        yield from ((f"{name}.args[{index}]", value) for index, value in enumerate(function.args))
+        yield name, function.func
+        return
+    if isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        function = function.__func__
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_of_library(function):
+        # A decorator such as torch.no_grad: its own variables are those of the library.
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType):
+        if isinstance(function, CachedFunction):
+            yield name, function
+        return
+    if is_skipped_package(function.__module__):
+        return
+    code = function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield variable, cell.cell_contents
+        except ValueError:
+            # The name is not bound yet.
+            continue
+    defaults = function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
+    yield from ((f"{name}({argument}=)", value) for argument, value in zip(arguments, defaults, strict=True))
+    yield from ((f"{name}({argument}=)", value) for argument, value in (function.__kwdefaults__ or {}).items())
+    yield from ((f"{name}.{key}", value) for key, value in vars(function).items() if key != "__wrapped__")
+    names, space = {*_code_names(code)}, function.__globals__
+    for variable in sorted(names & space.keys()):
+        yield from _named_parts(variable, space[variable], names)
+
+
+def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield a global, or those attributes of a module that the code names. Of libraries, only plain values."""
+    is_module = isinstance(value, types.ModuleType)
+    if not is_module and not (isinstance(value, type) and is_library_class(value)):
+        yield variable, value
+        return
+    is_users = is_module and not is_skipped_package(value.__name__) and not is_installed(value)
+    for key in sorted(names & vars(value).keys()):
+        item = vars(value)[key]
+        if is_users or isinstance(item, (*SCALARS, os._Environ)):
+            yield f"{variable}.{key}", item
+        elif dots < _MAX_DOTS and (isinstance(item, type) or _is_inside(item, value)):
+            yield from _named_parts(f"{variable}.{key}", item, names, dots + 1)
+
+
+def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield the variables of the user's functions that are running, by function, from the innermost one outward."""
+    while frame is not None:
+        code, name = frame.f_code, frame.f_globals.get("__name__")
+        if not is_skipped_package(name) and not is_installed(sys.modules.get(name or "")):
+            # The variables of a module are those that its own code names; all others belong to its functions.
+            is_module = code.co_name == "<module>"
+            names = {*_code_names(code)}
+            local = {} if is_module else frame.f_locals
+            shared = {key: value for key, value in frame.f_globals.items() if key in names and not key.startswith("__")}
+            variables = {k: v for k, v in {**shared, **local}.items() if not isinstance(v, types.ModuleType)}
+            yield str(name) if is_module else f"{code.co_name}()", list(variables.items())
+        frame = frame.f_back
+
+
+def class_references(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield a class and its bases, as far as they are the user's."""
+    yield from ((owner.__name__, owner) for owner in kind.__mro__ if not is_library_class(owner))
+
+
+def class_attributes(kind: type, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a class, and the functions of its methods and properties."""
+    for key, item in vars(kind).items():
+        if isinstance(item, property):
+            functions = (item.fget, item.fset, item.fdel)
+            yield from ((f"{name}.{key}", function) for function in functions if function is not None)
+        elif isinstance(item, classmethod | staticmethod):
+            yield f"{name}.{key}", item.__func__
+        elif isinstance(item, functools.cached_property):
+            yield f"{name}.{key}", item.func
+        elif isinstance(item, types.FunctionType) or not key.startswith("__"):
+            yield f"{name}.{key}", item
+
+
+def draws(function: Any) -> bool:
+    """Return whether the code of a function names something that returns another value each time."""
+    code = getattr(function, "__code__", None)
+    return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
+
+
+def is_skipped_package(module: str | None) -> bool:
+    """Return whether a module belongs to a package whose state is left out."""
+    name = (module or "").partition(".")[0]
+    # The user's own script is `__main__`, which the standard library lists too.
+    return name in _SKIPPED_PACKAGES and name != "__main__"
+
+
+def is_installed(module: types.ModuleType | None) -> bool:
+    """Return whether a module belongs to an installed package, not to the user's own code."""
+    path = getattr(module, "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def is_library_class(kind: type) -> bool:
+    """Return whether a class is not the user's own."""
+    return is_skipped_package(kind.__module__) or is_installed(sys.modules.get(kind.__module__))
+
+
+def _is_inside(item: Any, module: Any) -> bool:
+    return isinstance(item, types.ModuleType) and item.__name__.startswith(f"{module.__name__}.")
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return any(part in function.__code__.co_filename for part in _LIBRARY_PATHS)
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
