@@ -12,6 +12,7 @@ from loader_cases import SIZE, Item, Labelled, Samples, X, Y
 from loader_runs import differences, resumed_batches, run_batches
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch
+from whet.data.sample import DatasetReader
 from whet.training.restore import OWN_LOOP
 
 pytestmark = pytest.mark.torch
@@ -103,6 +104,13 @@ def test_a_dataset_with_a_state_of_its_own_is_named(tmp_path: Path) -> None:
 
 def tokens(index: int) -> dict[str, Any]:
     return {"input_ids": list(range(1, 2 + index % 4)), "label": index % 2}
+
+
+def test_a_dataset_of_which_only_later_samples_are_random_is_not_repeatable() -> None:
+    draw = torch.Generator().manual_seed(0)
+    noisy = Samples(lambda i: X[i] + (torch.rand(1, generator=draw) if i > SIZE // 2 else 0))
+    assert not DatasetReader(noisy, seed=0).identify([0, SIZE - 1]).is_repeatable
+    assert DatasetReader(Samples(lambda i: X[i]), seed=0).identify([0, SIZE - 1]).is_repeatable
 
 
 def test_tokens_of_different_lengths_are_padded_like_transformers_does() -> None:

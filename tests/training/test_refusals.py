@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import whet
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.run import durable, lock
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -214,6 +214,27 @@ def test_a_loss_that_is_refused_in_the_first_step_leaves_no_folder(
     with pytest.raises(WhetError, match=message):
         call(tmp_path / "run", loss=loss)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_refused_in_the_first_step_of_a_resume_changes_no_byte(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    call(run, stop=5)
+    before = {name: data for name, (_, data) in contents(run).items()}
+    with pytest.raises(WhetError, match="a tensor"):
+        call(run, loss=lambda micro: 0.5, epochs=9)
+    assert {name: data for name, (_, data) in contents(run).items()} == before
+    call(run)
+    (event,) = read_events(open_run(run), kinds=("resume",))
+    assert (event.step, event.get("exactness")) == (5, "bit-exact")
+
+
+def test_other_initial_weights_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        call(tmp_path / name)
+    call(tmp_path / "run", stop=5, init_from=tmp_path / "first")
+    with pytest.raises(UsageError, match="another init_from"):
+        call(tmp_path / "run", init_from=tmp_path / "second")
+    call(tmp_path / "run", init_from=tmp_path / "first")
 
 
 def test_a_loss_of_the_user_that_raises_keeps_the_folder(tmp_path: Path) -> None:

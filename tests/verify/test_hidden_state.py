@@ -5,6 +5,8 @@ import array
 import functools
 import io
 import itertools
+import math
+import multiprocessing
 import queue
 import random
 import threading
@@ -15,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from whet.verify.hidden_state import StateWalk, changed_names, reachable
 
@@ -76,6 +80,82 @@ def _nested() -> tuple[Any, Any]:
 
 
 _KEPT = Plain(count=0)
+
+
+class Ring(list[float]):
+    place = 0
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = [0]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        calls[0] += 1
+        return function(*args)
+
+    return wrapper
+
+
+PROPERTY, MADE = [0], [0]
+
+
+class CounterMeta(type):
+    made = 0
+
+    def __next__(cls) -> int:
+        CounterMeta.made += 1
+        return CounterMeta.made
+
+
+class Counters(metaclass=CounterMeta):
+    """State behind decorators, properties, class methods, nested classes and a metaclass."""
+
+    norm = nn.BatchNorm1d(2, affine=False)
+
+    class Config:
+        tau = 1
+
+    @_counted
+    def method(self) -> None:
+        pass
+
+    @property
+    def value(self) -> int:
+        PROPERTY[0] += 1
+        return PROPERTY[0]
+
+    @classmethod
+    def make(cls) -> None:
+        MADE[0] += 1
+
+    @functools.cache  # noqa: B019
+    def drawn(self, number: int) -> float:
+        return random.random() * number
+
+
+@pytest.fixture
+def library_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "calls", 0, raising=False)
+    monkeypatch.setattr(nn.Linear, "calls", 0, raising=False)
+
+
+def _uses_libraries() -> Any:
+    return math.calls + nn.Linear.calls
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader([1.0, 2.0], shuffle=True, generator=torch.Generator())
+
+
+def _two_closures() -> tuple[Any, Any]:
+    def make() -> tuple[Callable[[], int], list[int]]:
+        count = [0]
+        return (lambda: count[0]), count
+
+    first, counted = make()
+    second, _ = make()
+    return [first, second], lambda: counted.__setitem__(0, 1)
 
 
 def _proxied() -> list[Any]:
@@ -143,11 +223,39 @@ def _proxied() -> list[Any]:
         (lambda: _pair(functools.partial(print, [1]), lambda v: v.args[0].append(2)), ["x.args[0]"]),
         (_closure, ["inner"]),
         (_nested, ["inner['a']"]),
+        (lambda: _pair(OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")), ["x"]),
+        (lambda: _pair(torch.zeros(3), lambda v: v.requires_grad_()), ["x"]),
+        (lambda: _pair(np.array([1, [0]], dtype=object), lambda v: v[1].append(2)), ["x[1]"]),
+        (lambda: _pair(memoryview(bytearray(2)), lambda v: v.__setitem__(0, 1)), ["x"]),
+        (lambda: _pair(multiprocessing.Value("i", 0), lambda v: setattr(v, "value", 1)), ["x"]),
+        (lambda: _pair(Ring([1.0]), lambda v: setattr(v, "place", 1)), ["x.place"]),
+        (lambda: _pair(_loader(), lambda v: next(iter(v))), ["x.generator"]),
+        (lambda: _pair(Counters(), lambda v: v.method()), ["calls[0]"]),
+        (lambda: _pair(Counters(), lambda v: v.value), ["PROPERTY[0]"]),
+        (lambda: _pair(Counters, lambda v: v.make()), ["MADE[0]"]),
+        (lambda: _pair(Counters(), lambda v: setattr(v.Config, "tau", v.Config.tau + 1)), ["Counters.Config.tau"]),
+        (
+            lambda: _pair(Counters(), lambda v: v.norm.running_mean.add_(1)),
+            ["Counters.norm.running_mean"],
+        ),
+        (lambda: _pair(Counters(), lambda v: v.drawn(1)), ["Counters.drawn"]),
+        (lambda: _pair(Counters, lambda v: next(v)), ["CounterMeta.made"]),
+        (lambda: _pair(_uses_libraries, lambda _: setattr(math, "calls", math.calls + 1)), ["math.calls"]),
+        (lambda: _pair(_uses_libraries, lambda _: setattr(nn.Linear, "calls", 9)), ["nn.Linear.calls"]),
+        (_two_closures, ["count[0]"]),
     ],
 )
+@pytest.mark.usefixtures("library_attributes")
 def test_a_change_is_named(make: Callable[[], tuple[Any, Any]], expected: list[str]) -> None:
     value, act = make()
-    assert [name for name in change(value, act) if "num_batches" not in name] == expected
+    assert [name for name in change(value, act) if "x.num_batches" not in name] == expected
+
+
+def test_a_file_that_is_read_is_state_and_a_log_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("1\n2\n")
+    with path.open() as lines, (tmp_path / "log.txt").open("w") as log:
+        assert change([lines, log], lambda: (lines.readline(), log.write("a"), log.flush())) == ["x[0]"]
 
 
 @pytest.mark.parametrize(

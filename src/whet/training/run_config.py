@@ -139,7 +139,7 @@ def make_run_config(
         recipe=keywords.recipe,
         script=None if keywords.command else calling_script(),
         command=list(keywords.command),
-        config=training.as_json() if keywords.config is None else keywords.config,
+        config=_recorded_options(training, keywords),
         allow=checks.parse_allow(keywords.allow),
         init_from=keywords.init_from,
         attach=keywords.attach,
@@ -149,6 +149,14 @@ def make_run_config(
         on_event=ProgressLine(epochs=training.epochs) if keywords.on_event == "line" else keywords.on_event,
         read_sensors=keywords.read_sensors,
     )
+
+
+def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Mapping[str, Any]:
+    """Return what a resume compares: the options of a recipe, or those of the training."""
+    if keywords.config is not None:
+        return keywords.config
+    weights = {} if keywords.init_from is None else {"init_from": str(keywords.init_from)}
+    return {**training.as_json(), **weights}
 
 
 def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, str | None]:

@@ -1,7 +1,9 @@
 """Set up a run: lock, plan, build and restore. setup() makes a live RunContext from a RunConfig."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,8 +23,17 @@ from whet.plan.plan import Plan, read_plan
 from whet.plan.warnings import override_notes
 from whet.run import durable, lock
 from whet.run.event import SESSION_START_KINDS
-from whet.run.events import EventLog, History
-from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts, run_title
+from whet.run.events import AppendOnlyFile, EventLog, History
+from whet.run.folder import (
+    EVENTS_FILE,
+    INDEX_FILE,
+    Run,
+    create_run,
+    installed_versions,
+    open_run,
+    rewrite_parts,
+    run_title,
+)
 from whet.step.apply_plan import (
     build_stepper,
     make_strategy,
@@ -230,13 +241,26 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
 
 def _discard_if_refused(run: RunContext) -> None:
     """Remove a new run folder if the call was refused before its first step: a corrected call would not fit it."""
-    # The exit stack is closed while the error is being handled.
-    error = sys.exc_info()[1]
-    is_refusal = isinstance(error, UsageError) or type(error) is WhetError
-    # After a disk error the same call resumes, and its subclasses (memory, NaN) are results worth keeping.
-    if error is not None and is_refusal and not isinstance(error.__cause__, OSError) and run.state.step == 0:
+    if _is_refusal(sys.exc_info()[1]) and run.state.step == 0:
         assert run.folder is not None
         durable.remove(run.folder.path)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Return whether a call was refused. The exit stack is closed while the error is being handled."""
+    is_refusal = isinstance(error, UsageError) or type(error) is WhetError
+    # After a disk error the same call resumes, and its subclasses (memory, NaN) are results worth keeping.
+    return error is not None and is_refusal and not isinstance(error.__cause__, OSError)
+
+
+def _undo_if_refused(run: RunContext, step: int, parts: Mapping[Path, bytes], num_bytes: int) -> None:
+    """Undo what a resumed session has written if its first step was refused, such as for what the loss returns."""
+    if _is_refusal(sys.exc_info()[1]) and run.state.step == step:
+        assert run.folder is not None
+        AppendOnlyFile(run.folder.path / EVENTS_FILE, keep_bytes=num_bytes).close()
+        for path, content in parts.items():
+            if path.read_bytes() != content:
+                durable.write_file(path, data=content)
 
 
 def _has_ended(folder: Run | None) -> bool:
@@ -256,7 +280,14 @@ def _begin_writing(run: RunContext, *, is_new: bool) -> None:
     config, folder = run.config, run.folder
     if folder is None or not run.group.is_rank_zero:
         return
-    run.log.open(run.exit_stack.enter_context(EventLog(folder)))
+    names = (INDEX_FILE, "config.json", "plan.json")
+    parts = {path: path.read_bytes() for name in names if (path := folder.path / name).exists()}
+    # It removes a torn last line.
+    log = EventLog(folder)
+    if not is_new:
+        # Registered before the log, so that it runs after the log is closed.
+        run.exit_stack.callback(_undo_if_refused, run, run.state.step, parts, log.path.stat().st_size)
+    run.log.open(run.exit_stack.enter_context(log))
     assert run.checkpointer is not None
     run.checkpointer.remove_leftovers()
     for name, content in config.attach.items():
