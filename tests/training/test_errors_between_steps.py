@@ -177,7 +177,7 @@ def test_an_error_in_a_callback_is_named_by_the_resume(fails: bool, tmp_path: Pa
     assert last_saved(tmp_path / "run") == 2
     fit(4, 0)
     what = "ValueError ended the callback test_an_error_in_a_callback_is_named_by_the_resume.<locals>.Clamp at step 2"
-    expected = f"not shown to be bit-exact: {what}: what it had still to do is missing"
+    expected = f"session state restored exactly; {what}: what it had still to do is missing"
     assert claim(tmp_path / "run") == (expected if fails else "bit-exact")
 
 

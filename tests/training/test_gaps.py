@@ -517,7 +517,7 @@ def test_hidden_state_is_named(name: str, tmp_path: Path) -> None:
         program = Program()
         change(program)
         program.train(tmp_path / "run", max_steps=max_steps)
-    assert exactness(tmp_path / "run").startswith(("not bit-exact: ", "not shown to be bit-exact: "))
+    assert exactness(tmp_path / "run").startswith(("not bit-exact: ", "session state restored exactly; `"))
     assert expected in exactness(tmp_path / "run")
     warned = [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))]
     assert "another" in expected or "not restored" in expected or any(expected in reason for reason in warned), warned
@@ -655,7 +655,7 @@ def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program]
 
 
 def test_a_log_is_named_and_not_called_inexact(tmp_path: Path) -> None:
-    """Nobody can see from outside whether training reads it. The claim is withdrawn, and no other claim is made."""
+    """Nobody can see from outside whether training reads it. The claim is that of an own loop."""
     log: list[float] = []
     for max_steps in (3, 5):
         program = Program()
@@ -668,7 +668,7 @@ def test_a_log_is_named_and_not_called_inexact(tmp_path: Path) -> None:
         program.train(tmp_path / "run", max_steps=max_steps)
     how = "(register={name: object}, if training reads it)"
     assert exactness(tmp_path / "run") == (
-        f"not shown to be bit-exact: `log` of the loss changed and is not saved {how}"
+        f"session state restored exactly; `log` of the loss changed and is not saved {how}"
     )
     assert [*read_events(tmp_path / "run", kinds=("resume",))][-1].get("exact") is None
 
@@ -680,7 +680,7 @@ def test_what_is_too_large_to_compare_is_named(tmp_path: Path) -> None:
         program.loss = lambda batch, model=program.model: cross_entropy(model, batch) * (len(table) / 5_000)
         program.train(tmp_path / "run", max_steps=max_steps)
     assert exactness(tmp_path / "run").startswith(
-        "not shown to be bit-exact: `table` of the loss cannot be compared as a whole and is not saved"
+        "session state restored exactly; `table` of the loss cannot be compared as a whole and is not saved"
     )
 
 

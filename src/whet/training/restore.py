@@ -84,7 +84,8 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
     return [f"{n} {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]
 
 
-OWN_LOOP = "session state restored exactly; your own variables only if registered"
+_RESTORED = "session state restored exactly"
+OWN_LOOP = f"{_RESTORED}; your own variables only if registered"
 """The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
 
 
@@ -101,8 +102,8 @@ def missing_state(info: CheckpointInfo, *, is_own_loop: bool) -> list[str]:
 def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
     """Describe how exactly a resumed run reproduces an uninterrupted one.
 
-    `reasons` say why it does not. `missing` is what the checkpoint may lack: it is named beside the claim of an own
-    loop; a short call may be bit-exact in spite of it, but is not shown to be.
+    `reasons` say why it does not. `missing` is what the checkpoint may lack: then a short call claims no more than an
+    own loop does. Most of such variables are logs, but whether training reads one cannot be seen from outside.
     """
     if reasons:
         return "not bit-exact: " + "; ".join([*reasons, *missing])
@@ -111,7 +112,7 @@ def describe_exactness(reasons: list[str], missing: list[str], device: AbstractD
     if is_own_loop:
         return "; ".join([OWN_LOOP, *missing, *kernels])
     if missing:
-        return "not shown to be bit-exact: " + "; ".join([*missing, *kernels])
+        return "; ".join([_RESTORED, *missing, *kernels])
     return "; ".join(["exact state", *kernels]) if kernels else "bit-exact"
 
 

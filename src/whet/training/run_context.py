@@ -204,6 +204,8 @@ class RunContext:
         if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
             how = "session.register(name, object)" if self.config.is_own_loop else "register={name: object}"
             reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
+            if is_variable:
+                reason = f"{gap} and is not saved with the run ({how}, if training reads it)"
             self.log.event("warning", step=self.state.step, reason=reason, retry="never")
 
     def begin_steps(self) -> None:
