@@ -166,8 +166,30 @@ def test_short_run_reports_that_it_is_not_measured():
     session = a_session(a_model(), logged=logged, epochs=40)
     session.config = tune.with_measured_plan(session.config, Loss(session.model))
     assert session.config.plan is None
-    assert logged[0].startswith("about ")
+    assert logged[0].startswith(("about ", "less than a second"))
     assert logged[0].endswith(", too short to measure which settings are fastest")
+
+
+@pytest.mark.parametrize("where", ["prepare", "search"])
+def test_ctrl_c_while_measuring_says_that_nothing_was_lost(monkeypatch, tmp_path, where):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*{"prepare": (tune.LocalStepBench, "prepare"), "search": (tune, "_search")}[where], interrupt)
+    messages = []
+    model, (x, y) = a_model(), some_data()
+    with pytest.raises(KeyboardInterrupt, match="nothing was trained and nothing was written"):
+        whet.train(
+            model,
+            (x, y),
+            loss=functional.cross_entropy,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            run=tmp_path / "run",
+            on_event=lambda kind, fields: messages.append(fields.get("message")) if kind == "stopping" else None,
+            **{**TRAINING, "epochs": 10**6},
+        )
+    assert messages == ["stopped by Ctrl-C while measuring: nothing was trained and nothing was written"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_very_short_runs_and_streams_are_not_measured():

@@ -65,8 +65,9 @@ def test_a_run_records_the_function_that_made_it(trained: Path) -> None:
         (("prove", f"{SCRIPT}:make_model"), "it returned a Sequential"),
         (("prove", f"{SCRIPT}:nothing"), "does not define nothing()"),
         (("train", f"{SCRIPT}:main"), "is a script that trains, not a recipe"),
-        (("plan", SCRIPT), f"take {SCRIPT}:main"),
-        (("plan", "flat.py"), "python flat.py; whet prove, bench, check and compare take flat.py"),
+        (("train", SCRIPT), f"take {SCRIPT}:main"),
+        (("plan", "flat.py"), 'if __name__ == "__main__": main()'),
+        (("train", "flat.py"), "python flat.py; whet plan, prove, bench, check and compare take flat.py"),
         (("prove", "flat.py:main"), 'if __name__ == "__main__": main()'),
         (("compare", f"{SCRIPT}:make_model"), "return model, (x, y); or call whet.train(...)"),
         (("check", f"{SCRIPT}:returns_nothing"), "cannot verify"),
@@ -199,3 +200,37 @@ def test_a_script_that_parses_its_arguments_gets_none_of_whet(warm_whet: Run, tm
     (tmp_path / "parses.py").write_text(f"{code}    script_training.main()\n")
     done = warm_whet("check", "parses.py:main", cwd=tmp_path, PYTHONPATH=str(SUPPORT))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_script_is_planned_for_a_mac(warm_whet: Run, tmp_path: Path) -> None:
+    done = warm_whet("plan", f"{SCRIPT}:main", "--machine", "m2-air-8gb", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "workload  script_training: " in done.stdout
+    assert "mps" in next(line for line in done.stdout.splitlines() if line.startswith("device "))
+    assert "speed " in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing was trained"
+    done = warm_whet("plan", f"{SCRIPT}:main", "lr=1", cwd=tmp_path)
+    assert (done.returncode, "a script has its settings in its code" in done.stderr) == (2, True)
+
+
+def test_the_operations_of_a_convolution_are_counted() -> None:
+    from torch import nn
+
+    from whet.api.target import call_function, measured_workload
+
+    def main() -> None:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 2))
+        data = torch.randn(16, 3, 6, 6), torch.zeros(16, dtype=torch.long)
+        optimizer = torch.optim.SGD(net.parameters())
+        whet.train(net, data, loss=nn.functional.cross_entropy, optimizer=optimizer, global_batch_size=8)
+
+    workload = measured_workload(call_function(main, "main.py:main"))
+    forward = 2 * (36 * 8 * 27 + 8 * 36 * 2)
+    assert workload.flops_per_sample == 3 * forward
+    assert workload.activation_bytes is not None
+
+
+@pytest.mark.parametrize(("folder", "message"), [("runs/nope", "no such folder or file"), ("nope", "no such recipe")])
+def test_a_folder_that_does_not_exist_is_no_recipe(warm_whet: Run, tmp_path: Path, folder: str, message: str) -> None:
+    done = warm_whet("plan", folder, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: {message}")

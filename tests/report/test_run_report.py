@@ -212,3 +212,18 @@ def test_a_long_run_is_summed_from_the_index(tmp_path: Path) -> None:
     began = time.thread_time()
     summarize(run)
     assert time.thread_time() - began < 1.0
+
+
+def test_a_rollback_is_no_session(tmp_path: Path) -> None:
+    run = make(tmp_path / "text-001")
+    with EventLog(run, clock=ticking(1000)) as log:
+        log.append("start", step=0, total_steps=20)
+        log.append("step", step=1, loss=math.nan)
+        log.append("resume", step=0, rollback_reason="step 1: the loss is nan")
+        log.append("step", step=1, loss=1.0)
+    with EventLog(run, clock=ticking(2000)) as log:
+        log.append("resume", step=1)
+        log.append("step", step=2, loss=0.5)
+    report = summarize(run.path)
+    assert [(span.started, span.ended) for span in report.sessions] == [(1000, 1003), (2000, 2001)]
+    assert report.training_seconds == 4

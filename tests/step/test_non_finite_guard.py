@@ -128,7 +128,7 @@ def test_the_last_step_counts_too(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_the_error_names_it() -> None:
-    with pytest.raises(WhetError, match="it has no checkpoint"):
+    with pytest.raises(WhetError, match="no run folder, so there is no checkpoint"):
         train(None, times=1)
 
 

@@ -104,3 +104,31 @@ def test_a_loop_is_measured_for_real_and_trains_the_same(monkeypatch, tmp_path):
     )
     assert any(str(line).startswith("measuring which plan is fastest") for line in lines)
     assert_same(measured.state_dict(), plain.state_dict())
+
+
+def test_a_stop_ends_the_measurement_of_an_own_loop(monkeypatch, tmp_path):
+    messages = []
+
+    def measure(config, *_, **__):
+        config.on_event("measuring", {"message": "one"})
+        session.run.request(whet.Action.STOP("enough"))
+        config.on_event("measuring", {"message": "two"})
+
+    monkeypatch.setattr(tune, "_measure", measure)
+    torch.manual_seed(0)
+    model = convnet()
+    session = whet.Session(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        images(64, seed=0),
+        global_batch_size=16,
+        epochs=50,
+        on_event=lambda kind, fields: messages.append(fields.get("message")),
+    )
+    with session:
+        for batch in session:
+            session.step(functional.cross_entropy, batch)
+    assert (session.state.step, session.end_reason) == (1, "stopped: enough")
+    assert "one" in messages
+    assert "two" not in messages
+    assert "not measured: a stop was requested" in messages

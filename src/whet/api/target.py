@@ -15,6 +15,7 @@ from whet.recipes.recipe import BUILT_IN, Recipe, load_factory, script_arguments
 from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
+    from whet.plan.workload import Workload
     from whet.step.loss import LossFunction
     from whet.training.run_config import RunConfig
 
@@ -49,6 +50,32 @@ def load_training(target: str) -> Recipe | ScriptTraining:
             try_="a function that calls whet.train(...); or a recipe",
         )
     return made if isinstance(made, ScriptTraining) else validate_recipe(made, target)
+
+
+def measured_workload(training: ScriptTraining) -> "Workload":
+    """Return the workload of a script with the memory and the operations of a sample, for plans of other machines.
+
+    A few samples are computed on this machine. What cannot be measured stays unknown.
+    """
+    from whet.training.run_config import plan_from_rules
+    from whet.training.step_bench import LocalStepBench
+
+    config = training.config
+    bench = LocalStepBench(
+        config.model,
+        config.optimizer,
+        config.data,
+        config.training,
+        loss=training.loss,
+        plan=plan_from_rules(config),
+    )
+    try:
+        with bench:
+            workload = bench.workload_for_other_machines()
+    except Exception:
+        # An iterable dataset cannot be read twice. The plan then leaves the micro-batch to the run.
+        workload = config.workload
+    return workload.model_copy(update={"recipe": training.name})
 
 
 def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]:

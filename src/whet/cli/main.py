@@ -229,7 +229,8 @@ def _as_failure(error: BaseException) -> WhetError:
     from whet.base.origin import failure_frames, frame_name
 
     frames, user_frames = traceback.extract_tb(error.__traceback__), _user_frames(error)
-    got = f"{type(error).__name__}: {error}"
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    got = f"{type(error).__name__}: {error}" + (f"; {notes}" if notes else "")
     traceback_hint = "add --debug to see the traceback"
     if "does not have a deterministic implementation" in got:
         what = "an operator has no deterministic implementation"

@@ -18,7 +18,8 @@ _BATCH_SHARE = 1 / 3
 
 def plan(
     target: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE|RUN", help="text, a Python file with recipe(), or a run folder.")
+        str,
+        typer.Argument(metavar="RECIPE|FILE|RUN", help="text, train.py:main, a recipe's file, or a run folder."),
     ],
     settings: Settings = None,
     config: ConfigFile = None,
@@ -48,6 +49,7 @@ def plan(
     whet plan text global_batch_size=256 --machine m2-air-8gb
     whet plan text --why micro_batch
     whet plan text --machine h200 --nproc 8
+    whet plan train.py:main --machine m2-air-8gb
     whet plan text --measure
     whet plan text global_batch_size=auto --measure
     whet plan runs/text-001
@@ -103,43 +105,64 @@ def _saved_plan(target: str, settings: list[str] | None, config: Path | None, ma
 def _new_plan(
     target: str, settings: list[str] | None, config: Path | None, machine: str | None, device: str, nproc: int
 ) -> "Plan":
+    from whet.api.target import ScriptTraining, load_training, measured_workload
     from whet.config.resolve import resolve_config
     from whet.machine.known import load_machine
     from whet.machine.probe import probe
     from whet.plan.plan import make_plan
-    from whet.recipes.recipe import load_recipe
 
-    recipe = load_recipe(target)
-    resolved = resolve_config(recipe.Config, settings or (), file=config)
-    workload = recipe.describe(resolved.config).model_copy(update={"world_size": nproc, "local_size": nproc})
-    for line in recipe.assumptions(resolved.config):
+    training = load_training(target)
+    if isinstance(training, ScriptTraining):
+        _check_no_settings(target, settings, config)
+        described, own, notes = measured_workload(training), training.config.overrides, ()
+    else:
+        resolved = resolve_config(training.Config, settings or (), file=config)
+        described, own = training.describe(resolved.config), resolved.overrides
+        notes = training.assumptions(resolved.config)
+    workload = described.model_copy(update={"world_size": nproc, "local_size": nproc})
+    for line in notes:
         output.note(f"note: {line}")
-    overrides = resolved.overrides if device == "auto" else {"device": device, **resolved.overrides}
+    overrides = own if device == "auto" else {"device": device, **own}
     if machine is not None:
         return make_plan(load_machine(machine), workload, overrides=overrides)
     probed = probe()
     return make_plan(probed.machine, workload, overrides=overrides, system_state=probed.system_state)
 
 
+def _check_no_settings(target: str, settings: list[str] | None, config: Path | None) -> None:
+    """Raise for settings beside a script, which has its own."""
+    if settings or config:
+        raise UsageError(
+            "a script has its settings in its code",
+            got=" ".join([target, *(settings or [f"--config {config}"])]),
+            try_=f"overrides={{...}} in {target.partition(':')[0]}",
+        )
+
+
 def _measured_plan(
     target: str, settings: list[str] | None, config: Path | None, device: str, *, budget: float
 ) -> tuple["Plan", str]:
     """Return the fastest plan, and a line that estimates the duration of the run."""
-    from whet.api.autotune import find_batch_size, recipe_bench
+    from whet.api.autotune import find_batch_size, function_bench, recipe_bench
+    from whet.api.target import ScriptTraining, load_training
     from whet.autotune import cache
     from whet.autotune.result import finish_estimate
     from whet.autotune.search import search
     from whet.config.resolve import resolve_config
     from whet.plan.plan import with_auto_batch
-    from whet.recipes.recipe import load_recipe
 
-    recipe = load_recipe(target)
-    resolved = resolve_config(recipe.Config, settings or (), file=config, can_measure=True)
-    recipe.describe(resolved.config)
+    training, resolved = load_training(target), None
+    if isinstance(training, ScriptTraining):
+        _check_no_settings(target, settings, config)
+        opened = function_bench(training, device=device)
+    else:
+        resolved = resolve_config(training.Config, settings or (), file=config, can_measure=True)
+        training.describe(resolved.config)
+        opened = recipe_bench(target, resolved, device=device)
     output.note(f"measuring real steps in a separate process, at most {budget:.0f} s ...")
     batch, remaining = None, budget
-    with recipe_bench(target, resolved, device=device) as bench, output.measuring_progress("plan") as watch:
-        if resolved.is_batch_open:
+    with opened as bench, output.measuring_progress("plan") as watch:
+        if resolved is not None and resolved.is_batch_open:
             batch = find_batch_size(bench, resolved, budget_seconds=_BATCH_SHARE * budget, on_progress=watch)
             remaining -= batch.spent_seconds
         result = search(bench.plan, bench, budget_seconds=remaining, on_progress=watch)

@@ -13,6 +13,7 @@ from whet.device.errors import WideDtypeError
 
 MapTensor = Callable[[Tensor], Tensor]
 Shapes = tuple[tuple[int, ...], ...]
+_MAX_COLUMNS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +158,25 @@ def micro_batch_shapes(micro: MicroBatch) -> Shapes:
 
 
 # --- samples of different lengths ------------------------------------------------------------------------------------
+
+
+def describe_non_finite(micro: MicroBatch) -> str | None:
+    """Return which fields of a batch have NaN or Inf, with the columns of a table; None if all are finite.
+
+    >>> x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
+    >>> describe_non_finite(MicroBatch({"x": x, "y": torch.tensor([0, 1])}, np.arange(2)))
+    'x has NaN or Inf in 1 of 2 samples, in column 1'
+    """
+    found = []
+    for name, field in micro.fields.items():
+        if not isinstance(field, Tensor) or not field.dim() or bool(field.isfinite().all()):
+            continue
+        is_bad = ~field.isfinite().reshape(len(field), -1)
+        columns = is_bad.any(0).nonzero().flatten().tolist() if field.dim() == 2 else []
+        shown = ", ".join(map(str, columns[:_MAX_COLUMNS])) + (" ..." if len(columns) > _MAX_COLUMNS else "")
+        where = f", in column{'s' if len(columns) > 1 else ''} {shown}" if columns else ""
+        found.append(f"{name} has NaN or Inf in {int(is_bad.any(1).sum())} of {len(field)} samples{where}")
+    return "; ".join(found) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

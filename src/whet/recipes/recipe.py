@@ -6,6 +6,7 @@ This module does not import torch, so that `whet plan` works on any machine. Met
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ def load_recipe(word: str) -> Recipe:
         raise UsageError(
             f"{word} is a script that trains, not a recipe",
             got="it calls whet.train or whet.Session",
-            try_=f"python {word.partition(':')[0]}; whet prove, bench, check and compare take {word}",
+            try_=f"python {word.partition(':')[0]}; whet plan, prove, bench, check and compare take {word}",
         ) from None
     return validate_recipe(made, word)
 
@@ -250,6 +251,9 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
     else:
         if (Path(word) / RUN_FILE).is_file():
             raise _run_folder_error(word)
+        if os.sep in word:
+            what = "no run is in this folder" if Path(word).is_dir() else "no such folder or file"
+            raise UsageError(what, got=word, try_="a run folder (whet runs lists them), a recipe or a file.py")
         meant = closest_match(word, BUILT_IN)
         hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"
         raise UsageError("no such recipe", got=word, try_=hint)
@@ -258,7 +262,7 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
     if match is None:
         hint = f"def {names[0]}(): return ..."
         if not factory and callable(getattr(module, "main", None)):
-            hint = f"whet prove, bench, check and compare take {place}:main"
+            hint = f"whet plan, prove, bench, check and compare take {place}:main"
         raise UsageError(f"{place} does not define {' or '.join(names)}()", got=word, try_=hint)
     return cast("Callable[[], Any]", match)
 

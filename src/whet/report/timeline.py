@@ -80,12 +80,15 @@ class TrainingClock:
 
 
 def session_spans(history: History) -> tuple[SessionSpan, ...]:
-    """Return the sessions of a run. The index is enough, because no block spans the start of a session."""
+    """Return the sessions of a run. No block spans the start of a session."""
+    # A rollback is logged as a resume too, but its process goes on.
+    rollbacks = {event.time for event in history.events(kinds=("resume",)) if event.get("rollback_reason")}
     spans: list[list[float]] = []
     for block in history.layout.blocks:
         if not block.kinds:
             continue
-        if not spans or not SESSION_START_KINDS.isdisjoint(block.kinds):
+        is_start = not SESSION_START_KINDS.isdisjoint(block.kinds) and block.first_time not in rollbacks
+        if not spans or is_start:
             spans.append([block.first_time, block.last_time, block.first_step])
         spans[-1][1] = block.last_time
     sessions: list[SessionSpan] = []

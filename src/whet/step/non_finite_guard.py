@@ -23,6 +23,7 @@ _WINDOW, _MIN_LOSSES, _SIGMAS = 128, 64, 6.0
 _MIN_SPIKE_SHARE = 0.25
 """The minimum of a spike as a share of the first losses: near zero, one hard sample is far above the mean."""
 _HINT = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before"
+_DATA_HINT = "data without NaN and Inf: repair or drop these samples"
 
 
 class NonFiniteGuard:
@@ -36,6 +37,8 @@ class NonFiniteGuard:
         """Up to this step every one is checked before its update."""
         self.has_bad_step = False
         """Whether a bad step was found since the rollback."""
+        self.is_data_bad = False
+        """Whether the batch of a non-finite step has NaN or Inf itself."""
         self.has_scaler = has_scaler
         self._num_scaler_skips = 0
         self._num_rollbacks = 0
@@ -58,7 +61,11 @@ class NonFiniteGuard:
         """Raise for the non-finite step: the run cannot continue."""
         assert self.first_non_finite is not None
         step, how = self.first_non_finite
-        raise DivergedError("the loss or a weight is NaN or Inf", got=f"step {step}: {how}", try_=_HINT)
+        raise self._diverged(f"step {step}: {how}")
+
+    def _diverged(self, got: str) -> DivergedError:
+        hint = _DATA_HINT if self.is_data_bad else _HINT
+        return DivergedError("the loss or a weight is NaN or Inf", got=got, try_=hint)
 
     def start_rollback(self) -> str:
         """Start a rollback because of a non-finite step. Return why; raise if it happened too often."""
@@ -78,7 +85,7 @@ class NonFiniteGuard:
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MAX_SKIPPED or in_a_row > MAX_CONSECUTIVE_SKIPS:
             got = f"step {step}: {how}; with it {len(self.skipped)} steps would be skipped, {in_a_row} in a row"
-            raise DivergedError("the loss or a weight is NaN or Inf", got=got, try_=_HINT)
+            raise self._diverged(got)
 
     def _observe_finite(self, loss: float) -> str | None:
         count, mean, deviation = len(self._recent), *self._mean_and_deviation()

@@ -122,6 +122,13 @@ class BatchLoop:
         if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
             # Write the outcomes that are still pending before the rollback: their steps will be repeated.
             run.log.read()
+            if run.checkpointer is None:
+                # Nothing can be repeated. The bad batch is gone, but this one shows whether the data has NaN.
+                assert run.guard.first_non_finite is not None
+                number, how = run.guard.first_non_finite
+                how = f"{run.executor.with_bad_data(batch, how)}; no run folder, so there is no checkpoint"
+                run.guard.first_non_finite = number, how
+                run.guard.raise_diverged()
             action |= Action.ROLLBACK(run.guard.start_rollback())
         return action
 

@@ -29,7 +29,8 @@ def describe_end(state: State, config: "RunConfig", error: BaseException | None)
         # The third line, what to try, is for the screen.
         return f"failed: {error.what}" + (f": {error.got}" if error.got else "")
     if isinstance(error, Exception):
-        return f"failed: {type(error).__name__}: {error}".rstrip(": ")
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        return f"failed: {type(error).__name__}: {error}".rstrip(": ") + (f" ({notes})" if notes else "")
     if error is not None:
         return f"stopped by {type(error).__name__}, and nothing more was saved"
     if state.ended_early:

@@ -13,7 +13,7 @@ import torch
 
 from whet.base.errors import InsufficientMemoryError, UsageError
 from whet.base.process import freeze_live_objects
-from whet.data.batch import GlobalBatch, MicroBatch
+from whet.data.batch import GlobalBatch, MicroBatch, describe_non_finite
 from whet.data.order import mix_seed
 from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.device.rng import seed_everything
@@ -213,8 +213,17 @@ class Executor:
 
     def _skip(self, batch: GlobalBatch, *, number: int, reason: str) -> None:
         samples = sample_ids(batch.ids)
+        reason = self.with_bad_data(batch, reason)
         self._run.log.event("skip", step=number, reason=reason, verdict="reproducible", samples=samples)
         self._run.guard.skip(number, reason)
+
+    def with_bad_data(self, batch: GlobalBatch, reason: str) -> str:
+        """Return the reason of a non-finite step, with the fields of its batch that have NaN or Inf themselves."""
+        run = self._run
+        whole = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode=run.plan.lengths)))
+        problem = describe_non_finite(whole)
+        run.guard.is_data_bad = run.guard.is_data_bad or problem is not None
+        return reason if problem is None else f"{reason}; {problem}"
 
     def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""

@@ -1,16 +1,21 @@
 """Decide whether a run starts or resumes, which plan it uses, and which options may change."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
 from whet.device.open import current_machine
 from whet.plan.environment import FINAL_SETTINGS
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar, Setting
-from whet.run.folder import RUN_FILE, Run, open_run
+from whet.run.event import SESSION_START_KINDS
+from whet.run.events import History
+from whet.run.folder import CHECKPOINTS, RUN_FILE, Run, open_run
+from whet.run.prune import foreign_files
 
 if TYPE_CHECKING:
     from whet.training.run_config import RunConfig
@@ -43,8 +48,22 @@ class ResumeDecision:
 
 
 def run_exists(path: Path | None) -> bool:
-    """Return whether the folder holds a run to resume."""
-    return path is not None and (path / RUN_FILE).exists()
+    """Return whether the folder holds a run to resume. One that failed before its first step is started anew."""
+    return path is not None and (path / RUN_FILE).exists() and not failed_before_first_step(path)
+
+
+def failed_before_first_step(path: Path) -> bool:
+    """Return whether a folder holds only a failed attempt to start, which its corrected program need not match."""
+    if any(store.list_steps(path / CHECKPOINTS)) or foreign_files(path):
+        return False
+    try:
+        history = History(path)
+        last = history.last(*SESSION_START_KINDS, "end")
+        losses = (event.number("loss") for event in history.events(kinds=("step",)))
+        has_trained = any(loss is not None and math.isfinite(loss) for loss in losses)
+    except (WhetError, OSError):
+        return False
+    return last is not None and last.get("state") == "failed" and not has_trained
 
 
 def decide_resume(requested: "RunConfig") -> ResumeDecision:

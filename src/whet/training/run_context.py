@@ -90,6 +90,8 @@ class RunContext:
         self.state = state
         self.is_new = False
         """Whether this session has started the run."""
+        self.replaced: Path | None = None
+        """The folder of a failed attempt that this run has replaced."""
         self.exit_stack = exit_stack
         """Undoes the setup when the session ends, in reverse order."""
         self.folder: Run | None = None

@@ -36,9 +36,10 @@ from whet.training import checks, intercept
 from whet.training.batch_loop import BatchLoop
 from whet.training.callback import Callback, State
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import is_notebook
+from whet.training.callbacks.progress import FirstProblems, is_notebook
 from whet.training.end_reason import describe_end
 from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
+from whet.training.failed_layer import note_failed_layer
 from whet.training.keywords import SessionKeywords
 from whet.training.metrics import normalize_metrics, scalar_metrics
 from whet.training.progress import BestStep, Progress
@@ -143,7 +144,8 @@ class Session:
         keywords = SessionKeywords.from_call(locals())
         hint = 'goal="val_loss" and session.log(val_loss=...)'
         checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
-        self._use_config(replace(make_run_config(model, optimizer, data, keywords), is_own_loop=True))
+        config = make_run_config(model, optimizer, data, keywords)
+        self._use_config(replace(config, is_own_loop=True, on_event=config.on_event or FirstProblems()))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
@@ -195,6 +197,8 @@ class Session:
         explained = explain_gpu_failure(error)
         if explained is not None:
             explained.__cause__ = error
+        elif isinstance(error, Exception) and not isinstance(error, WhetError):
+            note_failed_layer(error, self.model)
         try:
             failure = self._loop.final_save(error) or self.run.callbacks.error
             # on_end runs after the final save, so a failing callback cannot cost the last checkpoint.

@@ -27,6 +27,7 @@ from whet.run.events import AppendOnlyFile, EventLog, History
 from whet.run.folder import (
     EVENTS_FILE,
     INDEX_FILE,
+    RUN_FILE,
     Run,
     create_run,
     installed_versions,
@@ -124,6 +125,9 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         name = run_title(config.recipe, config.script)
         run.log.notify("settings", step=state.step, plan=run.plan, path=run.path, name=name)
     _start_or_resume(run, restored, is_new=is_new)
+    if run.replaced is not None:
+        message = f"{run.replaced} had failed before its first step; the run is started anew"
+        run.log.event("plan", step=state.step, message=message)
     for note in override_notes(run.plan):
         # The head of the progress line shows the notes of the plan, so it leaves these events out.
         run.log.event("plan", step=state.step, message=note, is_in_plan=True)
@@ -220,6 +224,11 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
     config, group, path = run.config, run.group, run.config.path
     run.folder = existing
     if existing is None and path is not None and group.is_rank_zero:
+        if (path / RUN_FILE).exists():
+            # It failed before its first step. Another process may have begun to correct it too.
+            with lock.acquire(path):
+                durable.remove(path)
+            run.replaced = path
         run.folder = create_run(
             path,
             recipe=config.recipe,

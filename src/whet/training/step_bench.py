@@ -53,7 +53,7 @@ from whet.step.step import Stepper
 from whet.training.model_check import run_check
 from whet.training.start_checks import skip_reason
 from whet.training.training_config import TrainingConfig
-from whet.training.workload import calls_attention, measure_activation_bytes, pad_token_id
+from whet.training.workload import calls_attention, count_flops, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model, preserve_state
 from whet.verify.parity.compare import compare_precision
 from whet.verify.start.compiled import compare_compiled_with_eager, num_graphs
@@ -362,6 +362,15 @@ class LocalStepBench:
             # The loss may need more samples than this; the memory per sample stays unknown then.
             return
         self._use_workload(workload.model_copy(update={"activation_bytes": needed}))
+
+    def workload_for_other_machines(self) -> Workload:
+        """Return the workload with the operations of a sample, from which the speed of other machines is estimated."""
+        built, workload = self._build(self.plan), self.plan.workload
+        try:
+            flops = count_flops(self.model, self.loss, built.first_samples(self.batch(0), 2), device=built.device)
+        except Exception:
+            return workload
+        return workload.model_copy(update={"flops_per_sample": flops or None})
 
     def _learn_splitting(self, built: _BuiltPlan) -> None:
         """Find out whether micro-batches smaller than the batch may be tried."""

@@ -1,11 +1,11 @@
 """Measure plans for a training: the fastest settings, and the global batch size."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, Never
 
 from torch import nn
@@ -50,8 +50,11 @@ _MAX_START_SHARE = 1 / 4
 """If a process takes a larger share of the budget to start, this one measures. It does so on very busy machines."""
 _MIN_SEARCH_SHARE = 1 / 2
 """The smallest share of a budget that is left for the search, however long the process takes to start."""
-_TIMED_STEPS = 5
-"""Number of steps that estimate the duration of a run."""
+_TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
+"""Least and largest number of steps that estimate the duration of a run, and how long they take together.
+
+Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
+"""
 _MIN_STEPS = 100
 """A run with fewer steps is not measured."""
 
@@ -174,7 +177,14 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
         return config
     if config.plan is not None or run_exists(config.path) or intercept.active() is not None:
         return config
-    return replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
+    try:
+        plan = tuned_plan(config, loss, open_bench=open_bench)
+    except KeyboardInterrupt:
+        # The traceback of a step inside a measurement helps nobody.
+        message = "stopped by Ctrl-C while measuring: nothing was trained and nothing was written"
+        emit_event(config.on_event, "stopping", {"step": 0, "message": message})
+        raise KeyboardInterrupt(message) from None
+    return replace(config, plan=plan)
 
 
 def tune_first_step(run: RunContext, loss: LossFunction) -> None:
@@ -189,7 +199,13 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
         return
     if not isinstance(config.optimizer, Optimizer):
         return
-    plan = tuned_plan(config, loss)
+
+    def watch(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "measuring" and run.is_stop_requested:
+            raise WhetError("the measurement was stopped", got="a stop was requested")
+        emit_event(config.on_event, kind, fields)
+
+    plan = tuned_plan(replace(config, on_event=watch), loss)
     if plan is None:
         return
     measured = {name: found for name, found in plan.measured.items() if name not in _FIXED_IN_LOOPS}
@@ -244,7 +260,7 @@ def _measure(
         preparation_seconds, step_seconds = _time_steps(bench)
         seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
-        length = f"about {format_seconds(seconds)}"
+        length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
         is_too_short = budget < MIN_BUDGET_SECONDS
         why_not = f", too short to measure which settings are fastest{_what_more(plan)}" if is_too_short else ""
         emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
@@ -334,9 +350,13 @@ def _search_in_process(
 def _time_steps(bench: LocalStepBench) -> tuple[float, float]:
     """Return the seconds that the rule-based plan takes to prepare, and those of a step."""
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
-    seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
+    times: list[float] = []
+    while len(times) < _TIMED_STEPS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_STEPS):
+        times.append(prepared.step(len(times)))
     prepared.close()
-    return prepared.preparation_seconds, seconds
+    # Without the slowest quarter: the first steps warm up, and other programs interrupt some.
+    usual = sorted(times)[: math.ceil(0.75 * len(times))]
+    return prepared.preparation_seconds, sum(usual) / len(usual)
 
 
 # --- the global batch size --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from whet.data.adapters import count_data, source_columns
 from whet.data.batch import MicroBatch, Ragged
@@ -113,6 +114,18 @@ def measure_activation_bytes(
     finally:
         buffers.restore()
     return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
+
+
+def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> float:
+    """Return the operations of one sample, forward and backward: of matrix products, convolutions and attention."""
+    buffers = BufferSnapshot(model)
+    try:
+        with preserve_rng(device), device.compute_context(), FlopCounterMode(display=False) as counter:
+            loss(micro)
+    finally:
+        buffers.restore()
+    # The backward pass computes two products for each of the forward pass.
+    return 3.0 * counter.get_total_flops() / len(micro)
 
 
 @contextmanager

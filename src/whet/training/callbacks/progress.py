@@ -4,6 +4,7 @@ A terminal redraws the line, a notebook updates a display, and a file or pipe ge
 """
 
 import io
+import math
 import shutil
 import sys
 import time
@@ -169,12 +170,16 @@ def is_notebook() -> bool:
     return notebook_shell() is not None
 
 
-_WINDOW = 20
-"""Number of readings over which speed is averaged."""
+_WINDOW = 60
+"""Number of readings over which speed is averaged: about half a minute."""
+_MIN_SECONDS = 2.0
+"""Seconds of readings before a remaining time is shown: the first steps of a run are slow."""
 _MAX_ROUTINE_LINES = 40
 """Number of lines about evaluations that are printed without a limit on their rate."""
 _ROUTINE_SECONDS = 10.0
 """Seconds between such lines afterwards: there may be thousands of evaluations."""
+_SPIKE_SECONDS = 60.0
+"""Seconds between lines about loss spikes."""
 _MAX_METRICS = 2
 """Number of metrics in the progress line, if there is no goal."""
 _NOTABLE_SLOWDOWN = 1.5
@@ -206,6 +211,8 @@ class ProgressLine:
         self._num_routine = 0
         self._routine_at = 0.0
         self._withheld: dict[str, str] = {}
+        self._num_spikes = 0
+        self._spike_at = -math.inf
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "data": lambda fields: self._print_labelled("data", *fields["notes"]),
             "tuning": lambda fields: self._print_labelled("tuning", fields["message"]),
@@ -219,6 +226,7 @@ class ProgressLine:
             "health": self._note_memory,
             "sensors": self._on_sensors,
             "throttle": self._on_throttle,
+            "spike": self._on_spike,
             "measuring": lambda fields: self._draw(lambda: f"{self._name}  {fields['message']}"),
             "end": self._on_end,
         }
@@ -290,7 +298,23 @@ class ProgressLine:
         if is_heat:
             self._heat = _heat_text(fields) if is_notable else ""
 
+    def _on_spike(self, fields: dict[str, Any]) -> None:
+        """Print one loss spike per minute and count the others: noisy losses have many."""
+        now = time.monotonic()
+        if now - self._spike_at < _SPIKE_SECONDS:
+            self._num_spikes += 1
+            return
+        self._print_spike_count()
+        self._spike_at = now
+        self.print_line(f"{self._name}: {_message('spike', fields)}")
+
+    def _print_spike_count(self) -> None:
+        if self._num_spikes:
+            self.print_line(f"{self._name}: {self._num_spikes:,} more loss spikes since then")
+            self._num_spikes = 0
+
     def _on_end(self, fields: dict[str, Any]) -> None:
+        self._print_spike_count()
         self.close()
         if fields["state"] == "stopped":
             self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}; the same call resumes")
@@ -368,7 +392,7 @@ class ProgressLine:
         rate = (last[2] - first[2]) / seconds
         speed = f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.1f} samples/s"
         steps_per_second = (last[1] - first[1]) / seconds
-        if not self._total or step >= self._total or steps_per_second <= 0:
+        if not self._total or step >= self._total or steps_per_second <= 0 or seconds < _MIN_SECONDS:
             return speed, ""
         return speed, f"{format_seconds((self._total - step) / steps_per_second)} left"
 
@@ -422,6 +446,19 @@ def _sample_answer(fields: dict[str, Any]) -> str:
     question = question if len(question) <= _MAX_QUESTION else f"... {question[-_MAX_QUESTION:]}"
     line = f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
     return "".join(sign if sign.isprintable() else "?" for sign in line)
+
+
+class FirstProblems:
+    """The event handler of a session without one: prints the first problem of each kind to standard error."""
+
+    def __init__(self) -> None:
+        self._printed: set[str] = set()
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind in (*_ATTENTION_KINDS, "oom") and kind not in self._printed and sys.stderr is not None:
+            self._printed.add(kind)
+            message = f'whet: {_message(kind, fields)} (on_event="line" prints more)'
+            PlainScreen(sys.stderr).print_line(message)
 
 
 class DesktopNotifier:

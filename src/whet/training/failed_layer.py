@@ -1,0 +1,71 @@
+"""Name the layer in which an exception was raised, and what it got, from the frames of its traceback."""
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+_MAX_TENSORS = 4
+
+
+def note_failed_layer(error: BaseException | None, model: nn.Module) -> None:
+    """Add a note with the innermost layer and its arguments to an exception that passed a layer or a loss of torch.
+
+    Nothing is computed: the frames of the traceback still hold the arguments.
+    """
+    if error is None or (found := _describe_layer(error, model) or _describe_function(error)) is None:
+        return
+    note = f"whet: {found}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _describe_layer(error: BaseException, model: nn.Module) -> str | None:
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
+    for frame in _frames(error):
+        module = frame.f_locals.get("self")
+        is_forward = frame.f_code.co_name == "forward" and isinstance(module, nn.Module) and id(module) in names
+        if is_forward and (got := _tensor_arguments(frame)):
+            found = f"{_layer_name(names[id(module)], module)}, got {got}"
+    return found
+
+
+def _layer_name(name: str, module: Any) -> str:
+    kind = type(module).__name__
+    # A container's text is a page long.
+    what = kind if any(True for _ in module.children()) else f"{kind}({module.extra_repr()})"
+    return f"layer {name}, {what}" if name else f"model {kind}"
+
+
+def _describe_function(error: BaseException) -> str | None:
+    """Describe the innermost torch.nn.functional function, such as a loss."""
+    found = None
+    for frame in _frames(error):
+        is_functional = frame.f_globals.get("__name__") == "torch.nn.functional"
+        if is_functional and (got := _tensor_arguments(frame)):
+            found = f"{frame.f_code.co_name} got {got}"
+    return found
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame
+        entry = entry.tb_next
+
+
+def _tensor_arguments(frame: FrameType) -> str:
+    code, values = frame.f_code, frame.f_locals
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = {name: values[name] for name in names if name in values}
+    # forward(self, *args, **kwargs) has its tensors in the rest.
+    for value in (v for k, v in values.items() if k in ("args", "kwargs", "inputs")):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+        known |= {str(key): item for key, item in items}
+    tensors = {name: value for name, value in known.items() if isinstance(value, Tensor)}
+    shown = [
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in tensors.items()
+    ]
+    return ", ".join(shown[:_MAX_TENSORS])

@@ -1,0 +1,167 @@
+"""A run that fails before its first step is explained, and does not block the corrected program."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import whet
+from whet.run.events import read_events
+from whet.run.folder import open_run
+from whet.training.callbacks.progress import FirstProblems, ProgressLine
+
+pytestmark = pytest.mark.torch
+
+
+def train(run: Path, *, columns: int = 10, width: int = 32, classes: int = 2, **options: Any) -> whet.TrainResult:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, width), nn.ReLU(), nn.Linear(width, 2))
+    data = torch.randn(64, columns), torch.randint(0, classes, (64,))
+    options = {"loss": nn.functional.cross_entropy, "measure": False, "on_event": None, **options}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return whet.train(model, data, optimizer=optimizer, global_batch_size=16, epochs=2, run=run, **options)
+
+
+@pytest.mark.parametrize("corrected", [{}, {"width": 8}], ids=["other data", "another model"])
+def test_the_corrected_program_starts_anew(tmp_path: Path, corrected: dict[str, Any]) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        train(run, columns=12)
+    assert "traceback" in read_last(run, "end").fields
+    result = train(run, **corrected)
+    assert (result.state, result.step) == ("done", 8)
+    message = read_last(run, "plan").get("message")
+    assert message == f"{run} had failed before its first step; the run is started anew"
+    assert train(run, **corrected).reason == "all 2 epochs done"
+
+
+def test_data_with_nan_that_were_repaired_start_anew(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(10, 2)
+    x, y = torch.randn(64, 10), torch.randint(0, 2, (64,))
+    spoilt = x.clone()
+    spoilt[:, 3] = torch.nan
+    options = {"loss": nn.functional.cross_entropy, "epochs": 4, "run": tmp_path / "run"}
+    with pytest.raises(whet.WhetError, match="x has NaN or Inf in 16 of 16 samples, in column 3") as raised:
+        whet.train(model, loader(spoilt, y), optimizer=sgd(model), on_event=None, **options)
+    assert "repair or drop these samples" in str(raised.value)
+    model = nn.Linear(10, 2)
+    assert whet.train(model, loader(x, y), optimizer=sgd(model), on_event=None, **options).state == "done"
+
+
+def test_without_a_folder_nan_in_the_data_is_named_too() -> None:
+    model = nn.Linear(10, 2)
+    x, y = torch.full((64, 10), torch.inf), torch.randint(0, 2, (64,))
+    with pytest.raises(whet.WhetError, match=r"16 of 16 samples.*no run folder"):
+        whet.train(model, loader(x, y), loss=nn.functional.cross_entropy, optimizer=sgd(model), on_event=None)
+
+
+def loader(x: torch.Tensor, y: torch.Tensor, *, batch_size: int = 16) -> DataLoader:
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_run_with_steps_or_foreign_files_is_kept(tmp_path: Path) -> None:
+    train(tmp_path / "done")
+    with pytest.raises(whet.WhetError, match="the data is not what the run was started with"):
+        train(tmp_path / "done", columns=12)
+    with pytest.raises(RuntimeError):
+        train(tmp_path / "foreign", columns=12)
+    (tmp_path / "foreign/notes.txt").write_text("mine")
+    with pytest.raises(whet.WhetError, match="the data is not what the run was started with"):
+        train(tmp_path / "foreign")
+    assert (tmp_path / "foreign/notes.txt").read_text() == "mine"
+
+
+def read_last(run: Path, kind: str) -> Any:
+    return list(read_events(open_run(run), kinds=(kind,)))[-1]
+
+
+# --- the failed layer ------------------------------------------------------------------------------------------------
+
+
+def test_the_layer_and_its_input_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        train(tmp_path / "run", columns=12)
+    note = "whet: layer 0, Linear(in_features=10, out_features=32, bias=True), got input (16, 12) float32"
+    assert raised.value.__notes__ == [note]
+    end = read_last(tmp_path / "run", "end")
+    assert note in end.get("reason")
+    assert note in end.get("traceback")
+
+
+def test_a_layer_of_a_submodule_is_named_in_an_own_loop() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleDict({"conv": nn.Conv2d(3, 4, 3)})
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.body["conv"](images).mean((2, 3))
+
+    net, data = Net(), (torch.randn(8, 1, 6, 6), torch.zeros(8, dtype=torch.long))
+    session = whet.Session(net, torch.optim.SGD(net.parameters()), data, global_batch_size=4)
+    with pytest.raises(RuntimeError) as raised:
+        run_loop(session, lambda micro: nn.functional.cross_entropy(net(micro.x), micro.y))
+    (note,) = raised.value.__notes__
+    assert note.startswith("whet: layer body.conv, Conv2d(3, 4, ")
+    assert note.endswith("got input (4, 1, 6, 6) float32")
+
+
+def run_loop(session: whet.Session, loss: Any) -> None:
+    with session:
+        for batch in session:
+            session.step(loss, batch)
+
+
+def test_what_the_loss_got_is_named(tmp_path: Path) -> None:
+    def loss(micro: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(micro.x, micro.x[:, :3])
+
+    with pytest.raises(RuntimeError) as raised, pytest.warns(UserWarning, match="broadcast"):
+        train(tmp_path / "run", loss=loss)
+    assert raised.value.__notes__ == ["whet: mse_loss got input (16, 10) float32, target (16, 3) float32"]
+
+
+# --- a session without on_event --------------------------------------------------------------------------------------
+
+
+def test_a_session_prints_its_first_skipped_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x, y = torch.randn(64, 4), torch.randint(0, 2, (64,))
+    x[5], x[50] = torch.nan, torch.nan
+    session = whet.Session(model, sgd(model), loader(x, y, batch_size=4), run=tmp_path / "run")
+    run_loop(session, nn.functional.cross_entropy)
+    assert session.is_finished
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("whet: step 2 is skipped: the loss is nan; x has NaN or Inf in 1 of 4 samples")
+    assert line.endswith('(on_event="line" prints more)')
+
+
+def test_other_events_are_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    handler = FirstProblems()
+    handler("step", {"step": 1, "loss": 1.0})
+    handler("spike", {"step": 1, "reason": "high", "samples": []})
+    assert capfd.readouterr().err == ""
+
+
+# --- loss spikes -----------------------------------------------------------------------------------------------------
+
+
+def test_many_loss_spikes_are_two_lines(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        line = ProgressLine(stream=stream)
+        for step in range(100, 133):
+            line("spike", {"step": step, "reason": "the loss is 9", "samples": [1]})
+        line("end", {"step": 200, "state": "done", "reason": "1 epoch done"})
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "train: step 100: the loss is 9 (samples 1 ...)",
+        "train: 32 more loss spikes since then",
+    ]
