@@ -18,6 +18,8 @@ from whet.run.disk import read_regular_file
 FORMAT_VERSION = 1
 # Entries expire because a machine changes in ways that the key does not cover.
 _MAX_DAYS = 90
+# The next search may have time for what this one lacked, since a part of it is compiled already.
+_MAX_INCOMPLETE_DAYS = 1
 _MAX_FILES = 200
 # Only files with such names are removed. Anything else in the folder was not written by this cache.
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
@@ -52,7 +54,8 @@ def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | No
     age = (time.time() if now is None else now) - entry.saved
     # Compare the descriptions too: the file may have been renamed or edited.
     matches = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
-    return entry.result if matches and 0 <= age <= _MAX_DAYS * 86_400 else None
+    max_days = _MAX_DAYS if entry.result.is_complete else _MAX_INCOMPLETE_DAYS
+    return entry.result if matches and 0 <= age <= max_days * 86_400 else None
 
 
 def save(

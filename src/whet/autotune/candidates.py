@@ -157,6 +157,8 @@ def _splits_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
 
 def _lengths(plan: Plan) -> Iterator[PlanCandidate]:
     device = device_kind(plan)
+    if plan.workload.can_unpad and device == "cpu" and plan.activation_checkpointing == "off":
+        return _only("lengths", *(("unpadded", "fixed") if plan.compile == "off" else ()))
     # On MPS each new shape takes memory permanently, so keep the few shapes that the rules choose.
     if not plan.workload.lengths_vary or device == "mps":
         return _only("lengths")

@@ -15,6 +15,8 @@ from whet.plan.render import format_value
 from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
 MAX_BUDGET_SECONDS = 60.0
+# Compiling a model for the first time takes longer than everything else that is tried.
+_MAX_COMPILE_SECONDS = 180.0
 # Maximum share of the run's time to spend on measuring.
 _SHARE_OF_RUN = 0.03
 # Number of steps assumed for a run of unknown length. A low number rejects settings that only pay in a long run.
@@ -47,6 +49,8 @@ class TuningResult(FrozenModel):
     """Evidence for every setting that was tried, including settings that kept their value."""
     trials: tuple[TuneTrial, ...] = ()
     spent_seconds: NonNegativeFloat = 0.0
+    is_complete: bool = True
+    """Whether everything was tried. If not, for lack of time or of a process to compile in, it is soon tried again."""
     gain: ConfirmedGain | None = None
     """Speedup over the rule-based plan; None if that plan was kept."""
     step_seconds: NonNegativeFloat | None = None
@@ -148,6 +152,15 @@ def budget_seconds(run_seconds: float | None, *, most: float = MAX_BUDGET_SECOND
     (18.0, 60.0, 60.0)
     """
     return most if run_seconds is None else min(most, _SHARE_OF_RUN * run_seconds)
+
+
+def compile_budget_seconds(run_seconds: float) -> float:
+    """Return the seconds that compiling may take beyond the budget: three minutes, but at most 3 % of the run's time.
+
+    >>> compile_budget_seconds(600), compile_budget_seconds(36_000)
+    (18.0, 180.0)
+    """
+    return min(_MAX_COMPILE_SECONDS, _SHARE_OF_RUN * run_seconds)
 
 
 def finish_seconds(*, preparation: float, step: float, num_steps: int, planning: float = 0.0) -> float:

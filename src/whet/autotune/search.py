@@ -37,6 +37,8 @@ _FIRST_SHARE = 0.5
 # Maximum share of the remaining time for preparing one candidate. Settings known to prepare slowly may use all of it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
+# Maximum share of that time for compiling the blocks of a model, so that time is left to compile the whole model.
+_BLOCKS_SHARE = 0.4
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
@@ -48,16 +50,23 @@ _CONFIRM_SHARE = 0.35
 
 
 def search(
-    plan: Plan, bench: StepBench, *, budget_seconds: float, seed: int = 0, on_progress: ProgressCallback | None = None
+    plan: Plan,
+    bench: StepBench,
+    *,
+    budget_seconds: float,
+    compile_seconds: float = 0.0,
+    seed: int = 0,
+    on_progress: ProgressCallback | None = None,
 ) -> TuningResult:
     """Search for faster settings within the budget and return the confirmed result.
 
-    The result keeps the rule-based plan if no gain is confirmed.
+    Compiling may take `compile_seconds` more: a run that uses the compiled code finds it in the cache. The result keeps
+    the rule-based plan if no gain is confirmed.
     """
-    budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
+    budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds, compile_seconds=compile_seconds)
     progress = ProgressReporter(on_progress, budget)
     # The search stops at the budget. The bench kills a hanging probe slightly later.
-    outer, bench.ends_at = bench.ends_at, budget.start + TIMEOUT_FACTOR * budget_seconds
+    outer, bench.ends_at = bench.ends_at, budget.start + TIMEOUT_FACTOR * (budget_seconds + compile_seconds)
     bench.tick = None if on_progress is None else progress.tick
     try:
         context = SearchContext(
@@ -163,14 +172,20 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     # Reserve time for a restart: after an aborted trial, the best settings must be prepared again.
     left = state.until - context.bench.clock() - state.recovery_seconds
     base = state.base.prepared
-    if left < base.preparation_seconds + 6 * best.prepared.step_seconds:
+    expected = base.preparation_seconds
+    if best.plan.compile != "off":
+        # Other settings are compiled again, in about the time that the best ones took.
+        expected = max(expected, best.prepared.preparation_seconds)
+    if candidate.setting == "compile":
+        left += context.budget.compile_seconds
+    if left < expected + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
-    prepare_seconds = left
+    prepare_seconds = _BLOCKS_SHARE * left if candidate.value == "blocks" else left
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU
-        prepare_seconds = min(_TRIAL_SHARE * left, max(least, usual))
+        prepare_seconds = min(left, max(expected, min(_TRIAL_SHARE * left, max(least, usual))))
     trial, winner = run_trial(context, best, candidate, until=state.until, prepare_seconds=prepare_seconds)
     state.trials.append(trial)
     speedup = trial.speedup or 0.0
@@ -271,11 +286,18 @@ def _result(
         measured=measured_settings(kept.plan, state.trials, reverted=reverted),
         trials=tuple(state.trials),
         spent_seconds=state.context.budget.spent,
+        is_complete=not _lacked_time_to_compile(state),
         gain=gain,
         step_seconds=step_seconds if step_seconds is not None else _last_step_seconds(state, kept),
         preparation_seconds=kept.prepared.preparation_seconds,
         summary=tuple(_summary(state, reason)),
     )
+
+
+def _lacked_time_to_compile(state: _SearchState) -> bool:
+    """Whether another search may compile what this one could not: what it did compile is in the cache."""
+    is_cut_off = any(trial.setting == "compile" and trial.verdict == "cut off" for trial in state.trials)
+    return is_cut_off or any(candidate.setting == "compile" for candidate in state.skipped)
 
 
 def _summary(state: _SearchState, reason: str) -> Iterator[str]:

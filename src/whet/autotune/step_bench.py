@@ -106,13 +106,15 @@ class StepBench(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Budget:
-    """A time budget on the clock of a bench."""
+    """A time budget on the clock of a bench. Compiling may extend it."""
 
     clock: Callable[[], float]
     start: float
     seconds: float
+    compile_seconds: float = 0.0
+    """Seconds that compiling may take beyond `seconds`. They are added to `seconds` as they are used."""
 
     @property
     def end(self) -> float:
@@ -128,6 +130,12 @@ class Budget:
     def left(self) -> float:
         """Seconds until the end, never negative."""
         return max(0.0, self.end - self.clock())
+
+    def extend_for_compiling(self, seconds: float) -> None:
+        """Add time that was spent compiling, as far as it is allowed beyond the budget."""
+        extra = min(seconds, self.compile_seconds)
+        self.seconds += extra
+        self.compile_seconds -= extra
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,8 +64,13 @@ class SearchContext:
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
         """Prepare settings and record their peak memory. Raises ProbeFailedError."""
-        prepared = self.bench.prepare(settings, seconds=seconds)
-        ready = PreparedSettings(settings=settings, plan=self.plan_with(settings), prepared=prepared)
+        plan, started = self.plan_with(settings), self.bench.clock()
+        try:
+            prepared = self.bench.prepare(settings, seconds=seconds)
+        finally:
+            if plan.compile != "off":
+                self.budget.extend_for_compiling(self.bench.clock() - started)
+        ready = PreparedSettings(settings=settings, plan=plan, prepared=prepared)
         self.record_memory(ready)
         return ready
 
@@ -130,7 +135,7 @@ def run_trial(
 
     Settings that are not better are closed, and None is returned for them.
     """
-    started = context.bench.clock()
+    started, budget_end = context.bench.clock(), context.budget.end
     context.progress.begin(" and ".join(f"{name} {format_value(value)}" for name, value in candidate.changes.items()))
     settings, name = apply_candidate(best.settings, candidate), show_setting(candidate.setting, candidate.value)
 
@@ -152,6 +157,7 @@ def run_trial(
 
     is_kept = False
     try:
+        until += context.budget.end - budget_end
         verdict, note, timing = _judge(context, best, ready, candidate, until=until)
         trial = record(verdict, note, ready, timing)
         is_kept = verdict in ("faster", "likely")

@@ -18,8 +18,9 @@ from whet.data.columns import Columns, MakeData, stack_nested, stack_samples
 from whet.data.padding import pad_tokens
 from whet.data.structure import flatten, row_obstacle, select_rows
 
-LengthMode = Literal["fixed", "sorted", "bucketed", "packed", "packed_bucketed"]
-"""Values of the setting `lengths`: in order, sorted, padded to a few lengths, packed, packed to a few totals."""
+LengthMode = Literal["fixed", "unpadded", "sorted", "bucketed", "packed", "packed_bucketed"]
+"""Values of the setting `lengths`: in order, the same for a model that skips padding itself (`step/unpadding.py`),
+sorted, padded to a few lengths, packed, packed to a few totals."""
 
 _NUM_PADDED_LENGTHS = 4
 """Number of padded lengths. A small number keeps the number of compiled graphs small.
@@ -113,7 +114,7 @@ def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthM
     if length_mode == "packed_bucketed":
         yield from _balanced(lengths, num_pieces=-(-len(lengths) // micro_batch))
         return
-    order = np.arange(len(lengths)) if length_mode == "fixed" else np.argsort(lengths, kind="stable")
+    order = np.arange(len(lengths)) if length_mode in ("fixed", "unpadded") else np.argsort(lengths, kind="stable")
     for start in range(0, len(lengths), micro_batch):
         yield np.sort(order[start : start + micro_batch])
 

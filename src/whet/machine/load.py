@@ -262,6 +262,8 @@ class ThreadTimes(NamedTuple):
     running: float
     waiting: float
     """Seconds in which it was ready but had no core."""
+    slices: int
+    """How often it was given a core."""
 
     @property
     def total(self) -> float:
@@ -274,4 +276,4 @@ def thread_times(thread: int, *, root: Path = linux.ROOT) -> ThreadTimes | None:
     fields = (linux.read_text(root / f"proc/self/task/{thread}/schedstat") or "").split()
     if len(fields) != 3 or not all(field.isdecimal() for field in fields):
         return None
-    return ThreadTimes(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
+    return ThreadTimes(int(fields[0]) / 1e9, int(fields[1]) / 1e9, int(fields[2]))

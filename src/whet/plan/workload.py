@@ -94,6 +94,10 @@ class Workload(FrozenModel):
     """Why the user's optimizer keeps its own kernels; None if the plan may select them."""
     can_pack: bool = False
     """Whether the model accepts concatenated samples without padding."""
+    can_unpad: bool = False
+    """Whether the blocks of the model may skip padding in padded batches: some models of transformers."""
+    unpad_obstacle: str | None = None
+    """Why the blocks of a model of transformers cannot."""
     needs_decoding: bool = False
     """Whether samples must be read or decoded on the CPU (images, audio), so that workers may help."""
     has_dropout: bool = False

@@ -37,6 +37,7 @@ from whet.step.model_contexts import (
 from whet.step.optimizer_kernels import save_kernels, set_kernels
 from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper
+from whet.step.unpadding import Unpadding
 
 _DEFAULT_BUCKET_MB = 25.0
 
@@ -238,6 +239,8 @@ def apply_plan(
         stack.enter_context(apply_kernels(plan, model, device))
         if plan.activation_checkpointing == "on":
             stack.enter_context(checkpoint_activations(model))
+        if plan.lengths == "unpadded":
+            stack.enter_context(Unpadding(model).in_use())
         if compiled is not None:
             stack.enter_context(compiled.in_use())
         yield

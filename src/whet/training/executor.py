@@ -307,6 +307,10 @@ class Executor:
             run.use_plan(plan)
         if run.plan.activation_checkpointing == "on":
             self._exit_stack.enter_context(checkpoint_activations(run.model))
+        if run.plan.lengths == "unpadded":
+            plan = self._checks.use_unpadded(loss, next(self.splitting.micro_batches(batch)), step=number - 1)
+            if plan is not run.plan:
+                run.use_plan(plan)
         if run.plan.compile != "off":
             plan = self._checks.use_compiled(
                 loss, next(self.splitting.micro_batches(batch)), step=number - 1, until=self._compiled

@@ -22,6 +22,7 @@ from whet.plan.setting import MeasuredSetting
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
+from whet.step.unpadding import Unpadding
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
 from whet.verify.start import cache, compiled
 from whet.verify.start.causality import use_explicit_masks
@@ -188,6 +189,42 @@ class StartChecks:
         error = parity.error if parity is not None and math.isfinite(parity.error) else None
         self._log(f"not compiled: {reason}", start=start, step=step, error=error, **self._eager_since(step))
         return uncompiled_plan(plan, reason=reason, step=step)
+
+    def use_unpadded(self, loss: MicroLoss, micro: MicroBatch, *, step: int) -> Plan:
+        """Let the blocks of the model skip padding if loss and gradients stay the same, and return the plan.
+
+        Only a batch with padding can be compared. A run that has begun without padding resumes without it.
+        """
+        run, plan, start = self.run, self.run.plan, time.perf_counter()
+        unpadding = Unpadding(run.model)
+        with ExitStack() as undo:
+            undo.enter_context(unpadding.in_use())
+            parity, problem = run_check(
+                lambda: compiled.compare_with_reference(
+                    run.model, run.device, loss, micro, precision=plan.precision, reference=unpadding.suspended
+                ),
+                run.device,
+                failed="not compared with the padded batch",
+            )
+            reason = None
+            if parity is None:
+                reason = problem
+            elif not parity.agrees:
+                what = parity.worst if parity.worst == "the loss" else f"the gradient of {parity.worst}"
+                reason = f"{what} differs from that of the padded batch by {parity.error:.1e}: the loss reads padding"
+            elif not unpadding.num_unpadded and step == 0:
+                reason = "the first batch has hardly any padding on the right"
+            if not any(run.group.all_reduce_max([float(reason is not None)])):
+                self.exit_stack.push(undo.pop_all())
+                agreed = (
+                    f"loss and gradients agree with those of the padded batch ({parity.largest:.0e})" if parity else ""
+                )
+                self._log(f"unpadded: {agreed}", start=start, step=step, error=None)
+                return plan
+        reason = reason or "on another rank it computes something else"
+        self._log(f"padding is computed: {reason}", start=start, step=step, error=None)
+        evidence = {"requested": plan.lengths, "step": step}
+        return with_runtime_changes(plan, {"lengths": MeasuredSetting(value="fixed", reason=reason, evidence=evidence)})
 
     def _fall_back(
         self,

@@ -28,6 +28,7 @@ from whet.data.batch import GlobalBatch, MicroBatch, Position
 from whet.data.recorded import RecordedBatches
 from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
+from whet.device.contention import watch_contention
 from whet.device.cpu import preserve_num_threads
 from whet.device.errors import is_out_of_memory
 from whet.device.open import open_device
@@ -140,6 +141,8 @@ class LocalStepBench:
             self.layout = WeightLayout(self.model, keep_addresses=True)
             self._exit_stack.callback(self.layout.use, "contiguous", self._users_optimizer)
             self._exit_stack.enter_context(preserve_num_threads())
+            # As in training: on a busy machine a step would take up to a hundred times as long.
+            self._exit_stack.enter_context(watch_contention())
             # Disabled as in training: a collection would be counted as part of a step.
             self._exit_stack.enter_context(gc_disabled())
             device = open_device(self.plan.device).device

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from whet.autotune import cache
 from whet.autotune.batch_size import choose_batch_size, lr_scaling, recorded_batch_size
 from whet.autotune.candidates import device_kind
-from whet.autotune.result import TuningResult, budget_seconds
+from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
 from whet.autotune.search import search
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
 from whet.base.errors import UsageError, WhetError
@@ -266,11 +266,15 @@ def _measure(
         emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
         if is_too_short:
             return None
-        limit = f"{format_seconds(budget)} at most; this run would take {length}"
+        compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
+        more = f", and {format_seconds(compile_budget)} to compile" if compile_budget else ""
+        limit = f"{format_seconds(budget)} at most{more}; this run would take {length}"
         emit_event(config.on_event, "measuring", {"message": f"measuring which plan is fastest, {limit}"})
     if open_bench is not None:
-        return plan, _search_in_process(open_bench, plan, budget=budget, watch=watch)
-    return plan, _search(config, loss, plan, budget=budget, watch=watch, step_seconds=step_seconds)
+        return plan, _search_in_process(open_bench, plan, budget=budget, compile_budget=compile_budget, watch=watch)
+    return plan, _search(
+        config, loss, plan, budget=budget, compile_budget=compile_budget, watch=watch, step_seconds=step_seconds
+    )
 
 
 def _what_more(plan: Plan) -> str:
@@ -291,6 +295,7 @@ def _search(
     plan: Plan,
     *,
     budget: float,
+    compile_budget: float = 0.0,
     watch: ProgressCallback | None,
     step_seconds: float | None = None,
 ) -> TuningResult:
@@ -298,7 +303,7 @@ def _search(
     if budget < _MIN_SHIPPING_SECONDS:
         with _bench(config, loss, plan) as here:
             return search(plan, here, budget_seconds=budget, on_progress=watch)
-    start = time.perf_counter()
+    start, is_shipped = time.perf_counter(), True
     with ExitStack() as stack:
         try:
             if watch is not None:
@@ -313,17 +318,19 @@ def _search(
                 step_seconds=step_seconds,
             )
             bench: StepBench = stack.enter_context(shipped)
-            if bench.recovery_seconds > _MAX_START_SHARE * budget:
+            if bench.recovery_seconds > _MAX_START_SHARE * (budget + compile_budget):
                 # As much is reserved for a trial that must be killed, so hardly anything could be tried.
                 stack.close()
                 raise ProbeFailedError(
                     f"another process took {format_seconds(bench.recovery_seconds)} to start", kind="timeout"
                 )
         except (WhetError, OSError) as error:
+            is_shipped = False
             report_lines(config.on_event, f"measured in this process: {_reason(error)}")
             bench = stack.enter_context(_bench(config, loss, plan))
         left = max(_MIN_SEARCH_SHARE * budget, budget - (time.perf_counter() - start))
-        return search(bench.plan, bench, budget_seconds=left, on_progress=watch)
+        result = search(bench.plan, bench, budget_seconds=left, compile_seconds=compile_budget, on_progress=watch)
+        return result if is_shipped else result.model_copy(update={"is_complete": False})
 
 
 def _reason(error: Exception) -> str:
@@ -337,12 +344,12 @@ def _reason(error: Exception) -> str:
 
 
 def _search_in_process(
-    open_bench: OpenStepBench, plan: Plan, *, budget: float, watch: ProgressCallback | None
+    open_bench: OpenStepBench, plan: Plan, *, budget: float, compile_budget: float, watch: ProgressCallback | None
 ) -> TuningResult:
     """Search in a separate process. If it cannot start, return an empty result, which keeps the plan from rules."""
     try:
         with open_bench() as bench:
-            return search(plan, bench, budget_seconds=budget, on_progress=watch)
+            return search(plan, bench, budget_seconds=budget, compile_seconds=compile_budget, on_progress=watch)
     except ProbeFailedError as error:
         return TuningResult(summary=(f"not measured: {error.reason}",))
 

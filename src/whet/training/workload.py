@@ -20,6 +20,7 @@ from whet.step.ema import named_tensors
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import MicroLoss
 from whet.step.rollback import BufferSnapshot
+from whet.step.unpadding import NO_TRANSFORMER, unpadding_obstacle
 from whet.training.training_config import TrainingConfig
 from whet.verify.isolation import preserve_model
 from whet.verify.start.causality import count_attention_calls
@@ -57,6 +58,7 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
         ragged = next((column for column in columns.values() if isinstance(column, Ragged)), None)
         if ragged is not None and num_rows:
             max_length, mean_length = int(ragged.lengths.max()), float(ragged.lengths.double().mean())
+    unpad_obstacle = unpadding_obstacle(model)
     return Workload(
         recipe=recipe,
         num_parameters=max(1, num_parameters),
@@ -67,6 +69,8 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
         max_length=max_length,
         mean_length=mean_length,
         lengths_vary=mean_length is not None and mean_length < max_length,
+        can_unpad=unpad_obstacle is None,
+        unpad_obstacle=None if unpad_obstacle == NO_TRANSFORMER else unpad_obstacle,
         sample_bytes=sample_bytes,
         needs_decoding=columns is None,
         has_dropout=any(_has_dropout(module) for module in model.modules()),

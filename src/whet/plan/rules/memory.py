@@ -1,12 +1,13 @@
 """Rules for how much memory a run may take, and how a global batch is split to stay within it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from whet.base.units import GB, format_bytes
 from whet.plan.environment import TORCH_WATERMARKS, WHET_WATERMARKS
 from whet.plan.kernel_support import supports_unpadded_attention
 from whet.plan.memory import predict_memory
 from whet.plan.rule import Decision, RuleContext, rule
+from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
 # Leave 8 % of a card for fragmentation, and a quarter of main memory for the system.
@@ -153,16 +154,20 @@ def choose_lengths(context: RuleContext) -> Decision:
     shapes in a whole run. Each epoch's event counts them. A model that takes packed samples wastes nothing: on a CPU it
     took 15.5 s instead of 26.7 s for the same texts. On CUDA attention has a kernel for them in half precision (from
     torch 2.10 and compute capability 8.0 on). Where steps are captured or compiled, packed batches are filled up to one
-    of about a dozen totals (packed_bucketed) with dummy texts that are ignored: 2 to 6 % more tokens.
+    of about a dozen totals (packed_bucketed) with dummy texts that are ignored: 2 to 6 % more tokens. Models of
+    transformers take padded batches; on a CPU their blocks compute the real tokens only (unpadded), if loss and
+    gradients of the first batch agree with those of the padded one. It has to be padded on the right, by a tenth at
+    least; any other batch is computed as it is.
     When wrong: where attention over packed samples is slower than the padding it saves. The lengths of a dataset that
     is read sample by sample are not known in advance; on MPS pad such samples to few lengths yourself.
-    Override: lengths=sorted (also fixed, bucketed, packed, packed_bucketed) where the recipe has that key.
+    Override: lengths=sorted (also fixed, bucketed, packed, packed_bucketed) where the recipe has that key;
+    overrides={"lengths": "fixed"} keeps the padding of a model from Python.
     Sources: docs/lab.md; pytorch/pytorch#181485, #164299, pyg-team/pytorch_geometric#10689.
     """
     workload, device = context.workload, context.device_type
     evidence = {"mean_length": workload.mean_length, "max_length": workload.max_length}
     if not workload.lengths_vary:
-        return Decision(value="fixed", reason="all samples have one shape", evidence=evidence)
+        return _choose_padding(context, evidence)
     if device == "cpu" and workload.can_pack:
         return Decision(value="packed", reason="no padding at all; the step's samples stay the same", evidence=evidence)
     # The rules for precision, graph and compile run before this rule (see rules/__init__.py).
@@ -175,6 +180,23 @@ def choose_lengths(context: RuleContext) -> Decision:
         reason = "less padding; every new shape costs memory on MPS"
         return Decision(value="bucketed", reason=reason, evidence=evidence)
     return Decision(value="sorted", reason="less padding; the step's samples stay the same", evidence=evidence)
+
+
+def _choose_padding(context: RuleContext, evidence: Mapping[str, Scalar]) -> Decision:
+    """Decide about padding that the user's own code adds, which only a model of transformers shows, by its mask."""
+    workload = context.workload
+    if not workload.can_unpad:
+        obstacle = workload.unpad_obstacle
+        reason = "all samples have one shape" if obstacle is None else f"padding is computed: {obstacle}"
+        return Decision(value="fixed", reason=reason, evidence=evidence)
+    if context.device_type != "cpu":
+        reason = "padding is computed: only the CPU knows the lengths without waiting"
+    elif context.compile != "off" or context.activation_checkpointing == "on":
+        reason = "padding is computed: compiled or recomputed blocks cannot skip it"
+    else:
+        reason = "blocks of the model skip padding, as far as attention_mask shows it"
+        return Decision(value="unpadded", reason=reason, evidence=evidence)
+    return Decision(value="fixed", reason=reason, evidence=evidence)
 
 
 @rule("M7", "high_watermark")

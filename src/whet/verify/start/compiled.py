@@ -13,7 +13,7 @@ model without blocks, eager code decides as it is. The gradients of the first pa
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -138,6 +138,20 @@ def compare_compiled_with_eager(
         return replace(parity, is_compiled=False)
 
 
+def compare_with_reference(
+    model: nn.Module,
+    device: AbstractDevice,
+    loss: MicroLoss,
+    micro: MicroBatch,
+    *,
+    precision: str,
+    reference: Callable[[], AbstractContextManager[None]],
+) -> CompiledParity:
+    """Compare another way to compute the model with the `reference`, a context that turns that way off."""
+    with preserve_model(model), preserve_rng(device):
+        return _Comparison(model, device, loss, micro, precision, reference=reference).run()
+
+
 def _run(make: Callable[..., "_Comparison"], **options: Any) -> "tuple[_Comparison, CompiledParity] | None":
     """Compare with eager passes in little memory; None unless they agree."""
     try:
@@ -166,6 +180,7 @@ class _Comparison:
         *,
         slices: Sequence[MicroBatch] | None = None,
         is_recomputed: bool = False,
+        reference: Callable[[], AbstractContextManager[None]] = force_eager,
     ) -> None:
         self._model = model
         self._device = device
@@ -173,6 +188,7 @@ class _Comparison:
         self._micro = micro
         self._slices = slices or (micro,)
         self._is_recomputed = is_recomputed
+        self._reference = reference
         self._total_weight: Tensor | float | None = None
         """The sum of the weights of all slices, once it is known."""
         self._precision = precision
@@ -284,7 +300,7 @@ class _Comparison:
     @contextmanager
     def _as_written(self) -> Iterator[None]:
         """Run the code of the model while entered, and recompute activations if that is needed."""
-        with force_eager(), checkpoint_activations(self._model) if self._is_recomputed else nullcontext():
+        with self._reference(), checkpoint_activations(self._model) if self._is_recomputed else nullcontext():
             yield
 
     def _compiled_pass(self) -> tuple[_Distances, float]:

@@ -1,0 +1,114 @@
+"""Let the threads of torch sleep while they wait, as long as other programs use the cores.
+
+The number of threads stays as planned, because the last bits of sums depend on it. How threads wait changes no bit
+(docs/choices/0022).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from whet.base import env
+from whet.device.cpu import IdleThreads, start_idle_threads
+from whet.machine.load import ThreadTimes, thread_times
+
+READ_EVERY_SECONDS = 0.25
+MAX_WAITING_SHARE = 0.1
+"""The share of its time in which the training thread may be ready without a core, while threads spin.
+
+One other busy process on two cores gives about a third, a machine of its own less than a hundredth.
+"""
+MAX_WAKE_SECONDS = 100e-6
+"""The mean time that the training thread may wait for a core each time that it is woken, while threads sleep.
+
+A machine of its own takes a few microseconds, a load of 14 on two cores 170 to 410.
+"""
+MIN_SLEEPING_SECONDS, MAX_SLEEPING_SECONDS = 30.0, 480.0
+"""For how long threads sleep before they try to spin again; doubled each time that the cores are still shared."""
+
+
+class ContentionWatch:
+    """Watches whether a thread gets a core when it wants one, and switches how threads wait.
+
+    Threads that spin briefly (`env.set_brief_spin`) are watched too: beside many other programs even that is too long.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_idle: Callable[[], IdleThreads | None] = start_idle_threads,
+        read_times: Callable[[int], ThreadTimes | None] = thread_times,
+    ) -> None:
+        self._start_idle, self._read_times = start_idle, read_times
+        self._thread_id = threading.get_native_id()
+        self._idle: IdleThreads | None = None
+        self._last: ThreadTimes | None = None
+        self._sleep_seconds = MIN_SLEEPING_SECONDS
+        self._spin_at = 0.0
+        """The times of the thread, added up, at which threads may spin again. They leave out pauses of the training."""
+        self._is_over = threading.Event()
+        self.was_contended = False
+        """Whether threads have slept since the watch began."""
+
+    def run(self) -> None:
+        """Read the times at intervals until `stop`, from a thread of its own: a step may take minutes."""
+        while self.read() and not self._is_over.wait(READ_EVERY_SECONDS):
+            pass
+        self._spin()
+
+    def stop(self) -> None:
+        """End `run`. Threads spin again."""
+        self._is_over.set()
+
+    def read(self) -> bool:
+        """Read the times of the thread and act on them. Return False if the system does not count them."""
+        times = self._read_times(self._thread_id)
+        last, self._last = self._last, times
+        if times is None:
+            return False
+        if last is None or times.total == last.total:
+            return True
+        waited = times.waiting - last.waiting
+        if self._idle is not None:
+            is_shared = waited > MAX_WAKE_SECONDS * max(1, times.slices - last.slices)
+            if times.total >= self._spin_at and not is_shared:
+                # Only threads that spin show for certain whether they are alone.
+                self._spin()
+        elif waited > MAX_WAITING_SHARE * (times.total - last.total):
+            self._idle = self._start_idle()
+            self.was_contended = self._idle is not None
+            self._spin_at = times.total + self._sleep_seconds
+            self._sleep_seconds = min(2 * self._sleep_seconds, MAX_SLEEPING_SECONDS)
+        else:
+            self._sleep_seconds = MIN_SLEEPING_SECONDS
+        return True
+
+    def _spin(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+
+_active: ContentionWatch | None = None
+
+
+@contextmanager
+def watch_contention() -> Iterator[ContentionWatch]:
+    """Let threads follow contention of the cores while entered, unless the user has chosen how threads wait.
+
+    An inner call returns the outer watch.
+    """
+    global _active
+    watch = _active or ContentionWatch()
+    if _active is not None or env.wait_variable() is not None:
+        yield watch
+        return
+    thread = threading.Thread(target=watch.run, name="whet-contention", daemon=True)
+    _active = watch
+    thread.start()
+    try:
+        yield watch
+    finally:
+        _active = None
+        watch.stop()
+        thread.join()

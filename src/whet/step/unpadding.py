@@ -1,0 +1,259 @@
+"""Run the blocks of a model from transformers on the real tokens of a padded batch.
+
+The user's call stays as it is: padded `input_ids` and `attention_mask` go in, padded hidden states come out. Between
+them the blocks get one row of all real tokens, because everything in them except attention treats each token alone.
+Attention, which transformers calls through its public `AttentionInterface`, computes each text by itself. Padding
+holds zeros after the last block. Nothing of the model or its config is changed; hooks and the registered attention are
+removed again. `verify/start/compiled.py` compares loss and gradients with those of the padded batch.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.base.errors import WhetError
+
+_ATTENTION = "sdpa"
+"""The implementation of attention that is replaced: the default of transformers."""
+NO_TRANSFORMER = "it is no model of transformers"
+_MIN_PADDING = 0.1
+"""A batch with a smaller share of padding is computed as it is: taking it apart would cost as much as it saves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Where the real tokens of a batch lie. B texts of at most L tokens, padding included; T real tokens."""
+
+    shape: tuple[int, int]
+    """(B, L)."""
+    cells: Tensor
+    """(T): the cell of each real token in the padded batch."""
+    places: Tensor
+    """(T): its cell in a rectangle of B x `longest`."""
+    longest: int
+    is_key: Tensor
+    """(B, 1, 1, longest): the real tokens of that rectangle."""
+
+    @classmethod
+    def of(cls, attention_mask: Tensor) -> "_Layout | None":
+        """Return the layout; None if too little is padding, if a text has no token, or if padding comes before one."""
+        is_real = attention_mask != 0
+        lengths = is_real.sum(1)
+        if int(lengths.sum()) > (1 - _MIN_PADDING) * is_real.numel() or not bool(lengths.all()):
+            return None
+        cells = is_real.flatten().nonzero().squeeze(1)
+        longest = int(lengths.max())
+        texts, columns = cells // is_real.shape[1], cells % is_real.shape[1]
+        is_key = torch.arange(longest, device=cells.device) < lengths[:, None]
+        if not torch.equal(is_key, is_real[:, :longest]):
+            # Padded on the left: the loss of a causal model reads the padding before the first token.
+            return None
+        return cls(
+            shape=(is_real.shape[0], is_real.shape[1]),
+            cells=cells,
+            places=texts * longest + columns,
+            longest=longest,
+            is_key=is_key[:, None, None],
+        )
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return (1, T, ...) for (B, L, ...) or (1, L, ...)."""
+        return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1).index_select(0, self.cells)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return (B, L, ...) for (1, T, ...), with zeros for padding."""
+        rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return rows.index_copy(0, self.cells, x[0]).unflatten(0, self.shape)
+
+    def to_rectangle(self, x: Tensor) -> Tensor:
+        """Return (B, heads, longest, width) for (1, heads, T, width)."""
+        rows = x.new_zeros(self.shape[0] * self.longest, x.shape[1], x.shape[3])
+        rows = rows.index_copy(0, self.places, x[0].transpose(0, 1))
+        return rows.unflatten(0, (self.shape[0], self.longest)).transpose(1, 2)
+
+    def from_rectangle(self, x: Tensor) -> Tensor:
+        """Return (1, T, heads, width) for (B, longest, heads, width)."""
+        return x.flatten(0, 1).index_select(0, self.places)[None]
+
+
+class UnpaddingError(WhetError):
+    """The blocks of a model got something that cannot be taken apart."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "this model cannot be computed without padding", got=reason, try_='overrides={"lengths": "fixed"}'
+        )
+
+
+def unpadding_obstacle(model: nn.Module) -> str | None:
+    """Return why the blocks of a model cannot skip padding; None if they can be tried."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return NO_TRANSFORMER
+    found = list(_outermost_pretrained(model, modeling.PreTrainedModel))
+    if len(found) != 1:
+        return NO_TRANSFORMER if not found else "it has several models of transformers"
+    (pretrained,) = found
+    if "attention_mask" not in inspect.signature(pretrained.forward).parameters:
+        return "it takes no attention_mask"
+    config = pretrained.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder and a decoder have lengths of their own"
+    if getattr(config, "_attn_implementation", None) != _ATTENTION:
+        return (
+            f"its attention is {getattr(config, '_attn_implementation', None)}, and only {_ATTENTION} can be replaced"
+        )
+    if pretrained.is_gradient_checkpointing:
+        return "its own gradient checkpointing computes blocks again, later"
+    if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+        return "it returns the states of its blocks"
+    if any(getattr(owner, "sliding_window", None) is not None for owner in (config, *pretrained.modules())):
+        return "its attention has a sliding window"
+    if any(isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) for module in pretrained.modules()):
+        return "it has layers that mix neighboring tokens"
+    if not _blocks(pretrained):
+        return "its blocks were not found"
+    return None
+
+
+def _outermost_pretrained(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    if isinstance(module, kind):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_pretrained(child, kind)
+
+
+def _blocks(pretrained: nn.Module) -> list[nn.Module]:
+    """Return the blocks, in order: the only list with as many modules as the config has layers."""
+    count = getattr(pretrained.config, "num_hidden_layers", None)
+    lists = [module for module in pretrained.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if len(lists) != 1 or len({type(block) for block in lists[0]}) != 1:
+        return []
+    return list(lists[0])
+
+
+class Unpadding:
+    """Lets the blocks of a model skip padding while `in_use`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modeling = sys.modules["transformers.modeling_utils"]
+        (pretrained,) = _outermost_pretrained(model, modeling.PreTrainedModel)
+        self._interface = modeling.ALL_ATTENTION_FUNCTIONS
+        self._blocks = _blocks(pretrained)
+        # The backbone inside a model with a head. A loss may call it by itself.
+        self._backbone = next(
+            module
+            for module in reversed(list(pretrained.modules()))
+            if isinstance(module, modeling.PreTrainedModel) and self._blocks[0] in module.modules()
+        )
+        self._signature = inspect.signature(self._backbone.forward)
+        self._layout: _Layout | None = None
+        self._is_suspended = False
+        self.num_unpadded = 0
+        """Number of calls of the model that were computed without padding."""
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Compute padding while entered, also inside `in_use`."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Skip padding while entered."""
+        before = self._interface[_ATTENTION]
+
+        def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+            layout = self._layout
+            if layout is None:
+                return before(module, query, key, value, mask, **options)
+            return _attend(layout, before, module, query, key, value, **options)
+
+        with ExitStack() as stack:
+            hooks = [
+                self._backbone.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                self._backbone.register_forward_hook(self._end, always_call=True),
+                self._blocks[-1].register_forward_hook(self._unpack),
+                *(block.register_forward_pre_hook(self._pack, with_kwargs=True) for block in self._blocks),
+            ]
+            for hook in hooks:
+                stack.callback(hook.remove)
+            self._interface.register(_ATTENTION, attention)
+            stack.callback(self._interface.register, _ATTENTION, before)
+            yield
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 2 and torch.is_grad_enabled() and not self._is_suspended
+        self._layout = _Layout.of(mask) if is_plain else None
+        self.num_unpadded += self._layout is not None
+
+    def _end(self, *_: Any) -> None:
+        self._layout = None
+
+    def _pack(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = self._layout
+        if layout is None:
+            return None
+        is_first = block is self._blocks[0]
+        inputs = [self._packed(layout, value, is_first=is_first or index > 0) for index, value in enumerate(args)]
+        named = {
+            name: self._packed(layout, value, is_first=is_first or name != "hidden_states")
+            for name, value in kwargs.items()
+        }
+        return tuple(inputs), named
+
+    def _packed(self, layout: _Layout, value: Any, *, is_first: bool) -> Any:
+        """Return an argument of a block for the real tokens. Hidden states are packed before the first block only."""
+        if isinstance(value, tuple | list):
+            return type(value)(self._packed(layout, item, is_first=is_first) for item in value)
+        if not isinstance(value, Tensor) or not is_first:
+            return value
+        batch, length = layout.shape
+        if value.dim() == 4 and value.shape[-1] == length:
+            # A mask of attention, which is computed text by text instead.
+            return None
+        if value.dim() >= 2 and value.shape[1] == length and value.shape[0] in (1, batch):
+            return layout.pack(value)
+        if value.dim() <= 1:
+            return value
+        raise UnpaddingError(f"a tensor of shape {tuple(value.shape)} for a batch of {batch} x {length}")
+
+    def _unpack(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._layout is None:
+            return None
+        if isinstance(output, tuple):
+            return (self._layout.unpack(output[0]), *output[1:])
+        return self._layout.unpack(output)
+
+
+def _attend(
+    layout: _Layout, attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Any:
+    """Compute attention text by text. Options that depend on positions are refused."""
+    for name in ("position_bias", "sliding_window", "cache", "s_aux"):
+        if options.get(name) is not None:
+            raise UnpaddingError(f"attention with {name}")
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == len(layout.cells):
+        raise UnpaddingError("attention to something else than the tokens of the batch")
+    is_causal = options.pop("is_causal", None)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # Padding is on the right, so a causal query never sees the padding after its text.
+    out, weights = attention(
+        module,
+        *(layout.to_rectangle(x) for x in (query, key, value)),
+        None if is_causal else layout.is_key,
+        is_causal=is_causal,
+        **options,
+    )
+    return layout.from_rectangle(out), weights
