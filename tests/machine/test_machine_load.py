@@ -181,7 +181,13 @@ def test_the_speed_of_a_missing_folder_is_unknown(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "times"),
-    [("7000000000 2500000000 31\n", (7.0, 2.5, 31)), ("0 0 0\n", (0.0, 0.0, 0)), ("7 x 31\n", None), ("", None), (None, None)],
+    [
+        ("7000000000 2500000000 31\n", (7.0, 2.5, 31)),
+        ("0 0 0\n", (0.0, 0.0, 0)),
+        ("7 x 31\n", None),
+        ("", None),
+        (None, None),
+    ],
 )
 def test_the_times_of_a_thread(tmp_path: Path, text: str | None, times: tuple[float, float, int] | None) -> None:
     folder = tmp_path / "proc/self/task/123"

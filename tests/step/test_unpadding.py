@@ -24,7 +24,15 @@ def bert(**changes):
 
 
 def gpt2(**changes):
-    config = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1, **changes}
+    config = {
+        "vocab_size": 50,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        **changes,
+    }
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**config, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, loss_type="ForCausalLM")
     )
@@ -74,7 +82,9 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(make) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"is_left": True}, {"lengths": (12, 12, 11, 12)}, {"lengths": (12, 0, 3)}], ids=["left", "full", "empty"]
+    "changes",
+    [{"is_left": True}, {"lengths": (12, 12, 11, 12)}, {"lengths": (12, 0, 3)}],
+    ids=["left", "full", "empty"],
 )
 def test_other_batches_are_computed_as_they_are(changes) -> None:
     model = gpt2().train()

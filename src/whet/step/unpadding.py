@@ -194,8 +194,8 @@ class Unpadding:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
-        is_plain = isinstance(mask, Tensor) and mask.dim() == 2 and torch.is_grad_enabled() and not self._is_suspended
-        self._layout = _Layout.of(mask) if is_plain else None
+        is_used = torch.is_grad_enabled() and not self._is_suspended
+        self._layout = _Layout.of(mask) if is_used and isinstance(mask, Tensor) and mask.dim() == 2 else None
         self.num_unpadded += self._layout is not None
 
     def _end(self, *_: Any) -> None:

@@ -145,7 +145,7 @@ def compare_with_reference(
     micro: MicroBatch,
     *,
     precision: str,
-    reference: Callable[[], AbstractContextManager[None]],
+    reference: Callable[[], AbstractContextManager[object]],
 ) -> CompiledParity:
     """Compare another way to compute the model with the `reference`, a context that turns that way off."""
     with preserve_model(model), preserve_rng(device):
@@ -180,7 +180,7 @@ class _Comparison:
         *,
         slices: Sequence[MicroBatch] | None = None,
         is_recomputed: bool = False,
-        reference: Callable[[], AbstractContextManager[None]] = force_eager,
+        reference: Callable[[], AbstractContextManager[object]] = force_eager,
     ) -> None:
         self._model = model
         self._device = device
