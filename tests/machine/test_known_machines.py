@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
 from whet.base.units import GB
-from whet.machine.chips import CHIPS, FAMILY_SOURCE, FORMULA, MATRIX_SOURCE, find_chip
+from whet.machine.chips import CHIPS, FAMILY_SOURCE, find_chip
 from whet.machine.facts import Machine, ProbeResult, SystemState
 from whet.machine.known import example_machine_names, known_machine_names, load_machine, nearest_line, parse_machine
 
@@ -247,18 +247,12 @@ def test_every_chip_from_m1_to_m5_is_listed_once():
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_every_number_of_a_chip_has_a_source_and_is_plausible(chip):
     assert chip.generation.specs_source
-    assert chip.generation.clock_source
-    assert chip.generation.specs_confidence in ("high", "medium")
-    assert FORMULA
     assert FAMILY_SOURCE
     low, high = chip.fp32_tflops
     per_gigahertz = chip.gpu_cores[-1] * 128 * 2 / 1000
     assert 1.2 < low / per_gigahertz <= high / per_gigahertz < 2.0  # the clock that the formula assumes, in GHz
     for several in (chip.cpu, chip.gpu_cores, chip.bandwidth):
         assert list(several) == sorted(several)
-    if chip.fp16_matrix_tflops:
-        assert "fp16" in MATRIX_SOURCE
-        assert chip.name.startswith("Apple M5")
 
 
 def test_find_chip_ignores_case_and_spaces():

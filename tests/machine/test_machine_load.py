@@ -1,4 +1,4 @@
-"""Current load: heavy processes are named, the disk is timed briefly, nothing raises."""
+"""Current load: heavy processes are named, nothing raises."""
 
 import subprocess
 import sys
@@ -10,11 +10,9 @@ import psutil
 import pytest
 
 from whet.machine import load
-from whet.machine.facts import SystemState
 from whet.machine.load import (
     ProcessSample,
     busy_processes,
-    complete_system_state,
     heaviest_processes,
     thread_times,
 )
@@ -87,96 +85,6 @@ def test_inaccessible_processes_are_skipped(monkeypatch):
 
     monkeypatch.setattr(psutil, "process_iter", denied)
     assert busy_processes(memory_bytes=GIB, sample_seconds=0) == ()
-
-
-def test_known_values_are_kept_and_others_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(load, "busy_processes", lambda **_: ())
-    known = SystemState(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
-    result = complete_system_state(known, folder=tmp_path)
-    assert (result.memory_available_bytes, result.swap_used_bytes) == (7, 0)
-    assert (result.power_source, result.thermal) == ("battery", "heavy")
-    measured = complete_system_state(SystemState(), folder=tmp_path)
-    assert measured.memory_available_bytes > 2**20
-    assert SystemState.from_json(measured.as_json(), where="here") == measured
-
-
-def test_system_state_is_unknown_if_psutil_fails(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise psutil.Error
-
-    for name in ("virtual_memory", "swap_memory", "process_iter", "Process", "sensors_battery"):
-        monkeypatch.setattr(psutil, name, fail, raising=False)
-    result = complete_system_state(SystemState(), folder=tmp_path / "missing")
-    assert result == SystemState()
-
-
-@pytest.mark.parametrize(
-    ("battery", "source"),
-    [(None, None), (True, "mains"), (False, "battery")],
-)
-def test_power_by_psutil(battery, source, monkeypatch):
-    class Battery:
-        power_plugged = battery
-
-    monkeypatch.setattr(psutil, "sensors_battery", lambda: None if battery is None else Battery(), raising=False)
-    assert load._power_source() == source
-
-
-def test_the_disk_is_timed_briefly_and_leaves_nothing(tmp_path, monkeypatch):
-    # The speed of a shared disk is not under our control.
-    monkeypatch.setattr(load.os, "fsync", lambda file: None)
-    start = time.monotonic()
-    speed = load.disk_read_speed(tmp_path)
-    assert time.monotonic() - start < 3
-    assert speed is None or 0 < speed < load._CACHE_SPEED
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_file_is_read_and_nothing_is_written(tmp_path, monkeypatch):
-    (tmp_path / "data.bin").write_bytes(b"x" * (5 * 1024**2))
-    (tmp_path / "small.bin").write_bytes(b"x")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "data.bin")
-    monkeypatch.setattr(load, "_write_random", lambda _: pytest.fail("wrote a file"))
-    monkeypatch.setattr(load, "_CACHE_SPEED", float("inf"))
-    assert load._largest_file(tmp_path) == tmp_path / "data.bin"
-    assert load.disk_read_speed(tmp_path) > 0
-
-
-def test_a_slow_disk_stops_at_the_deadline(tmp_path, monkeypatch):
-    (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
-    real, chunks = load.os.read, []
-
-    def slow(file, size):
-        time.sleep(0.06)
-        chunks.append(size)
-        return real(file, size)
-
-    monkeypatch.setattr(load.os, "read", slow)
-    speed = load.disk_read_speed(tmp_path)
-    assert 1 <= len(chunks) <= 4
-    assert 0 < speed < 18e6
-
-
-def test_reads_from_a_cache_are_discarded(tmp_path, monkeypatch):
-    (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
-    monkeypatch.setattr(load, "_CACHE_SPEED", 1.0)
-    assert load.disk_read_speed(tmp_path) is None
-
-
-@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
-def test_the_speed_of_a_read_only_folder_is_unknown(tmp_path, monkeypatch, error):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(load.tempfile, "TemporaryFile", fail)
-    assert load.disk_read_speed(tmp_path) is None
-
-
-def test_the_speed_of_a_missing_folder_is_unknown(tmp_path):
-    assert load.disk_read_speed(tmp_path / "missing") is None
-    assert load.disk_read_speed(Path(__file__)) is None
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,15 @@ def test_a_silent_mac_is_unknown() -> None:
     assert (half.thermal, half.memory_pressure, half.swap_used_bytes) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "is_low", "busy"),
+    [("m2-air", "battery", True, 17.0), ("m5-pro", "mains", False, 0.0), ("intel", "mains", None, None)],
+)
+def test_what_programs_of_a_mac_report(name: str, source: str, is_low: bool | None, busy: float | None) -> None:
+    now = SystemStateReader(system="darwin", run=answering(name), libc=object())()
+    assert (now.power_source, now.low_power_mode, now.gpu_busy_percent) == (source, is_low, busy)
+
+
 def test_another_system_is_unknown() -> None:
     assert SystemStateReader(system="win32")() == SystemState()
 

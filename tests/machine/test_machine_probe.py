@@ -14,6 +14,7 @@ from whet.base.units import GB
 from whet.machine import probe as module
 from whet.machine.facts import Machine, OperatingSystem, ProbeResult, SystemState
 from whet.machine.nvidia import NvidiaCard, NvidiaCards
+from whet.machine.pressure import SystemStateReader
 from whet.machine.probe import SystemReadings, assemble_machine, probe, probe_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
@@ -71,10 +72,9 @@ def test_a_mac_where_no_program_answers():
 
 
 def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
-    card = NvidiaCard("NVIDIA H200", 1, "580.65.06", "9.0", 3.0)
+    card = NvidiaCard("NVIDIA H200", 1, "580.65.06", "9.0")
     system = SystemReadings(
         Machine(name="this machine", chip="AMD EPYC", os=OperatingSystem(name="Linux")),
-        SystemState(),
         cards=NvidiaCards("working", (card, card)),
     )
     machine = assemble_machine(system, torch=CUDA_TORCH)
@@ -90,22 +90,14 @@ def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" in machine.absent[1].reason
 
 
-def test_the_busiest_card_counts():
-    def run(command, *, any_exit=False):
-        return "A, 1, 580.65.06, 9.0, 3\nB, 1, 580.65.06, 9.0, 88\n" if command[0] == "nvidia-smi" else None
-
-    assert read_system(run=run, system="linux").system_state.gpu_busy_percent == 88.0
-    assert read_system(run=silent, system="linux").system_state.gpu_busy_percent is None
-
-
 @pytest.mark.parametrize("name", ["m2-air", "m5-pro", "intel"])
 def test_a_probe_can_be_written_and_read(name):
-    system = mac(name)
-    result = ProbeResult(machine=assemble_machine(system, torch=MPS_TORCH), system_state=system.system_state)
+    now = SystemStateReader(system="darwin", run=answering(name), libc=object())()
+    result = ProbeResult(machine=assemble_machine(mac(name), torch=MPS_TORCH), system_state=now)
     assert ProbeResult.from_json(json.loads(json.dumps(result.as_json())), where="here") == result
 
 
-def test_torch_is_queried_in_parallel_with_the_system(monkeypatch, tmp_path):
+def test_torch_is_queried_in_parallel_with_the_system(monkeypatch):
     started = []
 
     class Asking:
@@ -118,8 +110,8 @@ def test_torch_is_queried_in_parallel_with_the_system(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "torch_query", Asking)
     monkeypatch.setattr(module, "read_system", lambda: started.append("system") or mac("m2-air"))
-    monkeypatch.setattr(module, "complete_system_state", lambda known, folder: started.append("system_state") or known)
-    assert probe(folder=tmp_path).machine.chip == "Apple M2"
+    monkeypatch.setattr(module, "read_system_state", lambda: started.append("system_state") or SystemState())
+    assert probe().machine.chip == "Apple M2"
     assert started == ["torch", "system", "system_state", "answer", "end"]
 
 
@@ -132,7 +124,7 @@ def broken_torch(tmp_path, monkeypatch):
 
 def test_this_machine_is_probed_with_a_torch_that_raises(broken_torch, tmp_path, capfd):
     start = time.monotonic()
-    result = probe(folder=tmp_path)
+    result = probe()
     assert time.monotonic() - start < 15
     assert "on purpose" in result.machine.torch.error or result.machine.torch.error == "torch is not installed"
     assert result.machine.python == platform.python_version()
@@ -142,7 +134,7 @@ def test_this_machine_is_probed_with_a_torch_that_raises(broken_torch, tmp_path,
 
 
 def test_nothing_private_is_in_a_probe(broken_torch, tmp_path):
-    text = json.dumps(probe(folder=tmp_path).as_json())
+    text = json.dumps(probe().as_json())
     assert str(tmp_path) not in text
     assert str(Path.home()) == "/" or str(Path.home()) not in text
     assert '"name": "this machine"' in text

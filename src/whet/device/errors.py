@@ -31,7 +31,10 @@ PIN_MEMORY_WARNING = r"'pin_memory' argument is set as true but not supported on
 """Hidden, because rule L4 already reports that nothing is pinned."""
 
 COMMAND_BUFFER_TEXT = "MPS command buffer execution failed"
-"""Start of the error that torch raises since 2.15 if the GPU has failed, at the next point that waits for the GPU."""
+"""Start of the error that torch raises since 2.15 if the GPU has failed, at the next point that waits for the GPU.
+
+If memory ran out, it is a torch.OutOfMemoryError.
+"""
 WATCHDOG_TEXTS = ("ImpactingInteractivity", "Impacting Interactivity")
 """macOS has ended a command buffer because the display had to wait for it (ml-explore/mlx#3267)."""
 GPU_MEMORY_TEXTS = ("Insufficient Memory", "ErrorOutOfMemory")
@@ -54,8 +57,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if text.startswith(COMMAND_BUFFER_TEXT):
-        return any(word in text for word in GPU_MEMORY_TEXTS)
     # The message of the CPU allocator follows a source location: "[enforce fail at alloc_cpu.cpp:118] . ...".
     return text.startswith(OUT_OF_MEMORY_TEXTS) or (
         text.startswith("[enforce fail at") and "DefaultCPUAllocator:" in text

@@ -15,6 +15,7 @@ from whet.device.virtual_mac.faults import system_state as simulated_state
 from whet.device.virtual_mac.installation import installed as installed_virtual_mac
 from whet.machine.environment import read_environment
 from whet.machine.facts import Machine, SystemState
+from whet.machine.pressure import read_system_state
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
@@ -85,11 +86,9 @@ def current_machine() -> tuple[Machine, SystemState]:
     This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, the machine is the
     simulated one, and its state is that of this computer except for simulated readings.
     """
-    system = read_system()
-    machine = installed_virtual_mac() or assemble_machine(system, torch=_torch_facts())
+    machine = installed_virtual_mac() or assemble_machine(read_system(), torch=_torch_facts())
     environment = read_environment(is_deterministic=torch.are_deterministic_algorithms_enabled())
-    system_state = system.system_state.model_copy(update={"environment": environment})
-    return machine, with_simulated_state(system_state)
+    return machine, with_simulated_state(read_system_state().model_copy(update={"environment": environment}))
 
 
 def with_simulated_state(system_state: SystemState) -> SystemState:

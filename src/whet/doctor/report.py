@@ -21,7 +21,8 @@ from whet.doctor.check import CheckGroup, CheckResult
 from whet.doctor.redaction import redact
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Machine, SystemState
-from whet.machine.probe import probe, read_system
+from whet.machine.pressure import read_system_state
+from whet.machine.probe import probe
 from whet.run.folder import installed_versions
 
 FORMAT_VERSION = 1
@@ -116,7 +117,7 @@ def run_doctor(
         machine=_redact_machine(machine),
         # The names of busy processes may be private, so report only their number.
         system_state=probed.system_state.model_copy(update={"busy": ()}),
-        system_state_after=read_system().system_state.model_copy(update={"busy": ()}),
+        system_state_after=read_system_state(),
         num_busy_processes=len(probed.system_state.busy),
         load_per_core=load_per_core,
         # The kernel of Linux may be named after a company; `machine` holds the system.

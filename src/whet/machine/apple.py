@@ -20,14 +20,13 @@ from whet.machine.facts import (
     MissingDevice,
     OperatingSystem,
     PressureLevel,
-    SystemState,
     ThermalLevel,
     TorchFacts,
 )
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
-_BYTE_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
-_PRESSURE_LEVELS: dict[str, PressureLevel] = {"1": "normal", "2": "warn", "4": "critical"}
+# xnu, memorystatus_notify.md
+_PRESSURE_LEVELS: dict[int | None, PressureLevel] = {1: "normal", 2: "warn", 4: "critical"}
 _THERMAL_LEVELS: tuple[ThermalLevel, ...] = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 # macOS does not report fans, so they are derived from the model name.
 _WITH_FAN = ("MacBook Pro", "Mac mini", "iMac", "Mac Studio", "Mac Pro")
@@ -71,22 +70,9 @@ def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
     return {"0": False, "1": True}.get(sysctl.get(name, ""))
 
 
-def parse_memory_pressure(sysctl: dict[str, str]) -> PressureLevel | None:
-    """Parse the kernel's memory pressure: 1 normal, 2 warn, 4 critical (xnu, memorystatus_notify.md)."""
-    return _PRESSURE_LEVELS.get(sysctl.get("kern.memorystatus_vm_pressure_level", ""))
-
-
 def memory_pressure_level(level: int | None) -> PressureLevel | None:
     """Return the memory pressure for the kernel's number."""
-    return _PRESSURE_LEVELS.get(str(level))
-
-
-def parse_swap_used(sysctl: dict[str, str]) -> int | None:
-    """Parse the used bytes in `total = 2048.00M  used = 1117.25M  free = 930.75M`; the decimal point may be a comma."""
-    match = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)
-    if match is None:
-        return None
-    return int(float(f"{match[1]}.{match[2] or 0}") * _BYTE_UNITS[match[3]])
+    return _PRESSURE_LEVELS.get(level)
 
 
 def parse_wired_limit(sysctl: dict[str, str]) -> int | None:
@@ -147,18 +133,6 @@ def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
         match = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
         if match:
             return "mains" if match[1] == "AC" else "battery"
-    return None
-
-
-def parse_thermal_warning(text: str | None) -> ThermalLevel | None:
-    """Parse `pmset -g therm`, which is useful only on Intel: a CPU speed limit below 100 means throttling.
-
-    A hot Apple silicon Mac prints "No thermal warning level has been recorded" too, so that line is ignored.
-    """
-    for line in complete_lines(text):
-        match = re.fullmatch(r"\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*", line, re.ASCII)
-        if match:
-            return "nominal" if int(match[1]) >= 100 else "heavy"
     return None
 
 
@@ -248,13 +222,10 @@ SYSCTL = (
     "hw.optional.arm.FEAT_BF16",
     "sysctl.proc_translated",
     "iogpu.wired_limit_mb",
-    "kern.memorystatus_vm_pressure_level",
-    "vm.swapusage",
 )
 IOREG = ("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator", "-a")
 HARDWARE = ("/usr/sbin/system_profiler", "SPHardwareDataType", "-json")
 BATTERY = ("/usr/bin/pmset", "-g", "batt")
-THERMAL = ("/usr/bin/pmset", "-g", "therm")
 POWER = ("/usr/bin/pmset", "-g")
 SW_VERS = ("/usr/bin/sw_vers",)
 
@@ -262,15 +233,12 @@ _THERMAL_KEY = b"com.apple.system.thermalpressurelevel"
 
 
 class MacReadings(NamedTuple):
-    """The parsed output of macOS programs. Every field may be unknown."""
+    """The parsed output of the programs that describe a Mac. Every field may be unknown."""
 
     sysctl: dict[str, str]
     gpu: AppleGpu = AppleGpu()
     hardware: MacHardware = MacHardware()
     version: str | None = None
-    power_source: Literal["mains", "battery"] | None = None
-    low_power: bool | None = None
-    thermal: ThermalLevel | None = None
 
 
 def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
@@ -280,9 +248,6 @@ def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
         gpu=parse_ioreg(run(IOREG)),
         hardware=parse_hardware(run(HARDWARE)),
         version=parse_sw_vers(run(SW_VERS)),
-        power_source=parse_power_source(run(BATTERY)),
-        low_power=parse_low_power(run(POWER)),
-        thermal=thermal_level(thermal_pressure()) or parse_thermal_warning(run(THERMAL)),
     )
 
 
@@ -384,18 +349,6 @@ def mac_accelerator(
         usable_bytes=recommended_bytes or parse_wired_limit(answers.sysctl),
         shares_memory=True,
         capability=chip.gpu_family if chip else None,
-    )
-
-
-def mac_system_state(answers: MacReadings) -> SystemState:
-    """Return the current system state, as the programs report it."""
-    return SystemState(
-        swap_used_bytes=parse_swap_used(answers.sysctl),
-        power_source=answers.power_source,
-        low_power_mode=answers.low_power,
-        thermal=answers.thermal,
-        memory_pressure=parse_memory_pressure(answers.sysctl),
-        gpu_busy_percent=answers.gpu.busy_percent,
     )
 
 

@@ -1,24 +1,17 @@
 """The table of Apple chips, with the sources of its numbers."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Confidence = Literal["high", "medium"]
-
-FORMULA = "GPU cores x 128 ALUs x 2 operations x clock"
 FAMILY_SOURCE = "ATen/mps/MPSDevice.h of torch 2.13"
-MATRIX_SOURCE = "1024 fp16 operations per GPU core and cycle: a microbenchmark of the A19 (tzakharko.github.io), scaled"
 
 
 class ChipGeneration(NamedTuple):
-    """The sources of the numbers of one generation of chips."""
+    """What the chips of one generation have in common."""
 
     gpu_family: str | None
     """Apple's GPU family, from FAMILY_SOURCE."""
     specs_source: str
     """Source of cores, bandwidth and memory."""
-    specs_confidence: Confidence
-    clock_source: str
-    """Source of the GPU clock behind the TFLOPS. Apple publishes no clock, so these have medium confidence."""
 
 
 class Chip(NamedTuple):
@@ -31,10 +24,8 @@ class Chip(NamedTuple):
     """Bandwidth of the shared memory, in GB/s."""
     max_memory_gb: int
     fp32_tflops: tuple[float, float]
-    """TFLOPS by FORMULA for the most GPU cores, with the lowest and the highest clock in the sources."""
-    fp16_matrix_tflops: float | None = None
-    """TFLOPS of the GPU's matrix units, which exist since the M5 (MATRIX_SOURCE). The confidence is medium."""
-    note: str | None = None
+    """GPU cores x 128 ALUs x 2 operations x clock, for the most cores, with the lowest and the highest clock in the
+    sources. Apple publishes no clock."""
 
     @property
     def gpu_family(self) -> str | None:
@@ -43,14 +34,14 @@ class Chip(NamedTuple):
 
 _SPECS = "Apple's technical specifications of the Macs with this chip (support.apple.com)"
 _M5_SPECS = "Apple's announcement of 2026-03-03 as reported by macrumors.com and gadgets360.com"
-_HF = "huggingface/huggingface.js#1044"
-_GPU_INFO = "philipturner/applegpuinfo"
-M1 = ChipGeneration("apple7", _SPECS, "high", f"1.278 GHz, from Pro on 1.296 GHz ({_GPU_INFO}#11, #2)")
-M2 = ChipGeneration("apple8", _SPECS, "high", f"1.398 GHz ({_GPU_INFO}#6, #10)")
-M3 = ChipGeneration("apple9", _SPECS, "high", f"1.38 to 1.6 GHz, sources disagree ({_GPU_INFO}#4, {_HF})")
-M4 = ChipGeneration("apple9", _SPECS, "high", f"1.66 to 1.8 GHz, sources disagree ({_HF} and benchmark pages)")
-M5 = ChipGeneration("apple10", _M5_SPECS, "high", "1.6 to 1.95 GHz, third-party estimates that disagree")
-A18 = ChipGeneration(None, _M5_SPECS, "medium", "about 1.5 GHz, a third-party estimate")
+# Sources of the clocks: philipturner/applegpuinfo#2, #4, #6, #10, #11 and huggingface/huggingface.js#1044.
+# M1 1.278 GHz (from Pro on 1.296), M2 1.398, M3 1.38 to 1.6, M4 1.66 to 1.8; estimated: M5 1.6 to 1.95, A18 1.5.
+M1 = ChipGeneration("apple7", _SPECS)
+M2 = ChipGeneration("apple8", _SPECS)
+M3 = ChipGeneration("apple9", _SPECS)
+M4 = ChipGeneration("apple9", _SPECS)
+M5 = ChipGeneration("apple10", _M5_SPECS)
+A18 = ChipGeneration(None, _M5_SPECS)
 
 CHIPS: tuple[Chip, ...] = (
     Chip("Apple M1", M1, ((4, 4),), (7, 8), (68,), 16, (2.6, 2.6)),
@@ -68,16 +59,13 @@ CHIPS: tuple[Chip, ...] = (
     Chip("Apple M4", M4, ((4, 4), (4, 6)), (8, 10), (120,), 32, (4.3, 4.6)),
     Chip("Apple M4 Pro", M4, ((8, 4), (10, 4)), (16, 20), (273,), 64, (8.5, 9.2)),
     Chip("Apple M4 Max", M4, ((10, 4), (12, 4)), (32, 40), (410, 546), 128, (17.0, 18.4)),
-    Chip("Apple M5", M5, ((4, 6),), (8, 10), (153,), 32, (4.2, 5.0), 17.0),
-    Chip(
-        *("Apple M5 Pro", M5, ((5, 10), (6, 12)), (16, 20), (307,), 64, (8.0, 9.0), 35.0),
-        note='fast cores are "super", slow ones "performance" (pytorch/cpuinfo#424); it has no efficiency cores',
-    ),
-    Chip(
-        *("Apple M5 Max", M5, ((6, 12),), (32, 40), (460, 614), 128, (17.0, 18.0), 70.0),
-        note='fast cores are "super", slow ones "performance"; 460 GB/s of the 32-core GPU is of medium confidence',
-    ),
-    Chip("Apple A18 Pro", A18, ((2, 4),), (5,), (60,), 8, (1.9, 1.9), note="the MacBook Neo's"),
+    Chip("Apple M5", M5, ((4, 6),), (8, 10), (153,), 32, (4.2, 5.0)),
+    # Fast cores are "super", slow ones "performance" (pytorch/cpuinfo#424); there are no efficiency cores.
+    Chip("Apple M5 Pro", M5, ((5, 10), (6, 12)), (16, 20), (307,), 64, (8.0, 9.0)),
+    # The 460 GB/s of the 32-core GPU are less certain than the rest.
+    Chip("Apple M5 Max", M5, ((6, 12),), (32, 40), (460, 614), 128, (17.0, 18.0)),
+    # The MacBook Neo's.
+    Chip("Apple A18 Pro", A18, ((2, 4),), (5,), (60,), 8, (1.9, 1.9)),
 )
 
 _BY_NAME = {chip.name.casefold(): chip for chip in CHIPS}

@@ -143,8 +143,6 @@ class SystemState(FrozenModel):
     gpu_busy_percent: float | None = None
     busy: tuple[BusyProcess, ...] = ()
     """Other processes that use a whole core or a tenth of the memory."""
-    disk_bytes_per_second: float | None = None
-    """Uncached read speed of the disk that holds the working folder."""
     environment: EnvironmentFacts = EnvironmentFacts()
 
 

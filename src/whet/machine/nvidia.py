@@ -5,13 +5,13 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from whet.machine.facts import ThermalLevel
-from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
+from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program
 
 DriverState = Literal["missing", "not running", "no card", "working"]
 
-_QUERY_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "utilization.gpu")
+_QUERY_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 # Drivers before 510 reject compute_cap.
-_QUERY_FIELDS_BEFORE_510 = ("name", "memory.total", "driver_version", "utilization.gpu")
+_QUERY_FIELDS_BEFORE_510 = ("name", "memory.total", "driver_version")
 
 
 class NvidiaCard(NamedTuple):
@@ -19,7 +19,6 @@ class NvidiaCard(NamedTuple):
     memory_bytes: int | None = None
     driver: str | None = None
     capability: str | None = None
-    busy_percent: float | None = None
 
 
 class NvidiaCards(NamedTuple):
@@ -50,7 +49,7 @@ def _query_command(fields: tuple[str, ...]) -> tuple[str, ...]:
 def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) -> NvidiaCards:
     """Parse one line per card. None means that no driver is installed; other text means that the driver fails.
 
-    >>> parse_cards("NVIDIA H200, 143771, 580.65.06, 9.0, 0\\n").cards[0].capability
+    >>> parse_cards("NVIDIA H200, 143771, 580.65.06, 9.0\\n").cards[0].capability
     '9.0'
     >>> parse_cards("No devices were found\\n").driver, parse_cards(None).driver
     ('no card', 'missing')
@@ -76,13 +75,11 @@ def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
         return None
     megabytes = positive_number(values["memory.total"])
     capability = values.get("compute_cap", "")
-    busy = whole_number(values["utilization.gpu"])
     return NvidiaCard(
         name=name,
         memory_bytes=megabytes * 1024**2 if megabytes else None,
         driver=driver,
         capability=capability if re.fullmatch(r"\d{1,2}\.\d", capability, re.ASCII) else None,
-        busy_percent=float(busy) if busy is not None and busy <= 100 else None,
     )
 
 

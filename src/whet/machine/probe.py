@@ -7,7 +7,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from whet.base import env
@@ -21,10 +20,10 @@ from whet.machine.facts import (
     MissingDevice,
     OperatingSystem,
     ProbeResult,
-    SystemState,
 )
-from whet.machine.load import complete_system_state
+from whet.machine.load import busy_processes
 from whet.machine.nvidia import NO_DRIVER, NvidiaCards
+from whet.machine.pressure import read_system_state
 from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
 
@@ -35,14 +34,13 @@ class SystemReadings(NamedTuple):
     """Facts from the operating system and the driver, without torch."""
 
     machine: Machine
-    system_state: SystemState
     mac: apple.MacReadings | None = None
     cards: nvidia.NvidiaCards = nvidia.NO_DRIVER
     has_card_on_bus: bool | None = None
 
 
-def probe(*, folder: Path | None = None) -> ProbeResult:
-    """Probe this machine in a few seconds. `folder` selects the disk to measure, by default that of the current folder.
+def probe() -> ProbeResult:
+    """Probe this machine in a few seconds.
 
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8
@@ -50,8 +48,8 @@ def probe(*, folder: Path | None = None) -> ProbeResult:
     # Importing torch in the child takes seconds, so read the system in the meantime.
     with torch_query() as torch_info:
         system = read_system()
-        system_state = complete_system_state(system.system_state, folder=folder or Path.cwd())
-        system_state = system_state.model_copy(update={"environment": read_environment()})
+        now = {"busy": busy_processes(memory_bytes=system.machine.memory_bytes), "environment": read_environment()}
+        system_state = read_system_state().model_copy(update=now)
         return ProbeResult(machine=assemble_machine(system, torch=torch_info()), system_state=system_state)
 
 
@@ -69,13 +67,10 @@ def read_system(
     architecture = architecture or _architecture(platform.machine())
     if system == "darwin":
         readings = apple.read_mac(run=run)
-        machine = apple.mac_machine(readings, architecture=architecture)
-        return SystemReadings(machine, apple.mac_system_state(readings), mac=readings)
+        return SystemReadings(apple.mac_machine(readings, architecture=architecture), mac=readings)
     cards = nvidia.query_driver(run=run)
-    busy = [card.busy_percent for card in cards.cards if card.busy_percent is not None]
-    system_state = linux.linux_system_state().model_copy(update={"gpu_busy_percent": max(busy, default=None)})
     machine = linux.linux_machine(architecture=architecture)
-    return SystemReadings(machine, system_state, cards=cards, has_card_on_bus=linux.has_nvidia_card())
+    return SystemReadings(machine, cards=cards, has_card_on_bus=linux.has_nvidia_card())
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:

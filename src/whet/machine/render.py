@@ -59,8 +59,6 @@ def system_state_lines(system_state: SystemState) -> Iterator[str]:
     yield "now       " + ", ".join(now)
     for process in system_state.busy:
         yield f"busy      {process.name} (pid {process.pid}): {_load_text(process.cpu_percent, process.memory_bytes)}"
-    if system_state.disk_bytes_per_second is not None:
-        yield f"disk      reads {format_bytes(system_state.disk_bytes_per_second)} per second"
 
 
 def _cores_text(machine: Machine) -> str:

@@ -31,6 +31,8 @@ SPREAD = 2.0
 # of seven 0.41. For CPUs no such figures were found, so theirs is the same. MPS: 0.2 for a small GPT (minimind#852,
 # M5 Pro) to 0.68 for products alone (arXiv 2502.05317, M4).
 _EFFICIENCY = {"cuda": 0.41, "mps": 0.37, "cpu": 0.41}
+# Convolutions of ResNet-50 on one core: 0.68 to 0.97 (uxlfoundation/oneDNN#1115, Xeon 8180).
+_CPU_CONVOLUTIONS = 0.81
 # Reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
 _BANDWIDTH_SHARE = 0.85
 # An operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel launch.
@@ -115,7 +117,7 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
     parts = 1 if workload.activation_bytes is None else math.ceil(share / plan.micro_batch)
     half = 0.5 if plan.precision in _HALF else 1.0
     length = _length_share(workload, plan.lengths)
-    arithmetic = share * length * _sample_flops(workload) / (speed.flops * _EFFICIENCY[device])
+    arithmetic = share * length * _sample_flops(workload) / (speed.flops * _efficiency(workload, device))
     sample_bytes = workload.activation_bytes or workload.moved_bytes or 0
     activations = share * length * sample_bytes * half * _ACTIVATION_PASSES
     weights = workload.num_parameters * _BYTES_PER_PARAMETER + workload.num_frozen * 4
@@ -174,6 +176,11 @@ def _apple_speed(machine: Machine, gpu: Accelerator) -> DeviceSpeed | None:
     tflops = share * sum(chip.fp32_tflops) / 2
     bandwidth = chip.bandwidth[-1] if gpu.num_cores == chip.gpu_cores[-1] else chip.bandwidth[0]
     return DeviceSpeed(tflops * 1e12, bandwidth * 1e9, f"{tflops:.1f} TFLOPS and {bandwidth} GB/s of {chip.name}")
+
+
+def _efficiency(workload: Workload, device: str) -> float:
+    is_convolutional = "conv" in workload.layers and "attention" not in workload.layers
+    return _CPU_CONVOLUTIONS if device == "cpu" and is_convolutional else _EFFICIENCY[device]
 
 
 def _sample_flops(workload: Workload) -> float:

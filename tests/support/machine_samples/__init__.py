@@ -10,7 +10,6 @@ FILES = {
     ("ioreg",): "ioreg.plist",
     ("system_profiler",): "system_profiler.json",
     ("pmset", "-g", "batt"): "pmset-batt.txt",
-    ("pmset", "-g", "therm"): "pmset-therm.txt",
     ("pmset", "-g"): "pmset.txt",
     ("sw_vers",): "sw_vers.txt",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from whet.base import env
 from whet.device.environment import FALLBACK, has_fallback
 from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, differs, failed, good, not_applicable
-from whet.machine.probe import read_system
+from whet.machine.pressure import read_system_state
 from whet.run import durable
 
 _VARIABLES = (
@@ -56,7 +56,7 @@ def _memory_limit(target: DeviceUnderTest) -> CheckFinding:
 
 def _sensors(target: DeviceUnderTest) -> CheckFinding:
     """Report which sensors can be read."""
-    system_state = read_system().system_state
+    system_state = read_system_state()
     values: dict[str, Figure] = {name: getattr(system_state, name) for name in _SENSORS}
     unread = [name.replace("_", " ") for name, value in values.items() if value is None]
     if not _is_mac(target):

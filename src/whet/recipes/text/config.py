@@ -25,6 +25,8 @@ from whet.recipes.text.readers.samples import ColumnOverrides
 
 EMBEDDED_CLASSES = 6
 EMBEDDED_ROWS_PER_CLASS = 1_100
+EMBEDDED_MEAN_LENGTH = 19.0
+"""Mean number of tokens of an embedded text. Few have more than 64."""
 TRAIN_SHARE = 0.8
 
 FINE_TUNING = {"epochs": 4, "lr": 2e-5, "warmup_share": 0.1, "word_dropout": 0.0}
@@ -293,6 +295,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         num_samples=num_samples,
         num_steps=_num_steps(config, num_samples),
         max_length=max_length,
+        mean_length=min(EMBEDDED_MEAN_LENGTH, max_length) if config.is_embedded else None,
         lengths_vary=True,
         can_pack=can_pack,
         # Each sample has int64 token ids and a label.
