@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
 
 JOB = SUPPORT / "rank_training_job.py"
 RECIPES = ("text", "chat", "hex")
+OWN = ("own", "own-sharded", "own-compiled", "own-sharded-compiled")
 SHARDED = tuple(f"{name}-sharded" for name in RECIPES)
 
 Together = Callable[..., None]
@@ -111,6 +112,25 @@ def test_parameters_that_some_steps_leave_out_have_the_gradients_of_one_process(
     reached = {name.partition("/")[0] for name in one if name.endswith("/rare.bias")}
     assert reached == {"1", "2", "3", "4", "6", "7", "8", "9", "10", "12"}
     assert largest(two, one) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def own(together: Together, folder: Path) -> Path:
+    together(("own", "own-choice"), 1)
+    together(OWN, 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_ranks_run_a_user_s_model_fused_compiled_and_sharded_like_one_process(own: Path, name: str) -> None:
+    alone = tensors(own, "own-choice" if "sharded" in name else "own", 1)
+    assert distance(tensors(own, name, 2), alone) < 1e-6
+    for rank in range(2):
+        ran = numbers(own, name, 2, rank)
+        assert (ran["optimizer_kernels"], ran["was_fused"]) == ("fused", True)
+        assert ran["sharding"] == ("full" if "sharded" in name else "off")
+        assert ran["compile"] == ("blocks" if "compiled" in name else "off")
+        assert (ran["graphs"] > 0) == ("compiled" in name)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -28,6 +28,10 @@ def main(arguments: list[str]) -> int:
     os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
+    if os.environ.get("WHET_TEST_COMPILER") is None:
+        # Traced and differentiated as in a run, without the C++ compiler, which takes most of the time.
+        compile_module = nn.Module.compile
+        nn.Module.compile = lambda self, **options: compile_module(self, backend="aot_eager", **options)  # type: ignore[method-assign]
     out = Path(folder)
     with planted(fault):
         for name in names.split(","):
@@ -233,6 +237,71 @@ def _hex(_: Path) -> list[str]:
     return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=99"]
 
 
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.down(nn.functional.gelu(self.up(self.norm(rows))))
+
+
+class OwnModel(nn.Module):
+    """A user's model with blocks, which can be sharded and compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OwnBlock() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+
+def own_scene(*, has_choice: bool = False, **overrides: str) -> Callable[[Path, int], tuple[dict[str, Tensor], Any]]:
+    """A user's model with a user's optimizer, whose kernels are left open, or with one that is built for shards."""
+
+    def scene(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
+        from whet.verify.start.compiled import num_graphs
+
+        torch.manual_seed(5)
+        model = OwnModel()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if has_choice:
+            optimizer = whet.OptimizerChoice(lr=0.01)
+        flags: list[Any] = []
+        rows, labels = torch.randn(32, 6), torch.randint(0, 3, (32,))
+        run = folder / f"own-{has_choice}-{'-'.join(overrides.values())}-{os.environ['WORLD_SIZE']}"
+        before = num_graphs()
+
+        def loss(micro: MicroBatch) -> Tensor:
+            flags.append(has_choice or optimizer.param_groups[0]["fused"])
+            return nn.functional.cross_entropy(model(micro.rows), micro.labels)
+
+        whet.train(
+            model,
+            {"rows": rows, "labels": labels},
+            loss=loss,
+            optimizer=optimizer,
+            global_batch_size=8,
+            epochs=3,
+            clip=1.0,
+            overrides={"precision": "fp32", "micro_batch": 4, **overrides},
+            run=run,
+            on_event=None,
+            measure=False,
+            device=DEVICE,
+        )
+        plan = json.loads((run / "plan.json").read_text())["settings"]
+        chosen = {name: plan[name]["value"] for name in ("optimizer_kernels", "compile", "sharding")}
+        actual = {key: gathered(tensor) for key, tensor in model.named_parameters()}
+        return actual, {**chosen, "was_fused": flags[-1], "graphs": num_graphs() - before}
+
+    return scene
+
+
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +475,11 @@ SCENES: dict[str, Any] = {
     "one fails": one_fails,
     "endless": endless,
     "bad numbers": bad_numbers,
+    "own": own_scene(),
+    "own-choice": own_scene(has_choice=True),
+    "own-sharded": own_scene(has_choice=True, sharding="full"),
+    "own-compiled": own_scene(compile="blocks"),
+    "own-sharded-compiled": own_scene(has_choice=True, sharding="full", compile="blocks"),
 }
 
 
