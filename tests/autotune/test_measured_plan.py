@@ -167,7 +167,7 @@ def test_short_run_reports_that_it_is_not_measured():
     session.config = tune.with_measured_plan(session.config, Loss(session.model))
     assert session.config.plan is None
     assert logged[0].startswith(("about ", "less than a second"))
-    assert logged[0].endswith(", too short to measure which settings are fastest")
+    assert ", too short to measure which settings are fastest; whet.tune could try bf16 and compile: up to" in logged[0]
 
 
 @pytest.mark.parametrize("where", ["prepare", "search"])
@@ -190,6 +190,17 @@ def test_ctrl_c_while_measuring_says_that_nothing_was_lost(monkeypatch, tmp_path
         )
     assert messages == ["stopped by Ctrl-C while measuring: nothing was trained and nothing was written"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_may_not_be_measured_says_what_measuring_could_try():
+    logged: list[str] = []
+    tune.report_unmeasured(a_session(a_model(), logged=logged, epochs=10_000).config)
+    assert len(logged) == 1
+    assert logged[0].startswith("not measured: measure=False; whet.tune could try bf16 and compile: up to 4 minutes")
+    tune.report_unmeasured(a_session(a_model(), logged=logged, epochs=10).config)
+    fixed = {"precision": "fp32", "compile": "off"}
+    tune.report_unmeasured(a_session(a_model(), logged=logged, epochs=10_000, overrides=fixed).config)
+    assert len(logged) == 1
 
 
 def test_very_short_runs_and_streams_are_not_measured():

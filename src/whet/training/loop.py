@@ -29,7 +29,7 @@ from whet.training.keywords import SessionKeywords
 from whet.training.progress import BestStep
 from whet.training.run_config import make_run_config
 from whet.training.session import Session
-from whet.training.tune import OpenStepBench, resolve_auto_batch_size, with_measured_plan
+from whet.training.tune import OpenStepBench, report_unmeasured, resolve_auto_batch_size, with_measured_plan
 
 VAL_LOSS = "val_loss"
 """The metric that `val` without `evaluate` reports."""
@@ -167,6 +167,8 @@ def train_run(
         config = replace(make_run_config(model, optimizer, data, keywords), loss=loss)
         if measure:
             config = with_measured_plan(config, loss, open_bench=open_bench)
+        else:
+            report_unmeasured(config)
         session = Session.from_config(config)
         if (interception := intercept.active()) is not None:
             interception.before_step(session.config, loss)
