@@ -26,13 +26,13 @@ class Cli:
     """`whet WORDS` in a process with a virtual Mac, or without."""
 
     def __init__(self, folder: Path, home: Path, python: WarmPython) -> None:
-        self.folder, self._home, self._python = folder, home, python
+        self.folder, self.home, self.python = folder, home, python
 
     def start(self, *words: object, is_mac: bool = True, fault: str = "") -> Program:
         # A process with a virtual Mac has no supervisor, so the other one has none either.
         alone = () if is_mac or words[0] != "train" else ("--max-restarts", "0")
         code = (INSTALL if is_mac else "") + fault + WHET
-        return self._python.start("-c", code, *words, *alone, cwd=self.folder, env=environment(self._home))
+        return self.python.start("-c", code, *words, *alone, cwd=self.folder, env=environment(self.home))
 
     def run(self, *words: object, is_mac: bool = True) -> str:
         done = self.start(*words, is_mac=is_mac).wait()
@@ -129,3 +129,30 @@ def test_a_device_that_computes_something_else_simulated_is_refused_after_a_move
     assert done.returncode == 1
     assert "the model computes something else on this device" in done.stderr
     assert max(losses(cli.folder / "wrong")) == 20
+
+
+OPTIMIZERS = """
+import sys
+import torch
+import whet
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = getattr(torch.optim, sys.argv[1])(model.parameters(), lr=0.1)
+data = torch.randn(16, 3), torch.randn(16, 1)
+whet.train(
+    model, data, loss=torch.nn.functional.mse_loss, optimizer=optimizer, global_batch_size=4, epochs=9,
+    max_steps=int(sys.argv[2]), run=sys.argv[1], device="mps", measure=False, on_event=None,
+)
+"""
+
+
+@pytest.mark.parametrize("name", ["ASGD", "Adagrad"])
+def test_optimizers_with_other_kernels_or_steps_on_the_device_train_and_resume(name: str, cli: Cli) -> None:
+    """MPS has no fused Adagrad, and ASGD keeps its step counts on the device."""
+    for steps in (2, 4):
+        code = INSTALL + OPTIMIZERS
+        done = cli.python.start("-c", code, name, steps, cwd=cli.folder, env=environment(cli.home)).wait()
+        assert done.returncode == 0, done.stderr
+    (event,) = read_events(open_run(cli.folder / name), kinds=("resume",))
+    assert event.fields["exactness"].startswith("exact state")

@@ -1,6 +1,6 @@
 """The state of optimizers: any structure, through their own state_dict() where they override it."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -211,14 +211,17 @@ class OptimizerRestorer:
             for saved, group in zip(facts["groups"], optimizer.param_groups, strict=True)
         ]
         state: dict[Any, Any] = {}
-        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        on_device = _keeps_steps_on_device(optimizer.param_groups)
+        was_on_device = _keeps_steps_on_device([saved["values"] for saved in facts["groups"]])
         for entry in facts["state"]:
             if "parameter" not in entry:
                 state[self._decoder.decode(entry["key"])] = self._values(entry)
                 continue
             parameter = self._by_name[entry["parameter"]]
             for key, value in entry.get("items", ()):
-                self._prepare(parameter, entry["parameter"], key, value, steps_on_device=on_device)
+                # ASGD and some optimizers of users keep their step counts on the device in any case.
+                is_own = isinstance(value, dict) and value.get("device", "cpu") != "cpu" and not was_on_device
+                self._prepare(parameter, entry["parameter"], key, value, steps_on_device=on_device or is_own)
             state[parameter] = self._values(entry)
             if "items" in entry:
                 # Tensors on disk are contiguous, but fused kernels need the state in the layout of its parameter.
@@ -272,6 +275,10 @@ class OptimizerRestorer:
             # The plan of this session keeps the value on the device.
             return now.fill_(value)
         return value
+
+
+def _keeps_steps_on_device(groups: Iterable[Mapping[str, Any]]) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in groups)
 
 
 def _load_own(optimizer: Optimizer, state: Any) -> None:

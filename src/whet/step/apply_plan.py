@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
@@ -113,10 +113,21 @@ def place_model(
     """
     # Move first: the layout applies to the tensors on the device.
     device.put_model(model, optimizer)
+    if optimizer is not None:
+        _move_state(optimizer)
     layout = layout or WeightLayout(model)
     device.check_settings(attention=plan.attention, norms=plan.norms, layout=plan.layout)
     layout.use(plan.layout, optimizer)
     return layout
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move state that the constructor of an optimizer has made, as that of Adagrad does, to its parameter."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, Tensor) and isinstance(state, dict):
+            # Scalars are step counts, whose device depends on the kernels.
+            moved = {k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            state.update(moved)
 
 
 def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: AbstractDevice) -> ParallelStrategy:
