@@ -58,14 +58,16 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
     # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.device.open import current_machine
     from whet.plan.plan import make_plan
-    from whet.recipes.runner import prepare_recipe
+    from whet.recipes.runner import limit_default_batch, prepare_recipe
     from whet.training.step_bench import LocalStepBench
     from whet.training.training_config import parse_training_config
 
     # Use the same data, model and optimizer as a real run.
-    made = prepare_recipe(recipe, config)
+    data = recipe.data(config)
+    resolved = limit_default_batch(ResolvedConfig(config=config, given=tuple(arguments["given"])), data)
+    made = prepare_recipe(recipe, resolved.config, data=data)
     machine, system_state = current_machine()
-    overrides = ResolvedConfig(config=config, given=tuple(arguments["given"])).overrides
+    overrides = resolved.overrides
     if arguments["device"] != "auto":
         overrides = {**overrides, "device": arguments["device"]}
     plan = make_plan(machine, made.workload, overrides=overrides, system_state=system_state)

@@ -62,6 +62,17 @@ def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -
     )
 
 
+def limit_default_batch(resolved: ResolvedConfig[Any], data: Splits) -> ResolvedConfig[Any]:
+    """Return a copy whose default global batch is not larger than the training data.
+
+    A size that the user has given is kept: it is refused before the first step (data/adapters.py).
+    """
+    num_samples = count_samples(data.train)
+    if "global_batch_size" in resolved.given or not num_samples or num_samples >= resolved.config.global_batch_size:
+        return resolved
+    return replace(resolved, config=resolved.config.model_copy(update={"global_batch_size": num_samples}))
+
+
 def describe_recipe(recipe: Recipe, config: Any, data: Splits | None = None) -> Workload:
     """Describe a recipe without a `describe` method: read its data and build its model."""
     return prepare_recipe(recipe, config, data=data).workload
@@ -80,12 +91,18 @@ def train_recipe(
     data: Splits | None = None,
 ) -> TrainResult:
     """Train a recipe in a run folder, or resume it. With `open_bench`, a new run is autotuned first."""
+    data = recipe.data(resolved.config) if data is None else data
+    default_batch = resolved.config.global_batch_size
+    resolved = limit_default_batch(resolved, data)
     config = resolved.config
     made = prepare_recipe(recipe, config, data=data)
     is_resumed = (run / RECIPE_FILE).exists()
     if "data" in allow and is_resumed:
         _check_vocabulary(open_run(run).metadata, recipe.metadata(config, made.data))
-    if notes := getattr(made.data, "notes", ()):
+    notes = getattr(made.data, "notes", ())
+    if config.global_batch_size < default_batch:
+        notes = (*notes, f"global_batch_size={config.global_batch_size}: all samples (the default is {default_batch})")
+    if notes:
         emit_event(on_event, "data", {"notes": notes})
     keywords = replace(
         _session_keywords(recipe, resolved, made, run=run, device=device),
@@ -116,7 +133,9 @@ def create_run(
     recipe: Recipe, resolved: ResolvedConfig[Any], *, run: Path, load: Callable[[Any], None], device: str = "auto"
 ) -> dict[str, float]:
     """Create a run at step 0 with the weights that `load` gives its model, and return the metrics of val and test."""
-    made = prepare_recipe(recipe, resolved.config)
+    data = recipe.data(resolved.config)
+    resolved = limit_default_batch(resolved, data)
+    made = prepare_recipe(recipe, resolved.config, data=data)
     load(made.model)
     keywords = _session_keywords(recipe, resolved, made, run=run, device=device)
     evaluate = recipe_evaluation(recipe)

@@ -81,9 +81,9 @@ def test_rare_classes_of_the_linear_classifier_decay_more(tmp_path: Path) -> Non
     data = recipe.data(config)
     common, rare = data.class_counts
     strengths = [math.sqrt(common / 500 * rare / 500), rare / 500]
-    assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (strengths[0] * (common + rare)))
+    assert recipe.optimizer(config).weight_decay == pytest.approx(1 / (common + rare))
     model = recipe.model(config, data)
-    assert model.scale.tolist() == pytest.approx([1, math.sqrt(strengths[1] / strengths[0])])
+    assert model.scale.tolist() == pytest.approx([math.sqrt(c) for c in strengths])
     given = resolve_config(TextConfig, [f"data={file}", "weight_decay=0.5"]).config
     assert recipe.optimizer(given).weight_decay == 0.5
     assert recipe.optimizer(resolve_config(TextConfig, []).config).weight_decay == 0.01
@@ -172,3 +172,26 @@ def test_other_models_are_advised(tmp_path: Path) -> None:
     assert data.notes[-1] == "rare classes (rare): goal=macro_f1 by default; try class_weights=balanced"
     assert "weight" not in data.train
     assert recipe.selected_goal(config) == "macro_f1"
+
+
+def test_a_default_batch_is_limited_to_the_data(tmp_path: Path) -> None:
+    data = write_uneven(tmp_path / "few.jsonl", num_common=40, num_rare=10)
+    words = [f"data={data}", "epochs=2", "threads=1"]
+    notes: list[str] = []
+
+    def train(*more: str) -> int:
+        resolved = resolve_config(TextConfig, [*words, *more])
+        return train_recipe(
+            text_recipe(),
+            resolved,
+            run=tmp_path / "run",
+            device="cpu",
+            on_event=lambda _, fields: notes.extend(fields.get("notes", ())),
+        ).step
+
+    assert train() == 2
+    assert notes[-1] == "global_batch_size=40: all samples (the default is 128)"
+    assert open_run(tmp_path / "run").config["global_batch_size"] == 40
+    assert train("epochs=3") == 3
+    with pytest.raises(UsageError, match="smaller than one global batch"):
+        train("global_batch_size=128", "epochs=4")

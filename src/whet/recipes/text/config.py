@@ -38,7 +38,7 @@ LORA_LR = 2e-4
 FINE_TUNING_LENGTH = 256
 LINEAR_TRAINING = {
     "optimizer": "sgd",
-    "lr": 0.5,
+    "lr": 2.0,
     "epochs": 20,
     "global_batch_size": 128,
     "eval_every": 10**9,
@@ -47,7 +47,9 @@ LINEAR_TRAINING = {
 }
 """Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and memorizes them.
 
-The large batch has rows of rare classes in most steps (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
+The large batch has rows of rare classes in most steps. lr * epochs / batch decides how far SGD gets towards the minimum,
+for any number of texts and any C (ngrams.py): the decay shrinks the initial error by exp(-1.6). With lr = 0.5 it stopped
+early on thousands of texts, -0.005 in cross-validation (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
 evaluated at the end only: the problem is convex, so earlier weights are not better, and a validation split with ten
 rows of a rare class would select some of them by chance.
 """
@@ -95,7 +97,7 @@ class TextConfig(CommonConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"epochs": 10, "lr": 1e-3}
     descriptions: ClassVar[Mapping[str, str]] = {
         "epochs": "passes over the training data; linear 20; 4 for a pretrained model, SciBERT's best were 2 or 4",
-        "lr": "learning rate; linear 0.5; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
+        "lr": "learning rate; linear 2; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
         "global_batch_size": "samples per optimizer step; linear 128; auto measures a size and scales lr",
         "optimizer": "how weights are updated; linear sgd",
         "eval_every": "steps between evaluations; auto: once per epoch; linear: at the end only",
@@ -114,8 +116,8 @@ class TextConfig(CommonConfig):
     )
     weight_decay: NonNegativeFloat | Auto = Field(  # type: ignore[assignment]
         "auto",
-        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: by "
-        "the numbers of training texts and of those in each class",
+        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: 1 "
+        "/ training texts, and more for a class with few of them",
     )
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as for BERT"
@@ -250,12 +252,12 @@ def class_strengths(counts: Sequence[int]) -> list[float]:
     return [math.sqrt(min(own) * strength) for strength in own]
 
 
-def weight_decay(config: TextConfig, *, num_texts: int, strengths: Sequence[float]) -> float:
-    """Return the decay of weights. That of the linear classifier is for its class with the greatest strength."""
+def weight_decay(config: TextConfig, *, num_texts: int) -> float:
+    """Return the decay of weights. That of the linear classifier is for C = 1; its model scales it for each class."""
     if config.weight_decay != "auto":
         return config.weight_decay
     if config.is_linear:
-        return 1 / (max(strengths) * num_texts)
+        return 1 / num_texts
     default: float = CommonConfig.model_fields["weight_decay"].default
     return default
 

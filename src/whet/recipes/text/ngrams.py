@@ -144,14 +144,15 @@ class NgramClassifier(nn.Module):
     scale: Tensor
 
     def __init__(self, vocabulary: NgramVocabulary, *, strengths: Sequence[float]) -> None:
-        """Make weights of zero for each class. `strengths` are the relative values of C (config.py)."""
+        """Make weights of zero for each class. `strengths` are their values of C (config.py)."""
         super().__init__()
         self.num_words = vocabulary.num_words
         self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, len(strengths)))
         self.bias = nn.Parameter(torch.zeros(len(strengths)))
         self.register_buffer("idf", torch.tensor(vocabulary.weights()))
-        # With one decay for all weights, those of a class that are scaled by s are decayed as by 1 / s^2.
-        self.register_buffer("scale", (torch.tensor(strengths) / max(strengths)).sqrt())
+        # Weights scaled by s have s^2 times the learning rate and 1 / s^2 of the decay, so their product is the same
+        # for all classes: SGD gets equally far with any C.
+        self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """Return the logits, (B, C)."""

@@ -104,9 +104,8 @@ class TextRecipe(Recipe):
     def optimizer(self, config: TextConfig) -> "OptimizerChoice":
         from whet.step.optimizers import OptimizerChoice
 
-        counts = [1] if self._data is None else self._data.class_counts
         num_texts = 1 if self._data is None else len(self._data.train["label"])
-        decay = text_config.weight_decay(config, num_texts=num_texts, strengths=text_config.class_strengths(counts))
+        decay = text_config.weight_decay(config, num_texts=num_texts)
         return OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=decay)
 
     def loss(self, model: "Classifier", micro: "DictBatch") -> "Tensor | tuple[Tensor, Tensor]":
