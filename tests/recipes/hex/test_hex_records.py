@@ -132,13 +132,15 @@ def test_edges_are_asked_for_where_the_games_do_not_show_them(tmp_path: Path, wh
     assert whet("data", "hex", str(path), "--first", "north").returncode == 2
 
 
-def test_given_edges_win_over_what_the_games_show(tmp_path: Path) -> None:
+def test_given_edges_win_over_what_the_games_show(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "games.txt"
     path.write_text("\n".join(written(moves, size=5) for moves in made(50, size=5)))
     assert not open_records(path).orientation.is_mirrored
     given = open_records(path, first="left-right").orientation
     assert given.is_mirrored
     assert given.num_complete < given.num_complete_otherwise == 50
+    assert run(["data", "hex", str(path), "--first", "left-right"]) == 1
+    assert "try: --first top-bottom: 50 games end that way" in capfd.readouterr().err
 
 
 def test_a_file_without_games_is_located_by_line_and_word(tmp_path: Path, whet: Run) -> None:

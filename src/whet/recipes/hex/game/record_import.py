@@ -127,7 +127,12 @@ class _Importer:
         limit = int(_MAX_REJECTED_SHARE * total) if self._options.max_bad is None else self._options.max_bad
         if self._rejected.total > limit:
             got = f"{self._rejected.total:,} of {total:,}; {'; '.join(self._rejected.lines())}"
-            raise WhetError(f"more than {limit:,} games are invalid", got=got, try_="other records, or --max-bad N")
+            hint = "other records, or --max-bad N"
+            orientation = self._source.orientation
+            if orientation.num_complete < orientation.num_complete_otherwise:
+                edges = "top-bottom" if orientation.is_mirrored else "left-right"
+                hint = f"--first {edges}: {orientation.num_complete_otherwise:,} games end that way"
+            raise WhetError(f"more than {limit:,} games are invalid", got=got, try_=hint)
         if not self._num_valid:
             got = "; ".join([self._name, *self._rejected.lines()])
             raise UsageError("no valid game", got=got, try_="lines such as #13,a4g7 or a4 g7")
