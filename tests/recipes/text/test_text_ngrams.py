@@ -179,12 +179,12 @@ def test_a_default_batch_is_limited_to_the_data(tmp_path: Path) -> None:
     words = [f"data={data}", "epochs=2", "threads=1"]
     notes: list[str] = []
 
-    def train(*more: str) -> int:
+    def train(*more: str, run: str = "run") -> int:
         resolved = resolve_config(TextConfig, [*words, *more])
         return train_recipe(
             text_recipe(),
             resolved,
-            run=tmp_path / "run",
+            run=tmp_path / run,
             device="cpu",
             on_event=lambda _, fields: notes.extend(fields.get("notes", ())),
         ).step
@@ -194,4 +194,4 @@ def test_a_default_batch_is_limited_to_the_data(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").config["global_batch_size"] == 40
     assert train("epochs=3") == 3
     with pytest.raises(UsageError, match="smaller than one global batch"):
-        train("global_batch_size=128", "epochs=4")
+        train("global_batch_size=128", run="other")
