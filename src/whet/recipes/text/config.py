@@ -47,9 +47,9 @@ LINEAR_TRAINING = {
 }
 """Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and memorizes them.
 
-The large batch has rows of rare classes in most steps. lr * epochs / batch decides how far SGD gets towards the minimum,
-for any number of texts and any C (ngrams.py): the decay shrinks the initial error by exp(-1.6). With lr = 0.5 it stopped
-early on thousands of texts, -0.005 in cross-validation (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
+The large batch has rows of rare classes in most steps. lr * epochs / batch decides how far SGD gets towards the minimum
+for any number of texts and any C (ngrams.py): the decay shrinks the initial error by exp(-1.6). With lr=0.5 it stopped
+too early on thousands of texts: -0.005 in cross-validation (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
 evaluated at the end only: the problem is convex, so earlier weights are not better, and a validation split with ten
 rows of a rare class would select some of them by chance.
 """
