@@ -4,12 +4,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
-from whet.report.watch import feed as feed_module
 from whet.report.watch import run_cache, status_reader
 from whet.report.watch.listing import RunListing
 from whet.report.watch.run_cache import RunCache
@@ -36,29 +36,6 @@ def train(run: Run, **end: object) -> None:
             log.append("end", step=1, **end)
 
 
-class Page:
-    """An open page, as the server sees it."""
-
-    def __init__(self, routes: WatchRoutes, *idents: str) -> None:
-        self._stream: AsyncGenerator[bytes] = routes._feed.listen(idents)  # type: ignore[assignment]
-
-    async def hear(self, words: bytes) -> bytes:
-        async def wait() -> bytes:
-            async for reported in self._stream:
-                if words in reported:
-                    return reported
-            raise AssertionError("the stream has ended")
-
-        return await asyncio.wait_for(wait(), PATIENCE)
-
-    async def __aenter__(self) -> "Page":
-        await self.hear(b"event: hello")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stream.aclose()
-
-
 @pytest.fixture
 def routes(tmp_path: Path) -> Iterator[WatchRoutes]:
     made = WatchRoutes(tmp_path)
@@ -67,46 +44,24 @@ def routes(tmp_path: Path) -> Iterator[WatchRoutes]:
 
 
 async def list_of(routes: WatchRoutes) -> list[dict]:
-    answer = await asyncio.wait_for(routes._runs(None), PATIENCE)  # type: ignore[arg-type]
+    request = Request({"type": "http", "query_string": b"", "headers": []})
+    answer = await asyncio.wait_for(routes._runs(request), PATIENCE)
     return strict_json.decode(bytes(answer.body))["runs"]
 
 
-def test_changes_found_for_one_page_reach_the_others(
-    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Opening a page refreshes the runs; a change that this detects is announced only once."""
-    monkeypatch.setattr(feed_module, "_POLL_SECONDS", NEVER)
-    run = make(tmp_path)
-
-    async def watch() -> None:
-        async with Page(routes) as first:
-            await first.hear(b'"never started"')
-            train(run, state="done")
-            routes._listing.scanned_at = -NEVER
-            assert [line["state"] for line in await list_of(routes)] == ["done"]
-            await first.hear(b'"state":"done"')
-
-    asyncio.run(watch())
-
-
-def test_a_slow_disk_delays_no_page_for_long_simulated(
-    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_report_that_takes_long_is_not_made_at_every_request_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(tmp_path)
     train(run)
-    for module in (feed_module, run_cache):
-        monkeypatch.setattr(module, "_MAX_CORE_SHARE", 1e-9)  # As if each refresh had taken minutes.
-    monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.2)
-
-    async def watch() -> None:
-        async with Page(routes, run_id("run")) as page:
-            assert [line["state"] for line in await list_of(routes)] == ["stopped"]
-            routes._cache.render(run_id("run"))
-            train(run, state="done")
-            await page.hear(b'"state":"done"')
-            await page.hear(b"event: run\n")
-
-    asyncio.run(watch())
+    monkeypatch.setattr(run_cache, "_MAX_CORE_SHARE", 1e-9)  # As if rendering had taken minutes.
+    monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.5)
+    cache = RunCache(RunListing(tmp_path))
+    first = cache.render(run_id("run"))
+    train(run, state="done")
+    assert cache.render(run_id("run")) is first
+    time.sleep(0.6)
+    assert cache.render(run_id("run")).report.state == "done"
 
 
 class Clock:
@@ -143,25 +98,6 @@ def test_only_the_time_of_the_thread_counts_as_work() -> None:
     assert work.pause(share=0.01) >= 10
 
 
-def test_a_polling_failure_is_raised_and_the_next_page_restarts_it(
-    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: pages stayed open and received no more updates."""
-    monkeypatch.setattr(feed_module, "_HEARTBEAT_SECONDS", 0.1)
-    make(tmp_path)
-
-    async def watch() -> None:
-        with monkeypatch.context() as broken:
-            broken.setattr(routes._listing, "scan", lambda: 1 // 0)
-            async with Page(routes) as first:
-                with pytest.raises(ZeroDivisionError):
-                    await first.hear(b"runs")
-        async with Page(routes) as second:
-            await second.hear(b'"never started"')
-
-    asyncio.run(watch())
-
-
 def test_an_unreadable_lock_does_not_affect_other_runs(tmp_path: Path) -> None:
     run = make(tmp_path)
     listing = RunListing(tmp_path)
@@ -188,8 +124,9 @@ def test_a_run_is_running_before_its_first_event(tmp_path: Path) -> None:
     assert [line.state for line in listing.scan().changed] == ["stopped"]
 
 
-def test_a_replaced_run_of_the_same_name_is_read_again(tmp_path: Path) -> None:
+def test_a_replaced_run_of_the_same_name_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system reuses inode numbers of removed files."""
+    monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.0)
     cache, listing = None, RunListing(tmp_path)
     for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
         with EventLog(make(tmp_path)) as log:
@@ -239,7 +176,7 @@ def test_runs_that_fail_slowly_do_not_delay_others_simulated(tmp_path: Path, mon
     listing = RunListing(tmp_path)
     for _ in range(3):
         listing.scan(seconds=0.2)
-    assert {line.path.name: line.state for line in listing.statuses()} == {
+    assert {line.path.name: line.state for line in listing.changes().changed} == {
         "good": "stopped",
         "bad-1": "unreadable",
         "bad-2": "unreadable",
@@ -296,7 +233,7 @@ def test_the_list_does_not_wait_for_runs_simulated(routes: WatchRoutes, tmp_path
         await list_of(routes)
         views = [asyncio.ensure_future(routes._in_thread(lambda n=n: routes._cache.render(run_id(n)))) for n in "abc"]
         await asyncio.sleep(0.1)
-        routes._listing.scanned_at = -NEVER
+        routes._scan_at = -NEVER
         begun = time.monotonic()
         assert len(await list_of(routes)) == 3
         assert time.monotonic() - begun < PATIENCE / 10

@@ -15,40 +15,21 @@ from whet.run.folder import EVENTS_FILE, create_run
 
 EVIL = '<img src=x onerror="window.owned=1">'
 EVIL_NAME = f"evil {EVIL} \u202e\x1b[2J"
-AS_INSTALLED = ("-m", "whet")
-SLOW_TO_OPEN = (
-    "-c",
-    """
-import time
-from whet.cli.main import main
-from whet.report.watch import run_cache
-
-run_cache.WAIT_SECONDS = 0.1
-really = run_cache.LiveHistory
-run_cache.LiveHistory = lambda *given, **named: (time.sleep(3), really(*given, **named))[1]
-main()
-""",
-)
-"""whet with a simulated slow first read of a log, longer than a request waits."""
 RECORDED_PLAN = Path(__file__).parent / "recordings" / "browser" / "measured_plan.json"
 
 
-def start(
-    *words: str, folder: Path, program: tuple[str, ...] = AS_INSTALLED, **options: object
-) -> subprocess.Popen[str]:
+def start(*words: str, folder: Path, **options: object) -> subprocess.Popen[str]:
     """Start `whet WORDS` as a separate process."""
     environment = {**os.environ, "WHET_HOME": str(folder / "home")}
-    command = [sys.executable, *program, *words]
+    command = [sys.executable, "-m", "whet", *words]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **options)  # type: ignore[call-overload]
 
 
-def start_server(
-    folder: Path, *, program: tuple[str, ...] = AS_INSTALLED, port: int = 0
-) -> tuple[subprocess.Popen[str], dict[str, str]]:
+def start_server(folder: Path, *, port: int = 0) -> tuple[subprocess.Popen[str], dict[str, str]]:
     """Start `whet watch` and return its JSON description."""
     words = ("watch", "--no-browser", "--json", "--port", str(port))
     with (folder / "server.log").open("w") as log:
-        server = start(*words, folder=folder, program=program, stdout=subprocess.PIPE, stderr=log)
+        server = start(*words, folder=folder, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None
     with server.stdout:
         logged = server.stdout.readline()

@@ -476,9 +476,9 @@ def test_without_the_extra_the_error_says_what_to_install(whet: Run, tmp_path: P
 def test_ctrl_c_ends_it_in_order(tmp_path: Path) -> None:
     words = ("-m", "whet", "watch", str(tmp_path), "--port", "0", "--json", "--no-browser")
     with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served, served.connect() as connection:
-        head = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
+        head = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
         connection.sendall(f"{head}Authorization: Bearer {served.token}\r\n\r\n".encode())
-        assert b"hello" in connection.recv(10_000) + connection.recv(10_000)
+        assert b"200 OK" in connection.recv(10_000)
         served.process.send_signal(2)
         assert served.process.wait(PATIENCE_SECONDS) == 0
     assert list((tmp_path / "home" / "servers").iterdir()) == []

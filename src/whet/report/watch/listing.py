@@ -16,7 +16,7 @@ _SCAN_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True)
 class ListingChanges:
-    """The changes since the last scan."""
+    """The changes since a scan."""
 
     changed: tuple[RunStatus, ...] = ()
     removed: tuple[str, ...] = ()
@@ -43,15 +43,24 @@ class RunListing:
         self.scanned_at = 0.0
         self.groups: dict[str, int] = {}
         """Folders that contain runs, such as those of a search, with the numbers of runs."""
+        # Begin at the time, so that a page of an earlier server at this address gets all runs.
+        self.version = int(time.time())
+        """Increases with each scan that finds a change."""
+        self._changed_at: dict[str, int] = {}
+        """Version in which each run changed or was removed."""
 
     def folder(self, run: str) -> Path | None:
         """Return the folder of a run by its id, or None if the id was never listed."""
         return self._folders.get(run)
 
-    def statuses(self) -> tuple[RunStatus, ...]:
-        """Return the status of all runs read so far, newest first."""
-        statuses = [reader.status for reader in list(self._readers.values())]
-        return tuple(sorted(statuses, key=lambda status: -status.updated))
+    def changes(self, *, since: int = 0) -> ListingChanges:
+        """Return the runs that changed after a version, newest first, and those that were removed; by default all."""
+        runs = [run for run, version in list(self._changed_at.items()) if version > since]
+        readers = dict(self._readers)
+        changed = sorted((readers[run].status for run in runs if run in readers), key=lambda status: -status.updated)
+        return ListingChanges(
+            changed=tuple(changed), removed=tuple(run for run in runs if run not in readers), groups=self.groups
+        )
 
     def scan(self, *, seconds: float = _SCAN_SECONDS) -> ListingChanges:
         """Return the changes since the last scan. Only changed runs are read, newest first."""
@@ -69,7 +78,11 @@ class RunListing:
                 del self._readers[run]
             changed = self._refresh(stamps, until=time.monotonic() + seconds)
             self.scanned_at = time.monotonic()
-            return ListingChanges(changed=changed, removed=removed, groups=groups if is_regrouped else None)
+            changes = ListingChanges(changed=changed, removed=removed, groups=groups if is_regrouped else None)
+            if changes:
+                self.version += 1
+                self._changed_at |= dict.fromkeys((*(run_id(one.path.name) for one in changed), *removed), self.version)
+            return changes
 
     def _refresh(self, stamps: dict[str, RunStamp], *, until: float) -> tuple[RunStatus, ...]:
         changed: list[RunStatus] = []

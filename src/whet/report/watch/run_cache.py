@@ -23,6 +23,8 @@ from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
 _MAX_RUNS = 16
+# A run that is not in the list is looked for at most this often.
+_SCAN_SECONDS = 1.0
 # Maximum blocks (of 256 events) of all open runs. A run of 5 million events has half of them.
 _MAX_BLOCKS = 40_000
 # Maximum share of a core for rendering one run.
@@ -98,7 +100,8 @@ class RunCache:
     def folder(self, run: str) -> Path:
         """Return the folder of a run. Raise HTTP 404 for an unknown id."""
         folder = self._listing.folder(run)
-        if folder is None and not self._listing.scanned_at:
+        is_outdated = time.monotonic() - self._listing.scanned_at > _SCAN_SECONDS
+        if (folder is None or not folder.is_dir()) and is_outdated:
             self._listing.scan()
             folder = self._listing.folder(run)
         if folder is None:
@@ -118,8 +121,10 @@ class RunCache:
         return hashlib.sha256(self._salt + state).hexdigest()[:20]
 
     def render(self, run: str) -> RenderedRun:
-        """Return the current report of a run."""
+        """Return the report of a run. It may be some seconds old, if rendering it takes long."""
         with self._opened(run) as cached:
+            if cached.rendered is not None and time.monotonic() < cached.paused_until:
+                return cached.rendered
             version, timer = self.version(run), WorkTimer()
             if cached.rendered is None or cached.rendered.version != version:
                 report = summarize(open_run(cached.folder), history=cached.refresh()).for_page()
@@ -128,19 +133,18 @@ class RunCache:
                 cached.paused_until = time.monotonic() + timer.pause(share=_MAX_CORE_SHARE)
             return cached.rendered
 
-    def compare(self, runs: list[str]) -> bytes:
-        """Return a comparison of several runs as JSON."""
+    def compare(self, runs: list[str], *, known: str | None) -> tuple[str, bytes]:
+        """Return the version of a comparison of several runs, and its JSON, unless the client knows this version."""
         if not 2 <= len(runs) <= MAX_COMPARED_RUNS:
             raise HttpError(
                 400, f"a comparison needs 2 to {MAX_COMPARED_RUNS} runs", got=len(runs), try_="/api/compare?ids=A,B"
             )
-        comparison = compare_runs([self.render(run).report for run in runs])
-        return strict_json.encode_compact(shorten(comparison.as_json())).encode()
-
-    def is_paused(self, run: str) -> bool:
-        """Whether the run was rendered so recently that pages should not request it yet."""
-        cached = self._runs.get(run)
-        return cached is not None and cached.paused_until > time.monotonic()
+        rendered = [self.render(run) for run in runs]
+        version = "-".join(one.version for one in rendered)
+        if version == known:
+            return version, b""
+        comparison = compare_runs([one.report for one in rendered])
+        return version, strict_json.encode_compact(shorten(comparison.as_json())).encode()
 
     @contextlib.contextmanager
     def history(self, run: str) -> Iterator[LiveHistory]:

@@ -2,19 +2,15 @@
 
     GET /                                  the page
     GET /static/NAME                       its files
-    GET /api/runs                          {"runs": [RunStatus...], "groups": [{"name", "number"}...], "is_complete",
-                                           "folder", "now"}; the newest first
+    GET /api/runs                          {"runs": [RunStatus...], "removed": [ids], "version",
+                                           "groups": [{"name", "number"}...], "is_complete", "folder", "now"};
+        ?since=VERSION                         only the runs that changed since then; the newest first
     GET /api/runs/ID                       RunReport (report/run_report.py)
     GET /api/runs/ID/events                {"events": [{kind, time, step, fields}...], "before"}; the newest first
         ?before=POSITION&kinds=a,b&limit=N     the next page; without `kinds` all but steps and health
     GET /api/compare?ids=ID,ID             RunComparison (report/comparison.py)
-    GET /api/stream?run=ID,ID              server-sent events:
-        hello  {"runs": [ids]}                 fetch everything shown (also after a lost connection)
-        runs   {"changed": [RunStatus...], "removed": [ids]}, and "groups" where they changed
-        run    {"id", "version"}               this run changed: fetch it again
-        still  {}                              nothing new, every 15 seconds
 
-Responses with runs and files have an ETag.
+A page asks every second; runs, comparisons and files have an ETag. Runs are read only when a page asks for them.
 """
 
 import asyncio
@@ -32,9 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from whet.base.errors import UsageError
 from whet.report.comparison import MAX_COMPARED_RUNS
 from whet.report.page.html import STATIC_FOLDER, shorten
-from whet.report.watch.feed import UpdateFeed, groups_json
 from whet.report.watch.listing import RunListing
-from whet.report.watch.run_cache import RunCache
+from whet.report.watch.run_cache import RunCache, WorkTimer
 from whet.report.watch.status_reader import run_id, status_json
 from whet.run import strict_json
 from whet.run.events import History
@@ -55,7 +50,10 @@ MAX_EVENTS = 500
 # Maximum blocks that are read for one page. If the requested kinds are rare, a page may be short or empty.
 _MAX_PAGE_BLOCKS = 400
 _HIDDEN_KINDS = frozenset(("step", "health"))
-_FRESH_SECONDS = 1.0
+# Runs are scanned at most this often, and longer pauses keep the share of a core small.
+_SCAN_SECONDS = 1.0
+_MAX_CORE_SHARE = 0.05
+_MAX_GROUPS = 20
 _ID_LENGTH = len(run_id(""))
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -148,7 +146,7 @@ class WatchRoutes:
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
         # Use a separate thread for the list, so that it never waits for a run.
         self._lister = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lister")
-        self._feed = UpdateFeed(self._listing, self._cache, self._lister)
+        self._scan_at = 0.0
         self._files = page_files()
 
     def routes(self) -> list["BaseRoute"]:
@@ -163,7 +161,6 @@ class WatchRoutes:
             Route("/api/runs/{id}", self._run),
             Route("/api/runs/{id}/events", self._events),
             Route("/api/compare", self._compare),
-            Route("/api/stream", self._stream),
         ]
 
     def close(self) -> None:
@@ -190,17 +187,34 @@ class WatchRoutes:
             raise HttpError(404, "no such file of the page", got=name, try_="/")
         return _tagged(request, file.body, tag=file.tag, media_type=file.media_type)
 
-    async def _runs(self, request: "Request") -> "Response":  # noqa: ARG002
-        if time.monotonic() - self._listing.scanned_at > _FRESH_SECONDS:
-            await self._feed.scan()
+    async def _runs(self, request: "Request") -> "Response":
+        since = request.query_params.get("since", "0")
+        if not (since.isascii() and since.isdigit() and len(since) < 16):
+            raise HttpError(400, "invalid version of the list", got=since, try_="the `version` of an earlier answer")
+        if time.monotonic() >= self._scan_at:
+            await asyncio.get_running_loop().run_in_executor(self._lister, self._scan)
+        version = self._listing.version
+        changes = self._listing.changes(since=int(since))
+        groups = sorted(self._listing.groups.items())[:_MAX_GROUPS]
         answer = {
-            "runs": [status_json(status) for status in self._listing.statuses()],
-            "groups": groups_json(self._listing.groups),
+            "runs": [status_json(status) for status in changes.changed],
+            "removed": changes.removed,
+            "version": version,
+            "groups": [{"name": shorten(name), "number": number} for name, number in groups],
             "is_complete": self._listing.is_complete,
             "folder": shorten(self._name),
             "now": time.time(),
         }
         return _json(strict_json.encode_compact(answer).encode())
+
+    def _scan(self) -> None:
+        if time.monotonic() < self._scan_at:
+            return  # Another request has scanned meanwhile.
+        timer = WorkTimer()
+        self._listing.scan()
+        # Reading thousands of runs for the first time takes several scans.
+        pause = max(_SCAN_SECONDS, timer.pause(share=_MAX_CORE_SHARE)) if self._listing.is_complete else timer.seconds
+        self._scan_at = time.monotonic() + pause
 
     async def _run(self, request: "Request") -> "Response":
         run = _check_id(request.path_params["id"])
@@ -222,15 +236,9 @@ class WatchRoutes:
         return _json(await self._in_thread(read))
 
     async def _compare(self, request: "Request") -> "Response":
-        runs = _check_ids(request.query_params.get("ids"))
-        return _json(await self._in_thread(lambda: self._cache.compare(runs)))
-
-    async def _stream(self, request: "Request") -> "Response":
-        from starlette.responses import StreamingResponse
-
-        runs = _check_ids(request.query_params.get("run"))
-        self._feed.check_capacity()
-        return StreamingResponse(self._feed.listen(runs), media_type="text/event-stream")
+        runs, known = _check_ids(request.query_params.get("ids")), request.headers.get("if-none-match", "").strip('"')
+        version, body = await self._in_thread(lambda: self._cache.compare(runs, known=known))
+        return _tagged(request, body, tag=version, media_type="application/json")
 
 
 def event_page(

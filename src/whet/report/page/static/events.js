@@ -15,7 +15,7 @@ export function eventsPart(id) {
       onclick: async () => {
         more.disabled = true;
         try {
-          const page = await fetchJson(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
+          const { data: page } = await fetchJson(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
           before = page.before;
           place.append(table(["when", "step", "kind", "fields"], page.events.map(rowOf), { class: "plain stacked" }));
           more.hidden = !before;

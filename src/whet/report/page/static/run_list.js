@@ -69,21 +69,18 @@ export class RunList {
     );
   }
 
-  /** Replace all runs. */
-  set({ runs, groups, now }) {
+  /** Apply changes to runs, and to folders with runs of their own. */
+  update({ runs, removed, groups, now }) {
     // Times are those of the server, which may be another machine.
     this.ahead = now - Date.now() / 1000;
-    this.lines.clear();
-    this.hear({ changed: runs, removed: [], groups });
-  }
-
-  /** Apply changes to runs, and to folders with runs of their own. */
-  hear({ changed, removed, groups }) {
-    if (groups) fill(this.groups, groups.map((one) => this.group(one)));
-    for (const line of changed) this.lines.set(line.id, line);
+    const known = JSON.stringify(groups);
+    if (known !== this.known) fill(this.groups, groups.map((one) => this.group(one)));
+    else if (!runs.length && !removed.length) return;
+    this.known = known;
+    for (const line of runs) this.lines.set(line.id, line);
     for (const id of removed) this.lines.delete(id);
-    for (const known of [this.rows, this.chosen])
-      for (const id of known.keys()) if (!this.lines.has(id)) known.delete(id);
+    for (const table of [this.rows, this.chosen])
+      for (const id of table.keys()) if (!this.lines.has(id)) table.delete(id);
     this.draw();
   }
 

@@ -4,13 +4,17 @@ import { showComparison } from "./comparison.js";
 import { eventsPart } from "./events.js";
 import { RunList } from "./run_list.js";
 import { showRun } from "./run.js";
-import { EventStream, fetchJson } from "./server.js";
+import { fetchJson } from "./server.js";
 import { themeButton } from "./theme.js";
 
+const POLL_MS = 1000;
 const LATER_MS = 5000;
+const SILENT_MS = 45000;
 const TICK_MS = 10000;
-// HTTP status: no such run.
+// HTTP statuses: the key is not valid any more; no such run.
+const REFUSED = 401;
 const GONE = 404;
+const RESTARTED_TEXT = "not connected: the server was restarted; open the link that it printed";
 const GONE_TEXT = "the run was removed; this is its last state";
 const page = document.getElementById("page");
 const status = el("span", { class: "status", role: "status" });
@@ -63,47 +67,40 @@ function drawComparison(comparison) {
   return made;
 }
 
-/** Data that is fetched again whenever the server announces a change. */
+/** Data that is fetched again every second while the page is visible. */
 class LiveData {
-  constructor(ids, path) {
+  constructor(path) {
     this.path = path;
-    this.isClosed = this.isFetching = this.isStale = false;
-    this.listening = new EventStream(ids, {
-      hello: () => this.begin(),
-      run: () => this.fetch(),
-      runs: (news) => this.hear(news),
-      lost: showStatus,
-    });
+    this.isClosed = this.isFetching = false;
+    this.seen = () => this.fetch();
+    document.addEventListener("visibilitychange", this.seen);
   }
 
-  /** After a lost connection, the pending request may never be answered. */
-  begin() {
-    this.pending?.abort();
-    this.fetch();
-  }
-
-  /** One request at a time; changes during it are fetched afterwards. */
+  /** One request at a time. A connection may be dead without an error, behind a tunnel or after a sleep. */
   async fetch() {
-    this.isStale = true;
-    if (this.isFetching) return;
-    this.isFetching = true;
     clearTimeout(this.timer);
-    while (this.isStale && !this.isClosed) {
-      this.isStale = false;
-      this.pending = new AbortController();
-      try {
-        const newest = await fetchJson(this.path, this.pending.signal);
-        if (this.isClosed) break;
-        this.show(newest);
+    if (this.isClosed || this.isFetching || document.visibilityState === "hidden") return;
+    this.isFetching = true;
+    this.pending = new AbortController();
+    const silence = setTimeout(() => this.pending.abort(), SILENT_MS);
+    let pause = POLL_MS;
+    try {
+      const { data, tag } = await fetchJson(this.path, this.pending.signal);
+      if (!this.isClosed) {
+        if (!tag || tag !== this.tag) this.show(data);
+        this.tag = tag;
         showStatus("live");
-      } catch (failure) {
-        if (!this.isClosed && failure.name !== "AbortError") this.explain(failure);
       }
+    } catch (failure) {
+      if (!this.isClosed) this.explain(failure);
+      pause = LATER_MS;
     }
+    clearTimeout(silence);
     this.isFetching = false;
+    if (!this.isClosed) this.timer = setTimeout(() => this.fetch(), pause);
   }
 
-  /** Show why there is nothing to show, and retry: the cause may go away without an event. */
+  /** Show why there is nothing to show. The next request may succeed. */
   explain({ message, status }) {
     if (!this.isDrawn)
       fill(
@@ -111,27 +108,30 @@ class LiveData {
         el("p", { class: "notice bad" }, message),
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
-    const isGone = status === GONE && this.isDrawn;
-    showStatus(isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.fetch(), LATER_MS);
+    // A run may come back unchanged.
+    this.tag = null;
+    if (!status) showStatus("not connected; trying again");
+    else if (status === REFUSED) showStatus(RESTARTED_TEXT);
+    else showStatus(status === GONE && this.isDrawn ? GONE_TEXT : "could not be read");
   }
 
   close() {
     this.isClosed = true;
     clearTimeout(this.timer);
-    this.listening.close();
+    this.pending?.abort();
+    document.removeEventListener("visibilitychange", this.seen);
   }
 }
 
 /** One run, or several. */
 class RunView extends LiveData {
   constructor(ids, path, draw) {
-    super(ids, path);
+    super(path);
     this.ids = ids;
     this.draw = draw;
     this.drawn = null;
     fill(page, el("p", { class: "lead wait" }, "reading the run ..."));
+    this.fetch();
   }
 
   get settings() {
@@ -140,10 +140,6 @@ class RunView extends LiveData {
 
   get isDrawn() {
     return this.drawn !== null;
-  }
-
-  hear({ removed }) {
-    if (this.ids.some((id) => removed.includes(id))) showStatus(GONE_TEXT);
   }
 
   show(newest) {
@@ -163,22 +159,16 @@ class RunView extends LiveData {
 /** The list of all runs. */
 class List extends LiveData {
   constructor() {
-    super([], "/api/runs");
+    super("/api/runs");
     this.list = null;
-    this.missed = [];
     this.ticking = setInterval(() => this.list?.tick(), TICK_MS);
     document.title = "runs - whet";
     fill(page, el("p", { class: "lead wait" }, "looking for runs ..."));
+    this.fetch();
   }
 
   get isDrawn() {
     return this.list !== null;
-  }
-
-  /** A response that is still loading may be older than this update. */
-  hear(news) {
-    if (this.isFetching) this.missed.push(news);
-    this.list?.hear(news);
   }
 
   show(answer) {
@@ -186,8 +176,8 @@ class List extends LiveData {
       this.list = new RunList(answer.folder);
       fill(page, this.list.element);
     }
-    this.list.set(answer);
-    for (const news of this.missed.splice(0)) this.list.hear(news);
+    this.list.update(answer);
+    this.path = `/api/runs?since=${answer.version}`;
   }
 
   close() {
