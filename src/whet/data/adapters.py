@@ -24,7 +24,7 @@ from whet.data.samplers import StreamedOrder
 
 # Exported from here too, beside the function that opens sources.
 from whet.data.source import AbstractSource
-from whet.data.split import BatchSplitter, LengthMode, RankShare, split_collated, split_samples
+from whet.data.split import BatchSplitter, LengthMode, RankShare
 from whet.data.streams import IterableLoaderSource, IterableSource
 from whet.data.workers import Workers
 from whet.device.abstract import AbstractDevice
@@ -177,6 +177,7 @@ class TensorSource(AbstractSource):
         share: RankShare | None = None,
         make_data: MakeData = DictBatch,
     ) -> None:
+        super().__init__(share)
         self._order = order
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
         # Hashed on the host, before the columns move to the device.
@@ -186,7 +187,6 @@ class TensorSource(AbstractSource):
         send = device.put_async if is_resident else lambda rows: rows
         self._splitter = BatchSplitter(columns, send=send, is_on_device=is_resident, make_data=make_data)
         self._columns, self._make_data = columns, make_data
-        self.share = share or RankShare()
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
         for planned in self._order.batches(position):
@@ -252,14 +252,12 @@ class MapStyleSource(AbstractSource):
         share: RankShare | None = None,
         pad_token_id: int | None = None,
     ) -> None:
+        super().__init__(share, pad_token_id=pad_token_id)
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
         self._reader, self._order, self._size = reader, order, size
-        self._pad_token_id = pad_token_id
-        self.share = share or RankShare()
         # A collate function sees the whole batch on every rank, because padding and mixing depend on all of it.
         is_shared = self.share.size > 1 and not reader.has_collate
         self._to_read = RankOrder(order, self.share) if is_shared else order
-        self._ragged: set[str] = set()
         self._identity: SampleIdentity | None = None
         self._loading = loading or LoadingConfig()
         if isinstance(order, StreamedOrder):
@@ -292,27 +290,8 @@ class MapStyleSource(AbstractSource):
             collated=collated,
         )
 
-    def split(
-        self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
-    ) -> Iterator[MicroBatch]:
-        if batch.collated is not None:
-            return split_collated(batch, micro_batch=micro_batch, share=share)
-        return split_samples(
-            batch,
-            micro_batch=micro_batch,
-            length_mode=length_mode,
-            ragged=self._ragged,
-            share=share,
-            pad_token_id=self._pad_token_id,
-        )
-
     def record(self, batches: Sequence[GlobalBatch]) -> RecordedBatches:
         return RecordedBatches(batches=tuple(batches), pad_token_id=self._pad_token_id)
-
-    def own_samples(self, batch: GlobalBatch) -> GlobalBatch:
-        if batch.collated is not None:
-            return batch
-        return replace(batch, ids=batch.ids[self.share.of(len(batch)).indices])
 
     def state(self, position: Position) -> dict[str, Any]:
         return self._order.state(position.epoch)

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import DictBatch, Ragged, TupleBatch, only_field
@@ -245,20 +246,6 @@ def _check_finite_data(columns: Columns) -> None:
         )
 
 
-class SubsetDataset:
-    """A subset of a map-style dataset, in its order."""
-
-    def __init__(self, data: Any, rows: list[int]) -> None:
-        self._data = data
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._data[self._rows[index]]
-
-
 def count_samples(data: Any) -> int | None:
     """Return the number of samples; None for an iterable without a length."""
     columns = as_columns(data)
@@ -277,7 +264,7 @@ def subset(data: Any, *, fraction: float, seed: int) -> Any:
     rows = sorted(random.Random(f"subset {seed}").sample(range(total), max(1, round(fraction * total))))
     columns = as_columns(data)
     if columns is None:
-        return SubsetDataset(data, rows)
+        return Subset(data, rows)
     return {name: select_column(column, rows) for name, column in columns.items()}
 
 

@@ -24,6 +24,7 @@ from whet.base.errors import UsageError
 from whet.data.columns import Columns, name_fields
 from whet.data.order import RepeatingOrder, SampleOrder, SeededOrder
 from whet.data.samplers import SamplerOrder, StreamedOrder
+from whet.data.stream_reader import StatefulIterable
 
 CollateFunction = Callable[[list[Any]], Any]
 
@@ -145,8 +146,7 @@ def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
 
 
 def _iterated(sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> SampleOrder:
-    has_state = callable(getattr(sampler, "state_dict", None))
-    if has_state or not hasattr(sampler, "__len__"):
+    if isinstance(sampler, StatefulIterable) or not hasattr(sampler, "__len__"):
         return StreamedOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
     return SamplerOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
 

@@ -9,7 +9,7 @@ import numpy as np
 from whet.data.batch import DictBatch, GlobalBatch, MicroBatch, Position, map_field
 from whet.data.columns import Columns, MakeData
 from whet.data.source import AbstractSource
-from whet.data.split import BatchSplitter, LengthMode, RankShare, split_collated, split_samples
+from whet.data.split import BatchSplitter, LengthMode, RankShare
 from whet.device.abstract import AbstractDevice
 
 
@@ -35,11 +35,10 @@ class RecordedSource(AbstractSource):
     is_in_memory = True
 
     def __init__(self, recorded: RecordedBatches, device: AbstractDevice, *, is_resident: bool) -> None:
+        super().__init__(pad_token_id=recorded.pad_token_id)
         self._recorded = recorded
         self.num_batches = len(recorded.batches)
         self.num_samples = sum(len(batch) for batch in recorded.batches)
-        self.share = RankShare()
-        self._ragged: set[str] = set()
         self._ids = recorded.known_ids()
         self._splitter = None
         if recorded.columns is not None:
@@ -58,16 +57,7 @@ class RecordedSource(AbstractSource):
     def split(
         self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        if batch.collated is not None:
-            return split_collated(batch, micro_batch=micro_batch, share=share)
-        if self._splitter is not None:
-            rows = np.searchsorted(self._ids, batch.ids)
-            return self._splitter.micro_batches(rows, batch.ids, micro_batch=micro_batch, length_mode=length_mode)
-        return split_samples(
-            batch,
-            micro_batch=micro_batch,
-            length_mode=length_mode,
-            ragged=self._ragged,
-            share=share,
-            pad_token_id=self._recorded.pad_token_id,
-        )
+        if self._splitter is None or batch.collated is not None:
+            return super().split(batch, share, micro_batch=micro_batch, length_mode=length_mode)
+        rows = np.searchsorted(self._ids, batch.ids)
+        return self._splitter.micro_batches(rows, batch.ids, micro_batch=micro_batch, length_mode=length_mode)

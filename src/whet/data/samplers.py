@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from whet.base.errors import UsageError
 from whet.data.batch import Position
 from whet.data.order import PlannedBatch, SampleOrder, divide_at, mix_seed
-from whet.data.read_ahead import read_ahead
 from whet.data.sample import seeded_generator, seeded_rng
+from whet.data.stream_reader import StreamReader, set_epoch
 
 _SAMPLER = 0x5A3B1E
 """Separates the seeds of samplers from those of samples."""
@@ -117,11 +117,9 @@ class StreamedOrder(SampleOrder):
     def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
         self._sampler, self._seed = sampler, seed
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._has_state = callable(getattr(sampler, "state_dict", None))
-        if not self._has_state:
+        self._reader = StreamReader(sampler, iterate=self._iterate, read=self._read, length=len)
+        if not self._reader.has_state:
             self.inexact_reason = f"{type(sampler).__name__} has no length and no state_dict()"
-        self._state = self._sampler_state()
-        self._restored: dict[str, Any] | None = None
         self.num_batches = None
         if hasattr(sampler, "__len__"):
             length = len(sampler)
@@ -129,47 +127,24 @@ class StreamedOrder(SampleOrder):
             self.num_batches = length // size if drop_last else -(-length // size)
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
-        epoch, start = position.epoch, position.samples
-        set_epoch(self._sampler, epoch)
-        is_restored = self._restored is not None
-        if self._restored is not None:
-            # Again, because set_epoch may have moved a sampler to the beginning of the epoch.
-            self._sampler.load_state_dict(copy.deepcopy(self._restored))
-            self._restored = None
-        iterator = self._iterate()
-        if not is_restored:
-            skipped = 0
-            while skipped < start and (batch := self._next(iterator, epoch, skipped)) is not None:
-                skipped += len(batch)
-        first = self._next(iterator, epoch, start)
-        if first is None and is_restored and start == 0:
-            # Some samplers save the end of an epoch as their state, and need another iterator for the next one.
-            iterator = self._iterate()
-            first = self._next(iterator, epoch, start)
-        for read in read_ahead(
-            first, lambda start: self._next(iterator, epoch, start), position, length=len, state=self._sampler_state
-        ):
-            # The state at the end of an epoch matters too: it may hold the number of the epoch.
-            self._state = self._sampler_state() if read.is_last else read.state
+        for read in self._reader.batches(position):
             ids, keys = read.data, np.arange(read.start, read.end)
             yield PlannedBatch(ids=ids, keys=keys, after=read.after, is_last=read.is_last, all_ids=ids)
 
     def state(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002
-        return self._state
+        return self._reader.state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state and self._has_state:
-            self._sampler.load_state_dict(copy.deepcopy(state))
-            self._state = self._restored = state
+        self._reader.load_state(state)
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self, _epoch: int) -> Iterator[Any]:
         with seeded_rng(mix_seed(self._seed, _SAMPLER)):
             return iter(self._sampler)
 
-    def _next(self, iterator: Iterator[Any], epoch: int, start: int) -> np.ndarray | None:
+    def _read(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> np.ndarray | None:  # noqa: ARG002
         mixed = mix_seed(self._seed, epoch, start, _SAMPLER)
         # A sampler with a state saves the state of its generator itself.
-        with seeded_rng(mixed) if self._has_state else _seeded_sampler(self._sampler, mixed):
+        with seeded_rng(mixed) if self._reader.has_state else _seeded_sampler(self._sampler, mixed):
             if self._batch_size is None:
                 batch: Sequence[Any] = next(iterator, ())
             else:
@@ -177,9 +152,6 @@ class StreamedOrder(SampleOrder):
         if self._batch_size is not None and self._drop_last and len(batch) < self._batch_size:
             return None
         return as_indices(batch) if len(batch) else None
-
-    def _sampler_state(self) -> dict[str, Any]:
-        return copy.deepcopy(self._sampler.state_dict()) if self._has_state else {}
 
 
 def copy_sampler(sampler: Any) -> Any:
@@ -204,14 +176,6 @@ def as_indices(drawn: Sequence[Any]) -> np.ndarray:
             got=f"{str(drawn[0])[:40]}: {error}",
             try_="a dataset that maps integers to its own keys",
         ) from None
-
-
-def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler or stream which epoch begins, if it has `set_epoch`."""
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        begin = getattr(owner, "set_epoch", None)
-        if callable(begin):
-            begin(epoch)
 
 
 @contextlib.contextmanager

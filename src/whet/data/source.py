@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import GlobalBatch, MicroBatch, Position
-from whet.data.split import LengthMode, RankShare
+from whet.data.split import LengthMode, RankShare, split_collated, split_samples
 from whet.data.structure import row_obstacle
 
 if TYPE_CHECKING:
@@ -19,10 +20,14 @@ class AbstractSource(ABC):
     """Number of samples in one epoch; None if it is not known in advance."""
     num_batches: int | None
     """Number of global batches in one epoch; None if it is not known in advance."""
-    share: RankShare
-    """The part of each batch that this rank computes."""
     is_in_memory = False
     """Whether batches take no time to read."""
+
+    def __init__(self, share: RankShare | None = None, *, pad_token_id: int | None = None) -> None:
+        """Compute `share` of each batch on this rank; all of it by default."""
+        self.share = share or RankShare()
+        self._pad_token_id = pad_token_id
+        self._ragged: set[str] = set()
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
@@ -32,15 +37,25 @@ class AbstractSource(ABC):
         """Split the part of a global batch for this rank. The micro-batches are on the device if the data is."""
         return self.split(batch, self.share, micro_batch=micro_batch, length_mode=length_mode)
 
-    @abstractmethod
     def split(
         self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
         """Split a part of a global batch."""
+        if batch.collated is not None:
+            return split_collated(batch, micro_batch=micro_batch, share=share)
+        return split_samples(
+            batch,
+            micro_batch=micro_batch,
+            length_mode=length_mode,
+            ragged=self._ragged,
+            share=share,
+            pad_token_id=self._pad_token_id,
+        )
 
     def own_samples(self, batch: GlobalBatch) -> GlobalBatch:
         """Return the samples of a batch that this rank has, as a batch of its own."""
-        return batch
+        # A collate function and tensors in memory have the samples of all ranks.
+        return replace(batch, ids=batch.ids[self.share.of(len(batch)).indices]) if batch.samples else batch
 
     def split_obstacle(self, batch: GlobalBatch) -> str | None:
         """Return why a batch cannot be divided into samples; None if it can."""

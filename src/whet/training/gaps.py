@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from whet.base.units import format_list
 from whet.checkpoint.attributes import has_encoding, plain_names
 from whet.checkpoint.optimizer_state import has_own_state, inner_optimizers
-from whet.data.samplers import copy_sampler, set_epoch
+from whet.data.samplers import copy_sampler
+from whet.data.stream_reader import set_epoch
 from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions

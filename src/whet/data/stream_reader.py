@@ -1,0 +1,114 @@
+"""Batches of an iterable in its own order, from any position, read one batch ahead."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from whet.base.errors import UsageError
+from whet.data.batch import Position
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class StatefulIterable(Protocol):
+    """An iterable that can save and restore its position."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedBatch(Generic[T]):
+    """A batch of a stream and its place in the epoch."""
+
+    data: T
+    start: int
+    end: int
+    after: Position
+    """The position once the optimizer has consumed this batch."""
+    is_last: bool
+    """Whether it is the last batch of the epoch."""
+
+
+class StreamReader(Generic[T]):
+    """Reads an iterable, such as a stream of samples, a DataLoader or a sampler, and saves its state.
+
+    A resume restores the state of the iterable. Without one, consumed batches are read again and dropped: that is exact
+    if the order is fixed.
+    """
+
+    def __init__(
+        self,
+        iterable: Any,
+        *,
+        iterate: Callable[[int], Iterator[Any]],
+        read: Callable[[Iterator[Any], int, int, int | None], T | None],
+        length: Callable[[T], int],
+        epoch_owners: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Read `iterable`.
+
+        Args:
+            iterate: Returns a new iterator for an epoch.
+            read: Returns the next batch, or None at the end: read(iterator, epoch, number of its first sample, limit).
+                The limit is the number of samples that are still to be skipped; None if none are.
+            length: Returns the number of samples of a batch.
+            epoch_owners: The objects whose `set_epoch` is called; by default the iterable.
+        """
+        self._epoch_owners = epoch_owners or (iterable,)
+        self._iterable, self._iterate, self._read, self._length = iterable, iterate, read, length
+        self.has_state = isinstance(iterable, StatefulIterable)
+        self.state = self._current_state()
+        """The state after the batch that was yielded last, without the batch that was read ahead."""
+        self._restored: dict[str, Any] | None = None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+        if state and self.has_state:
+            self._iterable.load_state_dict(copy.deepcopy(state))
+            self.state = self._restored = state
+
+    def batches(self, position: Position) -> Iterator[StreamedBatch[T]]:
+        """Yield the remaining batches of the epoch at `position`."""
+        epoch, start = position.epoch, position.samples
+        for owner in self._epoch_owners:
+            set_epoch(owner, epoch)
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            # Again, because set_epoch may have moved the stream to the beginning of the epoch.
+            self._iterable.load_state_dict(copy.deepcopy(restored))
+        iterator = self._iterate(epoch)
+        skipped = 0 if restored is None else start
+        while skipped < start and (batch := self._read(iterator, epoch, skipped, start - skipped)) is not None:
+            skipped += self._length(batch)
+        ahead = self._read(iterator, epoch, start, None)
+        if ahead is None and restored is not None and start == 0:
+            # Some streams save the end of an epoch as their state, and need another iterator for the next one.
+            iterator = self._iterate(epoch)
+            ahead = self._read(iterator, epoch, start, None)
+        if ahead is None and start == 0:
+            got = f"{type(self._iterable).__name__} without samples"
+            raise UsageError("the data is empty", got=got, try_="data with samples, which can be read again")
+        while ahead is not None:
+            # The state is taken before the next batch is read, to know which batch is the last one. At the end of an
+            # epoch it is taken afterward: it may hold the number of the epoch.
+            saved, end = self._current_state(), start + self._length(ahead)
+            current, ahead = ahead, self._read(iterator, epoch, end, None)
+            is_last = ahead is None
+            self.state = self._current_state() if is_last else saved
+            after = Position(epoch=epoch + 1) if is_last else Position(epoch=epoch, samples=end)
+            yield StreamedBatch(data=current, start=start, end=end, after=after, is_last=is_last)
+            start = end
+
+    def _current_state(self) -> dict[str, Any]:
+        return copy.deepcopy(self._iterable.state_dict()) if self.has_state else {}
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Tell a sampler or stream which epoch begins, if it has `set_epoch`."""
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        begin = getattr(owner, "set_epoch", None)
+        if callable(begin):
+            begin(epoch)
