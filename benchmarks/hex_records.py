@@ -20,8 +20,9 @@ from whet.base import env
 from whet.cli.main import run
 from whet.device.open import open_device
 from whet.recipes.hex.evaluation import metrics
+from whet.recipes.hex.game.game_folder import GameFolder
+from whet.recipes.hex.game.games import Samples, unroll
 from whet.recipes.hex.game.players import Player, TwoDistancePlayer
-from whet.recipes.hex.game.positions import PositionSet
 from whet.recipes.hex.game.record_import import ImportOptions, import_records
 from whet.recipes.hex.net_players import NetPlayer, load_net
 from whet.report.run_report import summarize
@@ -66,7 +67,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         device = open_device(given.device).device
         net, _ = load_net(path, device=device)
-        result = PositionSet(positions)
+        result = unroll(GameFolder.read(positions).splits["test"])
         judged = {
             "net": judged_on(result, NetPlayer(net, device)),
             "net, two looks": judged_on(result, NetPlayer(net, device, averages_symmetry=True)),
@@ -80,20 +81,19 @@ def main() -> None:
     sys.exit(0 if are_held else 1)
 
 
-def judged_on(result: PositionSet, player: Player) -> dict[str, float]:
+def judged_on(result: Samples, player: Player) -> dict[str, float]:
     """Return a player's metrics on the undecided positions of the test split; ties are broken randomly."""
     draw = np.random.default_rng(0)
     ranks, wins, results = [], [], []
-    numbers = result.split("test")
+    numbers = np.flatnonzero(result.moves >= 0)
     for start in range(0, len(numbers), AT_ONCE):
-        batch = result.batch(numbers[start : start + AT_ONCE])
-        is_open = batch.moves >= 0
-        reported = player.analyze(batch.positions.take(is_open))
+        rows = numbers[start : start + AT_ONCE]
+        reported = player.analyze(result.positions.take(rows))
         policy = reported.policy * (1 + 1e-5 * draw.random(reported.policy.shape))
-        chosen = np.take_along_axis(policy, batch.moves[is_open][:, None], axis=1)
+        chosen = np.take_along_axis(policy, result.moves[rows][:, None], axis=1)
         ranks.append((policy > chosen).sum(1))
         wins.append(reported.value.astype(np.float64))
-        results.append(batch.results[is_open].astype(np.float64))
+        results.append(result.results[rows].astype(np.float64))
     return metrics(ranks, wins, results)
 
 

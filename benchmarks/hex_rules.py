@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from whet.recipes.hex.game.board import EMPTY
-from whet.recipes.hex.game.game import ChainTracker, replay
+from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, RED
+from whet.recipes.hex.game.game import replay
 from whet.recipes.hex.game.games import Games, play_games, unroll
 from whet.recipes.hex.game.notation import write_game
 from whet.recipes.hex.game.players import TwoDistancePlayer
@@ -39,6 +39,48 @@ def per_second(function, boards: np.ndarray, *, repeats: int = 5) -> list[float]
         function(boards)
         rates.append(len(boards) / (time.process_time() - begin))
     return sorted(rates)
+
+
+# Offsets of the edge nodes, which follow the cells: top, bottom, left, right.
+FIRST_EDGE, LAST_EDGE = {BLUE: 0, RED: 2}, {BLUE: 1, RED: 3}
+
+
+class ChainTracker:
+    """Tracks chains of stones and the winner, with union-find over the cells and the four edges."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._colors = [EMPTY] * (size * size)
+        self._parents = list(range(size * size + 4))
+        self.winner = EMPTY
+
+    def put(self, cell: int, color: int) -> None:
+        """Add a stone on an empty cell."""
+        size, edge = self._size, self._size**2
+        self._colors[cell] = color
+        row, column = divmod(cell, size)
+        across = row if color == BLUE else column
+        if across == 0:
+            self._join(cell, edge + FIRST_EDGE[color])
+        if across == size - 1:
+            self._join(cell, edge + LAST_EDGE[color])
+        for down, right in NEIGHBORS:
+            if 0 <= row + down < size and 0 <= column + right < size:
+                neighbor = (row + down) * size + column + right
+                if self._colors[neighbor] == color:
+                    self._join(cell, neighbor)
+        if self._root(edge + FIRST_EDGE[color]) == self._root(edge + LAST_EDGE[color]):
+            self.winner = color
+
+    def _root(self, node: int) -> int:
+        parents = self._parents
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]  # Path halving keeps the trees flat.
+            node = parents[node]
+        return node
+
+    def _join(self, one: int, two: int) -> None:
+        self._parents[self._root(one)] = self._root(two)
 
 
 def one_by_one(boards: np.ndarray) -> list[int]:

@@ -166,8 +166,7 @@ def data_hex(
     whet train hex data=data/hex
 
     Infers which edges the first player connects, or asks for --first if the games do not show it; replays every game,
-    and writes all positions with the move played and the winner, split by game. The folder appears only when it is
-    complete.
+    and writes the moves and the winner of each, split by game. The folder appears only when it is complete.
     """
     from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 

@@ -45,8 +45,7 @@ def some_micro(count: int, *, size: int = 5, seed: int = 0) -> MicroBatch:
 
 
 def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: np.ndarray) -> Samples:
-    numbers = np.arange(len(boards))
-    return Samples(Positions(boards, movers), moves, results.astype(np.float32), numbers, numbers)
+    return Samples(Positions(boards, movers), moves, results.astype(np.float32))
 
 
 def a_net() -> HexNet:

@@ -1,6 +1,5 @@
-"""Records of games and position sets: parsing, import, splits and damage."""
+"""Records of games and folders of games: parsing, import, splits and damage."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,10 +13,10 @@ from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run
 from whet.recipes.hex.game.board import BLUE, EMPTY, NO_MOVE, RED, SWAP, cell_name, parse_cell
 from whet.recipes.hex.game.game import replay
+from whet.recipes.hex.game.game_folder import GameFolder, encode_arrays, read_arrays
 from whet.recipes.hex.game.games import play_games, unroll
 from whet.recipes.hex.game.notation import read_game, write_game
 from whet.recipes.hex.game.players import RandomPlayer
-from whet.recipes.hex.game.positions import PositionSet, pack_boards, symmetries_of, unpack_boards
 from whet.recipes.hex.game.record_import import ImportOptions, import_records
 from whet.recipes.hex.game.records import RejectedGames, open_records
 from whet.recipes.hex.game.rules import legal, winners
@@ -36,18 +35,11 @@ def written(moves: tuple[int, ...], *, size: int = 4, mirrored: bool = False) ->
     return " ".join(names)
 
 
-@pytest.mark.parametrize("kind", ["trmph", "hexworld", "plain"])
-def test_games_are_written_and_read_back(kind: str) -> None:
+def test_games_are_written_and_read_back() -> None:
     for size in (3, 11, 26):
         for moves in [*made(3, size=min(size, 11)), (size * size - 1, 0), (1, SWAP, 5), (1, SWAP)]:
-            if SWAP in moves and kind == "trmph":
-                with pytest.raises(UsageError, match="swap"):
-                    write_game(replay(moves, size=size), "trmph")
-                continue
-            result = read_game(write_game(replay(moves, size=size), kind))
-            assert result.moves(size) == moves
-            assert result.size == (None if kind == "plain" else size)
-            assert result.kind == kind
+            result = read_game(write_game(replay(moves, size=size)))
+            assert (result.moves(size), result.size) == (moves, size)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +184,7 @@ def test_bad_games_are_rejected_and_located(tmp_path: Path, whet: Run, capsys: p
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]], PositionSet]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]], Path]:
     """600 games of 4x4, some of them again, and once turned by 180 degrees."""
     folder = tmp_path_factory.mktemp("kept")
     games = list(dict.fromkeys(made(600, seed=4)))
@@ -202,137 +194,87 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
     )
     manifest = import_records(folder / "games.trmph", into=folder / "set", options=ImportOptions(val_share=0.2, seed=3))
     assert manifest.repeated >= 80
-    return games, PositionSet(folder / "set")
+    return games, folder / "set"
 
 
 def test_positions_are_those_of_the_games(kept) -> None:
-    games, positions = kept
-    samples = positions.batch(np.arange(len(positions)))
-    place = 0
-    for begin, length in zip(positions.games["begin"], positions.games["length"], strict=True):
-        number = int(samples.games[place])
-        moves = tuple(samples.moves[begin : begin + length - 1].tolist())
-        assert moves in games
-        won = replay(moves, size=4).winner
-        assert positions.games["winner"][number] == won
-        for ply in range(length):
-            then = replay(moves[:ply], size=4)
-            assert samples.positions.boards[place].reshape(-1).tolist() == list(then.cells)
-            assert (samples.positions.movers[place], samples.plies[place]) == (then.mover, ply)
-            assert samples.results[place] == (then.mover == won)
-            place += 1
-        # A finished game has no move to learn.
-        assert samples.moves[place - 1] == NO_MOVE
-    assert place == len(positions)
-    assert ((winners(samples.positions.boards) != EMPTY) == (samples.moves == NO_MOVE)).all()
+    games, folder = kept
+    read = GameFolder.read(folder)
+    for name, part in read.splits.items():
+        samples, place = unroll(part), 0
+        for number in range(len(part)):
+            moves = part.move_list(number)
+            assert moves in games
+            won = replay(moves, size=4).winner
+            assert part.winners[number] == won
+            for ply in range(len(moves) + 1):
+                then = replay(moves[:ply], size=4)
+                assert samples.positions.boards[place].reshape(-1).tolist() == list(then.cells)
+                assert samples.positions.movers[place] == then.mover
+                assert samples.results[place] == (then.mover == won)
+                # A finished game has no move to learn.
+                assert samples.moves[place] == (moves[ply] if ply < len(moves) else NO_MOVE)
+                place += 1
+        assert place == len(samples) == read.manifest.splits[name].positions
+        assert ((winners(samples.positions.boards) != EMPTY) == (samples.moves == NO_MOVE)).all()
 
 
 def test_no_game_is_in_two_splits(kept) -> None:
-    _, positions = kept
+    read = GameFolder.read(kept[1])
     seen: dict[tuple[int, ...], str] = {}
-    parts = {name: positions.split(name) for name in ("train", "val", "test")}
-    assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(positions)))
-    for name, numbers in parts.items():
-        assert len(numbers) == positions.manifest.splits[name].positions > 0
-        samples = positions.batch(numbers)
-        for game in np.unique(samples.games):
-            moves = tuple(samples.moves[samples.games == game].tolist())
-            either_way = min(moves, tuple(15 - move if move >= 0 else move for move in moves))
+    for name, part in read.splits.items():
+        assert len(part) == read.manifest.splits[name].games > 0
+        for number in range(len(part)):
+            moves = part.move_list(number)
+            either_way = min(moves, tuple(15 - move for move in moves))
             assert seen.setdefault(either_way, name) == name
-    assert 0.12 < len(parts["val"]) / len(positions) < 0.28
-    with pytest.raises(UsageError, match="no such split"):
-        positions.split("trian")
+    assert 0.12 < len(read.splits["val"]) / len(seen) < 0.28
 
 
 def test_seed_determines_bytes_and_splits(kept, tmp_path: Path) -> None:
-    _, positions = kept
-    source = positions.folder.parent / "games.trmph"
+    _, folder = kept
+    source = folder.parent / "games.trmph"
     again = import_records(source, into=tmp_path / "again", options=ImportOptions(val_share=0.2, seed=3))
-    assert again == positions.manifest
-    assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
-    other = import_records(source, into=tmp_path / "other", options=ImportOptions(val_share=0.2, seed=4))
-    assert other.files["positions.bin"] == again.files["positions.bin"]
-    assert other.files["games.bin"] != again.files["games.bin"]
+    read = GameFolder.read(folder)
+    assert again == read.manifest
+    assert (tmp_path / "again" / "games.npz").read_bytes() == (folder / "games.npz").read_bytes()
+    assert GameFolder.read(tmp_path / "again").fingerprint == read.fingerprint
+    import_records(source, into=tmp_path / "other", options=ImportOptions(val_share=0.2, seed=4))
+    other = GameFolder.read(tmp_path / "other")
+    assert other.fingerprint != read.fingerprint
+    assert sum(map(len, other.splits.values())) == sum(map(len, read.splits.values()))
 
 
-def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
-    _, positions = kept
-    numbers = np.arange(len(positions))
-    first = positions.augmented(numbers, seed=1, epoch=2)
-    shuffled = np.random.default_rng(0).permutation(numbers)
-    again = positions.augmented(shuffled, seed=1, epoch=2)
-    assert (again.positions.boards == first.positions.boards[shuffled]).all()
-    assert (again.moves == first.moves[shuffled]).all()
-    ways = symmetries_of(numbers, seed=1, epoch=2)
-    assert np.bincount(ways, minlength=4).min() > 0.22 * len(numbers)
-    for seed, epoch in ((1, 3), (2, 2), (-1, 2)):
-        same = (symmetries_of(numbers, seed=seed, epoch=epoch) == ways).mean()
-        assert 0.2 < same < 0.3
-    plain = positions.batch(numbers)
-    # Moves stay legal, and the winner stays the same.
-    has_move = first.moves >= 0
-    rows = np.flatnonzero(has_move)
-    assert (first.positions.boards.reshape(len(numbers), -1)[rows, first.moves[rows]] == EMPTY).all()
-    assert (has_move == (plain.moves >= 0)).all()
-    assert (first.results == plain.results).all()
-    over = winners(first.positions.boards)
-    assert ((over == EMPTY) == (winners(plain.positions.boards) == EMPTY)).all()
-
-
-def test_damaged_position_sets_are_errors(kept, tmp_path: Path) -> None:
-    _, positions = kept
+def test_damaged_folders_are_errors(kept, tmp_path: Path) -> None:
+    _, folder = kept
+    arrays = read_arrays(folder / "games.npz")
+    assert arrays is not None
+    twice = {**arrays, "moves": np.where(np.arange(arrays["moves"].shape[1]) == 1, 0, arrays["moves"])}
     for name, damage, reported in (
-        ("positions.bin", lambda data: data[:-1], "not 120,610 bytes"),
-        ("games.bin", lambda data: data[:-12], "not 7,200 bytes"),
-        ("positions.bin", lambda data: b"\x01" + data[1:], "another hash"),
+        ("games.npz", lambda data: data[:-1], "games.npz is damaged"),
+        ("games.npz", lambda data: data[:200] + b"\x01" + data[201:], "games.npz is damaged"),
+        ("games.npz", lambda data: b"", "games.npz is damaged"),
+        ("games.npz", lambda data: encode_arrays({"moves": arrays["moves"]}), "games.npz is damaged"),
+        ("games.npz", lambda data: encode_arrays({**arrays, "winners": arrays["winners"][:-1]}), "not legal"),
+        ("games.npz", lambda data: encode_arrays({**arrays, "moves": arrays["moves"] + 100}), "not legal"),
+        ("games.npz", lambda data: encode_arrays(twice), "not legal"),
+        ("games.npz", lambda data: encode_arrays({**arrays, "split": arrays["split"] + 1}), "other splits"),
         ("manifest.json", lambda data: data[:100], "damaged"),
         ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "no such board"),
-        ("manifest.json", lambda data: data.replace(b'"games.bin"', b'"../games.bin"'), "files"),
         ("manifest.json", lambda data: b"[]", "damaged"),
-        ("manifest.json", lambda data: data.replace(b"positions 1", b"positions 9"), "another format"),
+        ("manifest.json", lambda data: data.replace(b"games 1", b"games 9"), "another format"),
         ("manifest.json", lambda data: data.replace(b'"train"', b'"trial"'), "damaged"),
         ("manifest.json", lambda data: data.replace(b'"positions": ', b'"positions": -'), "wrong value"),
     ):
-        shutil.copytree(positions.folder, tmp_path / "copy")
+        shutil.copytree(folder, tmp_path / "copy")
         path = tmp_path / "copy" / name
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(WhetError) as refused:
-            PositionSet(tmp_path / "copy")
+            GameFolder.read(tmp_path / "copy")
         assert reported in str(refused.value)
         shutil.rmtree(tmp_path / "copy")
-    with pytest.raises(UsageError, match="not a folder of positions"):
-        PositionSet(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "reported"),
-    [
-        ("begin", 2**64 - 1, "do not match"),
-        ("begin", 1, "do not match"),
-        ("length", 60_000, "do not match"),
-        ("split", 3, "without a split"),
-    ],
-)
-def test_inconsistent_games_with_a_valid_hash_are_errors(
-    kept, tmp_path: Path, field: str, value: int, reported: str
-) -> None:
-    _, positions = kept
-    shutil.copytree(positions.folder, tmp_path / "copy")
-    games = positions.games.copy()
-    games[field][0] = value
-    (tmp_path / "copy" / "games.bin").write_bytes(games.tobytes())
-    manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
-    manifest["files"]["games.bin"]["sha256"] = hashlib.sha256(games.tobytes()).hexdigest()
-    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(WhetError) as refused:
-        PositionSet(tmp_path / "copy")
-    assert reported in str(refused.value)
-
-
-def test_boards_are_packed_and_unpacked() -> None:
-    for size in (2, 5, 13, 26):
-        boards = np.random.default_rng(size).integers(0, 3, (50, size, size)).astype(np.int8)
-        assert (unpack_boards(pack_boards(boards), size=size) == boards).all()
+    with pytest.raises(UsageError, match="not a folder of games"):
+        GameFolder.read(tmp_path)
 
 
 def independent_winner(line: str) -> int:
@@ -363,7 +305,7 @@ def test_winners_of_recorded_games_agree_with_an_independent_replay(report_count
     report_count(
         f"{len(result):,} recorded games: the first player won {result.count(BLUE):,}, the second {result.count(RED):,}"
     )
-    # The same by union-find, and the positions just before the end are not won.
+    # The same move by move, and the positions just before the end are not won.
     for line, winner in list(zip(GAMES.read_text().splitlines(), result, strict=True))[::50]:
         moves = [parse_cell(word, size=13) for word in line.split()]
         assert replay(moves, size=13).winner == winner
@@ -375,4 +317,3 @@ def test_samples_of_games_without_positions() -> None:
     assert len(samples) == 0
     assert transform(samples.positions, MIRRORED).boards.shape == (0, 3, 3)
     assert legal(samples.positions.boards).shape == (0, 9)
-    assert unpack_boards(pack_boards(samples.positions.boards), size=3).shape == (0, 3, 3)

@@ -36,12 +36,12 @@ def board(*rows: str) -> Boards:
 def test_search_takes_a_win_in_one_and_blocks_a_loss_in_one() -> None:
     wins = board("x..", "x..", "...")
     result = search_moves(wins, knows_nothing, SearchOptions(simulations=64))
-    assert mover_has_won(_with(wins, int(result.best[0])))[0]
+    assert mover_has_won(_with(wins, int(result.visits.argmax(1)[0])))[0]
     assert result.win[0] > 0.8
     # The opponent connects left and right next; only one cell prevents it.
     loses = board(".....", ".x...", "oooo.", ".....", "..x..")
     loses[0, 1, 4], loses[0, 3, 4] = BLUE, BLUE
-    assert search_moves(loses, knows_nothing, SearchOptions(simulations=1000)).best[0] == 2 * 5 + 4
+    assert search_moves(loses, knows_nothing, SearchOptions(simulations=1000)).visits.argmax(1)[0] == 2 * 5 + 4
 
 
 def _with(boards: Boards, move: int) -> Boards:

@@ -18,9 +18,9 @@ from whet.checkpoint import store
 from whet.cli.main import run
 from whet.config.resolve import resolve_config
 from whet.recipes.hex.data import split_games
+from whet.recipes.hex.game.game_folder import game_keys
 from whet.recipes.hex.game.games import play_games
 from whet.recipes.hex.game.players import TwoDistancePlayer
-from whet.recipes.hex.game.positions import game_keys
 from whet.recipes.hex.recipe import recipe as hex_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run

@@ -1,7 +1,6 @@
 """Players that use a net, alone or with a search, and a loader for players by name."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -14,7 +13,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.device.abstract import AbstractDevice
 from whet.recipes.hex.config import HexConfig
 from whet.recipes.hex.game.board import MAX_SIZE, MIN_SIZE, Boards
-from whet.recipes.hex.game.players import Analysis, Player, RandomPlayer, TwoDistancePlayer
+from whet.recipes.hex.game.players import NETLESS_PLAYERS, Analysis, Player
 from whet.recipes.hex.game.rules import Positions
 from whet.recipes.hex.game.symmetry import mover_view, transform_policy
 from whet.recipes.hex.model import HexNet
@@ -102,8 +101,6 @@ class SearchPlayer:
         return self.net.evaluate(boards)
 
 
-PLAYERS: dict[str, Callable[[], Player]] = {"random": RandomPlayer, "two-distance": TwoDistancePlayer}
-"""Players without a net."""
 _RESTORE = "restore this file from a backup, or use another run"
 
 
@@ -117,8 +114,8 @@ class Opponent:
 
 def load_opponent(name: str, *, device: AbstractDevice, checkpoint: str = "last") -> Opponent:
     """Load a player: random, two-distance, a run, or RUN@64 for a search with 64 simulations."""
-    if name in PLAYERS:
-        return Opponent(player=PLAYERS[name]())
+    if name in NETLESS_PLAYERS:
+        return Opponent(player=NETLESS_PLAYERS[name])
     path, simulations = parse_player(name)
     net, size = load_net(path, device=device, checkpoint=checkpoint)
     player = NetPlayer(net, device, name=name)
@@ -134,7 +131,7 @@ def parse_player(name: str) -> tuple[Path, int | None]:
         return Path(name), None
     if not (number.isdecimal() and len(number) < 7 and 1 <= int(number) <= 100_000):
         raise UsageError("not a number of simulations", got=name[-200:], try_=f"{run[-200:]}@64")
-    if run in PLAYERS:
+    if run in NETLESS_PLAYERS:
         raise UsageError(f"{run} does not search", got=name, try_=f"{run}, or RUN@{number}")
     return Path(run), int(number)
 
@@ -142,7 +139,7 @@ def parse_player(name: str) -> tuple[Path, int | None]:
 def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
     """Load the net of a run, or of the champion of a self-play run; return the net and its board size."""
     if not os.path.exists(path):  # noqa: PTH110
-        raise UsageError("no such player", got=str(path)[-200:], try_=f"{', '.join(PLAYERS)}, a run, or RUN@64")
+        raise UsageError("no such player", got=str(path)[-200:], try_=f"{', '.join(NETLESS_PLAYERS)}, a run, or RUN@64")
     path = champion_run(path) if is_selfplay(path) else path
     run = open_run(path)
     if run.header.recipe != "hex":

@@ -37,7 +37,7 @@ class HexRecipe(Recipe):
             return describe_hex(config, size=data.size, num_samples=len(data.train["move"]))
         if config.data is None:
             return describe_hex(config)
-        from whet.recipes.hex.game.positions import SPLITS, read_manifest
+        from whet.recipes.hex.game.game_folder import SPLITS, read_manifest
 
         manifest = read_manifest(Path(config.data))
         check_board_size(config, manifest.size)

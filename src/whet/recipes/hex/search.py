@@ -77,11 +77,6 @@ class TreeSearchResult:
     """(B): the mover's mean win probability over all visits."""
 
     @property
-    def best(self) -> Ints:
-        """The most visited moves."""
-        return self.visits.argmax(1)
-
-    @property
     def shares(self) -> Floats:
         """The fraction of visits of each move."""
         return self.visits / np.maximum(self.visits.sum(1, keepdims=True), 1)

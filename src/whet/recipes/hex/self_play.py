@@ -16,8 +16,9 @@ from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
 from whet.recipes.hex.arena import Rating, draw_openings, play_match, random_boards, rate
 from whet.recipes.hex.config import HexConfig, SelfPlayOptions
-from whet.recipes.hex.data import Columns, HexData, read_arrays, with_half_turns, write_arrays
+from whet.recipes.hex.data import Columns, HexData, with_half_turns
 from whet.recipes.hex.game.board import NO_MOVE, Boards, Cells
+from whet.recipes.hex.game.game_folder import encode_arrays, read_arrays
 from whet.recipes.hex.game.players import Player
 from whet.recipes.hex.game.rules import flip_perspective, mover_has_won, place_stones
 from whet.recipes.hex.net_players import NetPlayer, SearchPlayer, load_net
@@ -25,7 +26,7 @@ from whet.recipes.hex.recipe import HexRecipe
 from whet.recipes.hex.search import Floats, SearchOptions
 from whet.recipes.hex.self_play_state import Generation, SelfPlayState, games_path, open_state, run_path, write_state
 from whet.recipes.runner import train_recipe
-from whet.run import lock
+from whet.run import durable, lock
 from whet.training.callbacks.event_log import EventHandler
 from whet.training.loop import TrainResult
 
@@ -100,7 +101,7 @@ _ARRAYS = ("boards", "shares", "wins", "games")
 
 def write_self_games(path: Path, played: SelfPlayGames) -> None:
     """Write games atomically."""
-    write_arrays(path, {name: getattr(played, name) for name in _ARRAYS})
+    durable.write_file(path, data=encode_arrays({name: getattr(played, name) for name in _ARRAYS}))
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:

@@ -17,7 +17,7 @@ Boards = NDArray[np.int8]
 Cells = NDArray[np.int64]
 """Cell numbers, counted row by row: row * size + column."""
 NO_MOVE, SWAP = -1, -2
-"""In lists of moves: NO_MOVE is padding, and SWAP is red taking over blue's first stone (`rules.swap`)."""
+"""In lists of moves: NO_MOVE is padding, and SWAP is red taking over blue's first stone (`game.replay`)."""
 
 
 def check_size(size: int) -> int:

@@ -50,10 +50,6 @@ class Samples:
     """(batch,): the cell played; NO_MOVE at the end of a game and for a swap."""
     results: NDArray[np.float32]
     """(batch,): 1 if the mover won the game, otherwise 0."""
-    games: NDArray[np.int64]
-    """(batch,): the number of the game."""
-    plies: NDArray[np.int64]
-    """(batch,): the number of moves before the position."""
 
     def __len__(self) -> int:
         return len(self.moves)
@@ -95,27 +91,25 @@ def judge_games(moves: NDArray[np.int16], *, size: int) -> Verdict:
     return Verdict(is_legal, np.where(is_legal, winners(final.boards(size)), np.int8(EMPTY)))
 
 
-def unroll(games: Games, *, first_number: int = 0) -> Samples:
-    """Return all positions of all games in order, including the final ones without a move."""
-    parts = [
-        _unroll(games.take(slice(at, at + _GAMES_PER_PASS)), first_number + at)
-        for at in range(0, len(games), _GAMES_PER_PASS)
+def join_games(parts: Sequence[Games]) -> Games:
+    """Return all games of several batches of one size, at least one."""
+    longest = max(part.moves.shape[1] for part in parts)
+    moves = [
+        np.pad(part.moves, ((0, 0), (0, longest - part.moves.shape[1])), constant_values=NO_MOVE) for part in parts
     ]
-    if len(parts) < 2:
-        return parts[0] if parts else _unroll(games, first_number)
-    return Samples(
-        positions=Positions(
-            np.concatenate([part.positions.boards for part in parts]),
-            np.concatenate([part.positions.movers for part in parts]),
-        ),
-        moves=np.concatenate([part.moves for part in parts]),
-        results=np.concatenate([part.results for part in parts]),
-        games=np.concatenate([part.games for part in parts]),
-        plies=np.concatenate([part.plies for part in parts]),
-    )
+    return Games(parts[0].size, np.concatenate(moves), np.concatenate([part.winners for part in parts]))
 
 
-def _unroll(games: Games, first_number: int) -> Samples:
+def unroll(games: Games) -> Samples:
+    """Return all positions of all games in order, including the final ones without a move."""
+    starts = range(0, max(1, len(games)), _GAMES_PER_PASS)
+    parts = [_unroll(games.take(slice(start, start + _GAMES_PER_PASS))) for start in starts]
+    boards, movers, moves, results = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Samples(positions=Positions(boards, movers), moves=moves, results=results)
+
+
+def _unroll(games: Games) -> tuple[Boards, Colors, Cells, NDArray[np.float32]]:
+    """Return boards, movers, moves and results."""
     steps = games.lengths + 1
     game = np.repeat(np.arange(len(games)), steps)
     ply = np.arange(len(game)) - np.repeat(np.cumsum(steps) - steps, steps)
@@ -123,13 +117,8 @@ def _unroll(games: Games, first_number: int) -> Samples:
     movers = np.where(ply % 2 == 0, BLUE, RED).astype(np.int8)
     no_move = np.full((len(games), 1), NO_MOVE, dtype=np.int16)
     played = np.concatenate([games.moves, no_move], axis=1)[game, ply].astype(np.int64)
-    return Samples(
-        positions=Positions(boards, movers),
-        moves=np.where(played == SWAP, NO_MOVE, played),
-        results=(games.winners[game] == movers).astype(np.float32),
-        games=game + first_number,
-        plies=ply,
-    )
+    results = (games.winners[game] == movers).astype(np.float32)
+    return boards, movers, np.where(played == SWAP, NO_MOVE, played), results
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +170,9 @@ def play_games(player: Player, *, size: int, count: int, seed: int, noise: Noise
     noise = noise or Noise()
     parts = [
         _play_in_step(player, size, min(_GAMES_IN_STEP, count - begin), np.random.default_rng([seed, begin]), noise)
-        for begin in range(0, count, _GAMES_IN_STEP)
+        for begin in range(0, max(1, count), _GAMES_IN_STEP)
     ]
-    parts = parts or [Games(size, np.full((0, size * size), NO_MOVE, dtype=np.int16), np.zeros(0, dtype=np.int8))]
-    return Games(size, np.concatenate([part.moves for part in parts]), np.concatenate([part.winners for part in parts]))
+    return join_games(parts)
 
 
 def _play_in_step(player: Player, size: int, count: int, generator: np.random.Generator, noise: Noise) -> Games:

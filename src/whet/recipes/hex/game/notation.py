@@ -1,4 +1,4 @@
-"""Read and write games as text, one per line:
+"""Read games as text, one per line, and write HexWorld links:
 
     trmph     #13,a4g7f8           with or without an address before it; optionally a winner after it (1, 2, blue, red)
     hexworld  #13c1,a4:sg7:rb      :s swaps pieces; :rb and :rw (:fb, :fw): the first or second player resigned
@@ -10,15 +10,13 @@ The first player connects top and bottom; `records` detects files in which it is
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, EMPTY, MAX_SIZE, RED, SWAP, cell_name, check_size
 from whet.recipes.hex.game.game import Game
 
-Notation = Literal["trmph", "hexworld", "plain"]
 MAX_LINE = 10_000
-_HEADER = re.compile(r"(?:[^#]*#)?(\d{1,2})((?:[a-z]\d*)*),(.*)", re.DOTALL)
+_HEADER = re.compile(r"(?:[^#]*#)?(\d{1,2})(?:[a-z]\d*)*,(.*)", re.DOTALL)
 _TOKEN = re.compile(r"([a-z]\d{1,2})|(:[rf][bw]|:[a-z])|(,)")
 _NUMBER = re.compile(r"(?<![a-z0-9])\d+\.")
 _WINNERS = {"1": BLUE, "b": BLUE, "blue": BLUE, "2": RED, "r": RED, "red": RED}
@@ -35,7 +33,6 @@ _RESIGNED = {":rb": RED, ":fb": RED, ":rw": BLUE, ":fw": BLUE}
 class GameRecord:
     """A game as recorded, before it is replayed."""
 
-    kind: Notation
     names: tuple[str, ...]
     """Cells, or "swap"."""
     size: int | None = None
@@ -66,8 +63,8 @@ def _numbers(size: int) -> dict[str, int]:
 def read_game(line: str) -> GameRecord:
     """Parse a line.
 
-    >>> read_game("https://trmph.com/hex/board#5,a1b2c3 1").names, read_game("a4 swap g7").kind
-    (('a1', 'b2', 'c3'), 'plain')
+    >>> read_game("https://trmph.com/hex/board#5,a1b2c3 1").names
+    ('a1', 'b2', 'c3')
     """
     text = line.strip().lower()
     if not text or len(text) > MAX_LINE or not text.isascii():
@@ -75,7 +72,7 @@ def read_game(line: str) -> GameRecord:
     header = _HEADER.fullmatch(text)
     if header is None:
         return _read_plain(text, line)
-    size, options, rest = check_size(int(header[1])), header[2], header[3]
+    size, rest = check_size(int(header[1])), header[2]
     body, *behind = rest.split() or [""]
     if len(behind) > 1 or (behind and behind[0] not in _WINNERS):
         raise _unreadable("unexpected text after the moves", line)
@@ -95,8 +92,7 @@ def read_game(line: str) -> GameRecord:
             raise _unreadable("not a move of Hex", line, at=token[2])
         elif token[1]:  # A comma marks the position that was displayed; it is not a move.
             names.append(_canonical(token[1], line))
-    is_trmph = not options and ":" not in body and "," not in body
-    return GameRecord("trmph" if is_trmph else "hexworld", tuple(names), size, winner)
+    return GameRecord(tuple(names), size, winner)
 
 
 def _read_plain(text: str, line: str) -> GameRecord:
@@ -107,7 +103,7 @@ def _read_plain(text: str, line: str) -> GameRecord:
     elif words and words[-1] == "resign":
         words.pop()
         winner = RED if len(words) % 2 == 0 else BLUE
-    return GameRecord("plain", tuple(_canonical(word, line) for word in words), None, winner)
+    return GameRecord(tuple(_canonical(word, line) for word in words), None, winner)
 
 
 def _canonical(word: str, line: str) -> str:
@@ -124,18 +120,12 @@ def _unreadable(what: str, line: str, *, at: str | None = None) -> UsageError:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_game(game: Game, kind: Notation = "trmph") -> str:
-    """Return a game as one line; trmph cannot represent a swap.
+def write_game(game: Game) -> str:
+    """Return a HexWorld link to a game.
 
     >>> from whet.recipes.hex.game.game import replay
-    >>> write_game(replay([0, 6], size=5)), write_game(replay([1, SWAP], size=5), "hexworld")
-    ('#5,a1b2', 'https://hexworld.org/board/#5c1,b1:s')
+    >>> write_game(replay([1, SWAP], size=5))
+    'https://hexworld.org/board/#5c1,b1:s'
     """
-    names = ["swap" if move == SWAP else cell_name(move, size=game.size) for move in game.moves]
-    if kind == "plain":
-        return " ".join(names)
-    if kind == "hexworld":
-        return f"https://hexworld.org/board/#{game.size}c1," + "".join(":s" if n == "swap" else n for n in names)
-    if "swap" in names:
-        raise UsageError("a swap cannot be written as trmph", got=" ".join(names[:4]), try_="hexworld or plain")
-    return f"#{game.size}," + "".join(names)
+    names = (":s" if move == SWAP else cell_name(move, size=game.size) for move in game.moves)
+    return f"https://hexworld.org/board/#{game.size}c1," + "".join(names)

@@ -1,4 +1,4 @@
-"""Rules of Hex for batches of boards of one size: legal moves, swap and winners."""
+"""Rules of Hex for batches of boards of one size: legal moves and winners."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.base.errors import UsageError
 from whet.recipes.hex.game.board import BLUE, EMPTY, RED, Boards, Cells, check_size
 
 Colors = NDArray[np.int8]
@@ -47,36 +46,10 @@ def legal(boards: Boards) -> NDArray[np.bool_]:
 
 
 def play(positions: Positions, moves: Cells) -> Positions:
-    """Return the positions after one move on each. Raises an error for an illegal move."""
+    """Return the positions after one legal move on each."""
     cells = positions.boards.reshape(len(positions), positions.size**2).copy()
-    index = np.arange(len(positions))
-    moves = np.asarray(moves)
-    is_outside = (moves < 0) | (moves >= cells.shape[1])
-    is_occupied = cells[index, np.where(is_outside, 0, moves)] != EMPTY
-    if (is_outside | is_occupied).any():
-        first = int(np.argmax(is_outside | is_occupied))
-        raise UsageError("not a legal move", got=f"cell {int(moves[first])} on board {first}", try_="an empty cell")
-    cells[index, moves] = positions.movers
+    cells[np.arange(len(positions)), moves] = positions.movers
     return Positions(cells.reshape(positions.boards.shape), (BLUE + RED - positions.movers).astype(np.int8))
-
-
-def may_swap(positions: Positions) -> NDArray[np.bool_]:
-    """Return whether red may take over blue's first stone, (batch,)."""
-    num_stones = (positions.boards != EMPTY).sum(axis=(1, 2))
-    return np.asarray((num_stones == 1) & (positions.movers == RED) & (positions.boards == BLUE).any(axis=(1, 2)))
-
-
-def swap(positions: Positions) -> Positions:
-    """Let red take over blue's first stone. Blue moves next.
-
-    The pieces are swapped, not the players: the stone is mirrored on the long diagonal and becomes red, so that its
-    position relative to red's edges equals its former position relative to blue's edges.
-    """
-    if not may_swap(positions).all():
-        first = int(np.argmin(may_swap(positions)))
-        raise UsageError("only red may swap, as its first move", got=f"board {first}", try_="an empty cell")
-    boards = np.where(positions.boards.transpose(0, 2, 1) == BLUE, RED, EMPTY).astype(np.int8)
-    return Positions(boards, np.full(len(boards), BLUE, dtype=np.int8))
 
 
 # --- Winners ----------------------------------------------------------------------------------------------------------

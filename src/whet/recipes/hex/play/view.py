@@ -63,7 +63,7 @@ def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0)
         "mover": COLORS[game.mover],
         "may_swap": game.may_swap,
         "last": _last(game),
-        "record": write_game(game, "hexworld"),
+        "record": write_game(game),
         "player": player.name,
     }
     if game.winner != EMPTY:
