@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from whet.data.batch import MicroBatch
-from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig, official_name, puzzle_loss
+from whet.recipes.puzzle.config import PuzzleArch, Sizes
+from whet.recipes.puzzle.model import PuzzleModel, official_name, puzzle_loss
 
 pytestmark = pytest.mark.torch
 
@@ -92,23 +93,12 @@ def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def official_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleModel:
     """A model of the recorded sizes with the recorded weights."""
-    shape = PuzzleShape(
-        num_tokens=config["vocab_size"],
-        length=config["seq_len"],
-        num_puzzles=config["num_puzzle_identifiers"],
-        width=config["hidden_size"],
-        num_heads=config["num_heads"],
-        expansion=config["expansion"],
-        num_layers=config["L_layers"],
-        outer_cycles=config["H_cycles"],
-        inner_cycles=config["L_cycles"],
-        positions=config["pos_encodings"],
-        mixes_by_mlp=config["mlp_t"],
-        prefix=config["puzzle_emb_len"],
-        puzzle_width=config["puzzle_emb_ndim"],
+    given = {name: config[name] for name in PuzzleArch.model_fields if name in config}
+    arch = PuzzleArch.model_validate({**given, "halt_exploration_prob": 0.0})
+    sizes = Sizes(
+        num_tokens=config["vocab_size"], length=config["seq_len"], num_puzzles=config["num_puzzle_identifiers"]
     )
-    slots = SlotConfig(number=config["batch_size"], max_steps=config["halt_max_steps"], exploration=0.0, seed=0)
-    model = PuzzleModel(shape, slots)
+    model = PuzzleModel(arch, sizes, num_slots=config["batch_size"], seed=0)
     theirs = {}
     for name, tensor in recorded.items():
         if name.startswith("state."):

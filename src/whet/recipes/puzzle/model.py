@@ -4,8 +4,7 @@ Shapes: B puzzles, S positions (the prefix of a puzzle's embedding, then its tok
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,50 +24,15 @@ from whet.recipes.layers import (
     rotary_angles,
     truncated_normal_,
 )
+from whet.recipes.puzzle.config import PuzzleArch, Sizes
 from whet.recipes.puzzle.slots import SlotBatch, SlotInput, Slots
 
-Positions = Literal["rope", "learned", "none"]
 IGNORED_LABEL = -100
 """The label of a token that the loss ignores."""
 _HALT_BIAS = -5.0
 """The initial bias of the halting head, so that an untrained model does not halt."""
 # The weight of the halting loss, as in the official implementation.
 _HALT_WEIGHT = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PuzzleShape:
-    """The sizes of a model."""
-
-    num_tokens: int
-    length: int
-    num_puzzles: int
-    width: int
-    num_heads: int
-    expansion: float
-    num_layers: int
-    outer_cycles: int
-    inner_cycles: int
-    positions: Positions
-    mixes_by_mlp: bool
-    prefix: int
-    """The number of positions before the tokens that hold the embedding of the puzzle."""
-    puzzle_width: int
-    """The size of that embedding; 0 for none."""
-
-    @property
-    def num_positions(self) -> int:
-        return self.prefix + self.length
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotConfig:
-    """The number of puzzles in progress at once, and the maximum number of steps per puzzle."""
-
-    number: int
-    max_steps: int
-    exploration: float
-    seed: int
 
 
 class PuzzleModel(nn.Module):
@@ -79,31 +43,34 @@ class PuzzleModel(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, shape: PuzzleShape, slots: SlotConfig) -> None:
+    def __init__(self, arch: PuzzleArch, sizes: Sizes, *, num_slots: int, seed: int) -> None:
+        """Make a model with `num_slots` puzzles in progress at once; `seed` is that of the exploration."""
         super().__init__()
-        self.shape = shape
-        self.tokens = init_embedding(shape.num_tokens, shape.width)
-        self.places = init_embedding(shape.num_positions, shape.width) if shape.positions == "learned" else None
-        self.table = PuzzleTable(shape.num_puzzles, shape.puzzle_width) if shape.puzzle_width else None
-        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.num_layers))
-        self.to_tokens = init_linear(shape.width, shape.num_tokens)
-        self.to_halt = nn.Linear(shape.width, 2)
+        self.arch = arch
+        self.num_positions = arch.puzzle_emb_len + sizes.length
+        width = arch.hidden_size
+        self.tokens = init_embedding(sizes.num_tokens, width)
+        self.places = init_embedding(self.num_positions, width) if arch.pos_encodings == "learned" else None
+        self.table = PuzzleTable(sizes.num_puzzles, arch.puzzle_width) if arch.puzzle_width else None
+        self.blocks = nn.ModuleList(_block(arch, self.num_positions) for _ in range(arch.L_layers))
+        self.to_tokens = init_linear(width, sizes.num_tokens)
+        self.to_halt = nn.Linear(width, 2)
         nn.init.zeros_(self.to_halt.weight)
         nn.init.constant_(self.to_halt.bias, _HALT_BIAS)
-        self.register_buffer("y0", truncated_normal_(torch.empty(shape.width), deviation=1))
-        self.register_buffer("z0", truncated_normal_(torch.empty(shape.width), deviation=1))
+        self.register_buffer("y0", truncated_normal_(torch.empty(width), deviation=1))
+        self.register_buffer("z0", truncated_normal_(torch.empty(width), deviation=1))
         # Precompute the angles: compiled code would recompute them for every element in each of the 42 layers of a
         # step.
-        angles = rotary_angles(torch.arange(shape.num_positions), shape.width // shape.num_heads)
+        angles = rotary_angles(torch.arange(self.num_positions), width // arch.num_heads)
         for name, table in zip(("cosines", "sines"), angles, strict=True):
             self.register_buffer(name, table, persistent=False)
         self.slots = Slots(
-            slots.number,
-            length=shape.length,
-            state_shape=(shape.num_positions, shape.width),
-            max_steps=slots.max_steps,
-            exploration=slots.exploration,
-            seed=slots.seed,
+            num_slots,
+            length=sizes.length,
+            state_shape=(self.num_positions, width),
+            max_steps=arch.halt_max_steps,
+            exploration=arch.halt_exploration_prob,
+            seed=seed,
         )
 
     def forward(
@@ -123,29 +90,29 @@ class PuzzleModel(nn.Module):
             return state
 
         # Detach y and z between supervision steps: gradients stay within one step.
-        y, z = refine(net, y, z, x, outer=self.shape.outer_cycles, inner=self.shape.inner_cycles)
-        logits = self.to_tokens(y[:, self.shape.prefix :])
+        y, z = refine(net, y, z, x, outer=self.arch.H_cycles, inner=self.arch.L_cycles)
+        logits = self.to_tokens(y[:, self.arch.puzzle_emb_len :])
         return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
 
     def initial_states(self, num_puzzles: int) -> tuple[Tensor, Tensor]:
         """Return the initial y and z, (B, S, W)."""
-        shape = (num_puzzles, self.shape.num_positions, self.shape.width)
+        shape = (num_puzzles, self.num_positions, self.arch.hidden_size)
         return self.y0.expand(shape), self.z0.expand(shape)
 
     def _embed(self, inputs: Tensor, puzzles: Tensor) -> Tensor:
-        shape = self.shape
+        prefix, width = self.arch.puzzle_emb_len, self.arch.hidden_size
         x = self.tokens(inputs)
         if self.table is not None:
-            vector = functional.pad(self.table(puzzles), (0, shape.prefix * shape.width - shape.puzzle_width))
-            x = torch.cat((vector.view(-1, shape.prefix, shape.width), x), dim=1)
+            vector = functional.pad(self.table(puzzles), (0, prefix * width - self.arch.puzzle_width))
+            x = torch.cat((vector.view(-1, prefix, width), x), dim=1)
         if self.places is not None:
             # Both embeddings have the same standard deviation. Scale their sum so that it keeps this deviation.
             x = math.sqrt(0.5) * (x + self.places.weight)
-        scaled: Tensor = math.sqrt(shape.width) * x
+        scaled: Tensor = math.sqrt(width) * x
         return scaled
 
     def _attention_args(self) -> AttentionArgs:
-        if self.shape.positions != "rope" or self.shape.mixes_by_mlp:
+        if self.arch.pos_encodings != "rope" or self.arch.mlp_t:
             return AttentionArgs()
         return AttentionArgs(rotation=(self.cosines, self.sines))
 
@@ -191,10 +158,10 @@ class MixerBlock(nn.Module):
         return rms_norm(x, self.feed_forward(x))
 
 
-def _block(shape: PuzzleShape) -> nn.Module:
-    if shape.mixes_by_mlp:
-        return MixerBlock(shape.width, num_positions=shape.num_positions, expansion=shape.expansion)
-    return PostNormBlock(shape.width, num_heads=shape.num_heads, expansion=shape.expansion)
+def _block(arch: PuzzleArch, num_positions: int) -> nn.Module:
+    if arch.mlp_t:
+        return MixerBlock(arch.hidden_size, num_positions=num_positions, expansion=arch.expansion)
+    return PostNormBlock(arch.hidden_size, num_heads=arch.num_heads, expansion=arch.expansion)
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:

@@ -91,31 +91,9 @@ class PuzzleRecipe(Recipe):
 
 def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
     """Return a model with initial weights."""
-    from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig
+    from whet.recipes.puzzle.model import PuzzleModel
 
-    arch = config.arch
-    shape = PuzzleShape(
-        num_tokens=sizes.num_tokens,
-        length=sizes.length,
-        num_puzzles=sizes.num_puzzles,
-        width=arch.hidden_size,
-        num_heads=arch.num_heads,
-        expansion=arch.expansion,
-        num_layers=arch.L_layers,
-        outer_cycles=arch.H_cycles,
-        inner_cycles=arch.L_cycles,
-        positions=arch.pos_encodings,
-        mixes_by_mlp=arch.mlp_t,
-        prefix=arch.puzzle_emb_len,
-        puzzle_width=arch.puzzle_width,
-    )
-    slots = SlotConfig(
-        number=num_slots,
-        max_steps=arch.halt_max_steps,
-        exploration=arch.halt_exploration_prob,
-        seed=config.seed,
-    )
-    return PuzzleModel(shape, slots)
+    return PuzzleModel(config.arch, sizes, num_slots=num_slots, seed=config.seed)
 
 
 def recipe() -> PuzzleRecipe:
