@@ -19,12 +19,12 @@ from paths import Run
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run
 from whet.recipes.chat import prepare, selection
-from whet.recipes.chat.conversation import ROLES, Conversation, Role, Turn
+from whet.recipes.chat.conversation import Conversation, Turn
 from whet.recipes.chat.dataset import ChatDataset, ChatSplit, Packer, TokenRow, open_dataset
 from whet.recipes.chat.manifest import summary_lines
-from whet.recipes.chat.prepare import PrepareOptions, assemble, prepare_data
+from whet.recipes.chat.prepare import PrepareOptions, make_documents, prepare_data
 from whet.recipes.chat.sources import read_conversations
-from whet.recipes.chat.template import TurnIds, count_loss_bytes, encode_turns, fit_conversation
+from whet.recipes.chat.template import TurnIds, encode_turns, fit_conversation
 from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer, load_tokenizer
 
 HARD = "a\0b \u20ac \U0001f642 e\u0301 \ttab\r\n  two  spaces " + " ".join(MARKS) + "<|endoftext|>"
@@ -338,7 +338,7 @@ def test_bad_records_are_skipped_and_located_up_to_a_limit(tmp_path: Path) -> No
 def test_failure_leaves_no_files_behind(tmp_path: Path, monkeypatch) -> None:
     records = [planted.talk(number) for number in range(9)]
     before = made(tmp_path, records).folder
-    monkeypatch.setattr(prepare, "assemble", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr(prepare, "make_documents", lambda *_a, **_k: 1 / 0)
     open_files = len(list(Path("/dev/fd").iterdir()))
     with pytest.raises(ZeroDivisionError):
         prepare_data(
@@ -416,29 +416,14 @@ def test_data_chat_command_of_the_guide_works_and_reports(whet: Run, tmp_path: P
     assert run(["data", "chat", "--out", "x"]) == 2
 
 
-@given(st.lists(st.lists(st.sampled_from(ROLES), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())
-def test_batched_assembly_equals_the_template(talks: list[list[Role]], is_all: bool) -> None:
-    tokenizer, loss = trained(), "all" if is_all else "assistant"
-    turns = [tuple(Turn(role, f"{role} \u20ac {place}") for place, role in enumerate(talk)) for talk in talks]
-    ids = [tokenizer.encode(turn.text) for talk in turns for turn in talk]
-    made_at_once = list(assemble(turns, ids, tokenizer, max_length=10**6, loss=loss))
-    for talk, ((document,), num_cut) in zip(turns, made_at_once, strict=True):
-        one_by_one = [TurnIds(turn.role, tokenizer.encode(turn.text), True, len(turn.text.encode())) for turn in talk]
-        tokens, mask = encode_turns(one_by_one, tokenizer, loss=loss)
-        assert np.frombuffer(document.tokens, dtype="<u2").tolist() == tokens
-        assert document.mask == mask
-        assert document.loss_bytes == count_loss_bytes(one_by_one, tokenizer, loss=loss)
-        assert num_cut == 0
-
-
 def test_conversation_of_one_token_more_than_a_row_is_truncated(tokenizer: ChatTokenizer) -> None:
     turns = (Turn("user", "Why is it so?"), Turn("assistant", "Because it was so before."))
     ids = [tokenizer.encode(turn.text) for turn in turns]
     length = sum(map(len, ids)) + 4
-    for max_length, num_cut in ((length, 0), (length - 1, 1)):
-        (made_of_it,) = assemble([turns], ids, tokenizer, max_length=max_length, loss="assistant")
-        assert made_of_it.num_truncated == num_cut
-        assert [len(document.mask) for document in made_of_it.documents] == [max_length]
+    for max_length, expected in ((length, 0), (length - 1, 1)):
+        documents, num_truncated = make_documents(turns, ids, tokenizer, max_length=max_length, loss="assistant")
+        assert num_truncated == expected
+        assert [len(document.mask) for document in documents] == [max_length]
 
 
 def test_mask_has_the_length_of_the_ids(tokenizer: ChatTokenizer) -> None:

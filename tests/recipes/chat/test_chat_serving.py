@@ -208,12 +208,7 @@ def test_generation_stops_when_the_client_disconnects() -> None:
         before = len(written)
         await asyncio.sleep(0.2)
         assert len(written) <= before + 2
-        # A slot is taken before the first chunk is requested, and released if none is.
-        waiting = answers.stream(endless)
-        with pytest.raises(BadRequestError, match="too many"):
-            answers.stream(endless)
-        del waiting
-        # The slot is free again as soon as the thread is.
+        # The slot is free again.
         async with asyncio.timeout(120):
             while answers._num_pending:
                 await asyncio.sleep(0.005)

@@ -4,8 +4,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,7 +12,7 @@ from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
-from whet.recipes.chat.conversation import Conversation, Loss, Turn
+from whet.recipes.chat.conversation import Loss, Turn
 from whet.recipes.chat.dataset import Document, SplitWriter, token_type
 from whet.recipes.chat.manifest import MANIFEST, SPLITS, TOKENIZER, ChatFile, ChatManifest, SplitFacts, hash_file
 from whet.recipes.chat.selection import EXCLUDED, Selection, select_conversations
@@ -24,71 +22,21 @@ from whet.recipes.chat.tokenizer import BYTE_PAIRS, MARKS, ChatTokenizer, load_t
 from whet.run import durable
 
 
-class Assembled(NamedTuple):
-    """The documents of one conversation."""
-
-    documents: tuple[Document, ...]
-    """The documents; several if the conversation was longer than a row."""
-    num_truncated: int = 0
-
-
-def assemble(
-    conversations: Sequence[tuple[Turn, ...]],
-    ids: Sequence[Sequence[int]],
-    tokenizer: ChatTokenizer,
-    *,
-    max_length: int,
-    loss: Loss,
-) -> Iterator[Assembled]:
-    """Encode conversations as documents. `ids` lists the token ids of all turns, in order.
-
-    Vectorized over the whole batch, because this is the inner loop of `whet data chat`.
-    """
-    turns = [turn for conversation in conversations for turn in conversation]
-    kind = token_type(tokenizer.vocab_size)
-    # Each turn has two more tokens: its role mark and its end mark.
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)) + 2
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    roles = np.array([tokenizer.role_ids[turn.role] for turn in turns], dtype=kind)
-    is_trained = (roles == tokenizer.role_ids["assistant"]) | (loss == "all")
-    sizes = np.array([len(text) if text.isascii() else len(text.encode()) for _, text in turns], dtype=np.int64)
-
-    tokens = np.empty(int(ends[-1]), dtype=kind)
-    is_text = np.ones(len(tokens), dtype=np.bool_)
-    is_text[starts] = is_text[ends - 1] = False
-    tokens[starts] = roles
-    tokens[ends - 1] = tokenizer.end_id
-    tokens[is_text] = np.fromiter(chain.from_iterable(ids), dtype=kind, count=len(tokens) - 2 * len(ids))
-
-    after = np.cumsum([len(conversation) for conversation in conversations])
-    first = np.concatenate([[0], after[:-1]])
-    mask = np.repeat(is_trained.astype(np.uint8), lengths)
-    # The mask of a role mark: the caller chooses the role, so it is trained on only with loss=all.
-    mask[starts] = loss == "all"
-    # The first token of a conversation has no context to be predicted from.
-    mask[starts[first]] = 0
-    trained_bytes = np.add.reduceat(np.where(is_trained, sizes, 0), first).tolist()
-    spans = zip(starts[first].tolist(), ends[after - 1].tolist(), strict=True)
-    for number, (start, end) in enumerate(spans):
-        if end - start <= max_length:
-            whole = Document(tokens[start:end].tobytes(), mask[start:end].tobytes(), trained_bytes[number])
-            yield Assembled((whole,))
-        else:
-            members = range(int(first[number]), int(after[number]))
-            turn_ids = [TurnIds(turns[index].role, ids[index], True, int(sizes[index])) for index in members]
-            yield _split_long(turn_ids, tokenizer, max_length=max_length, loss=loss)
-
-
-def _split_long(turns: Sequence[TurnIds], tokenizer: ChatTokenizer, *, max_length: int, loss: Loss) -> Assembled:
-    kind = token_type(tokenizer.vocab_size)
-    segments = fit_conversation(turns, max_length=max_length)
+def make_documents(
+    turns: Sequence[Turn], ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer, *, max_length: int, loss: Loss
+) -> tuple[list[Document], int]:
+    """Return the documents of a conversation, several if it is longer than a row, and how many were truncated."""
+    encoded = [
+        TurnIds(role, text_ids, True, len(text) if text.isascii() else len(text.encode()))
+        for (role, text), text_ids in zip(turns, ids, strict=True)
+    ]
+    segments = fit_conversation(encoded, max_length=max_length)
     documents = []
     for segment in segments:
         tokens, mask = encode_turns(segment.turns, tokenizer, loss=loss)
         size = count_loss_bytes(segment.turns, tokenizer, loss=loss)
-        documents.append(Document(np.array(tokens, dtype=kind).tobytes(), mask, size))
-    return Assembled(tuple(documents), sum(segment.is_truncated for segment in segments))
+        documents.append(Document(np.array(tokens, dtype=token_type(tokenizer.vocab_size)).tobytes(), mask, size))
+    return documents, sum(segment.is_truncated for segment in segments)
 
 
 # Texts are tokenized in batches of about this size, and at most two batches wait to be written.
@@ -120,32 +68,12 @@ class _Batch(NamedTuple):
     turns: list[tuple[Turn, ...]]
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Counts of long conversations, for the manifest."""
-
-    split: int = 0
-    truncated: int = 0
-
-
 def prepare_data(
     path: Path, folder: Path, options: PrepareOptions, *, on_progress: Progress, in_threads: bool = True
 ) -> ChatManifest:
     """Prepare the conversations of a file, or of a folder with train, val and test files."""
     sources = find_files(path, format_name=options.format)
     on_progress(f"{', '.join(sorted({source.format.name for source in sources}))}: reading", 0, None)
-    return prepare_conversations(sources, folder, options, on_progress=on_progress, in_threads=in_threads)
-
-
-def prepare_conversations(
-    sources: Sequence[ConversationFile],
-    folder: Path,
-    options: PrepareOptions,
-    *,
-    on_progress: Progress,
-    in_threads: bool = True,
-) -> ChatManifest:
-    """Prepare the conversations of given files."""
     _check_output_dir(folder)
     tokenizer = None
     if options.tokenizer != BYTE_PAIRS:
@@ -189,16 +117,24 @@ def _write_files(
     on_progress: Progress,
     in_threads: bool,
 ) -> ChatManifest:
-    counts = _Counts()
+    num_split = num_truncated = 0
     writers = [SplitWriter(draft, split, max_length=options.max_length) for split in SPLITS]
     conversations = [int((selection.splits == number).sum()) for number in range(len(SPLITS))]
     done, total = 0, sum(conversations)
     try:
         for batch, ids in _tokenized(_batches(sources, selection), tokenizer, in_threads=in_threads):
-            assembled = assemble(batch.turns, ids, tokenizer, max_length=options.max_length, loss=options.loss)
-            for split, (documents, num_truncated) in zip(batch.splits, assembled, strict=True):
-                counts.split += len(documents) > 1
-                counts.truncated += num_truncated
+            first = 0
+            for split, turns in zip(batch.splits, batch.turns, strict=True):
+                documents, truncated = make_documents(
+                    turns,
+                    ids[first : first + len(turns)],
+                    tokenizer,
+                    max_length=options.max_length,
+                    loss=options.loss,
+                )
+                first += len(turns)
+                num_split += len(documents) > 1
+                num_truncated += truncated
                 for document in documents:
                     writers[split].add(document)
             done += len(batch.splits)
@@ -207,11 +143,33 @@ def _write_files(
     finally:
         for writer in writers:
             writer.abandon()
-    splits = {split: facts for split, (facts, _) in zip(SPLITS, closed, strict=True)}
+    splits: dict[Any, SplitFacts] = {split: facts for split, (facts, _) in zip(SPLITS, closed, strict=True)}
     files = {name: facts for _, written in closed for name, facts in written.items()}
     written = durable.write_draft(draft / TOKENIZER, data=tokenizer.to_json().encode())
     files[TOKENIZER] = ChatFile(bytes=written.size, sha256=written.sha256)
-    manifest = _manifest(sources, selection, tokenizer, options, counts, splits, files)
+    manifest = ChatManifest(
+        sources=tuple(_source_facts(source) for source in sources),
+        options=options.as_json(),
+        template=TEMPLATE,
+        loss=options.loss,
+        max_length=options.max_length,
+        tokenizer=options.tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        marks={mark: tokenizer.pad_id + index for index, mark in enumerate(MARKS)},
+        token_type=cast("Literal['<u2', '<u4']", token_type(tokenizer.vocab_size)),
+        splits=splits,
+        counts={
+            "conversations": selection.num_conversations,
+            "excluded_by_subsample": int((selection.splits == EXCLUDED).sum()) - selection.num_repeated,
+            "excluded_as_held_out": selection.num_repeated,
+            "conversations_split": num_split,
+            "documents_truncated": num_truncated,
+            "texts_changed_by_tokenizer": _num_changed(selection.sample, tokenizer, options),
+            "rejected_records": selection.num_rejected,
+            "rejected_examples": [list(record) for record in selection.rejected],
+        },
+        files=files,
+    )
     text = json.dumps(manifest.as_json(), indent=2, ensure_ascii=True) + "\n"
     durable.write_draft(draft / MANIFEST, data=text.encode(), is_last=True)
     return manifest
@@ -221,7 +179,9 @@ def _batches(sources: Sequence[ConversationFile], selection: Selection) -> Itera
     """Read the files again and yield the selected conversations with their splits."""
     number, size = 0, 0
     batch = _Batch([], [])
-    for conversation in _reread(sources):
+    for conversation in (item for source in sources for item in read_conversations(source)):
+        if isinstance(conversation, RejectedRecord):
+            continue
         if number >= selection.num_conversations:
             raise _changed(sources)
         split = int(selection.splits[number])
@@ -238,13 +198,6 @@ def _batches(sources: Sequence[ConversationFile], selection: Selection) -> Itera
         raise _changed(sources)
     if batch.splits:
         yield batch
-
-
-def _reread(sources: Sequence[ConversationFile]) -> Iterator[Conversation]:
-    for source in sources:
-        for item in read_conversations(source):
-            if not isinstance(item, RejectedRecord):
-                yield item
 
 
 def _tokenized(
@@ -266,40 +219,6 @@ def _tokenized(
         while waiting:
             first, ids = waiting.popleft()
             yield first, ids.result()
-
-
-def _manifest(
-    sources: Sequence[ConversationFile],
-    selection: Selection,
-    tokenizer: ChatTokenizer,
-    options: PrepareOptions,
-    counts: _Counts,
-    splits: dict[Any, SplitFacts],
-    files: dict[str, ChatFile],
-) -> ChatManifest:
-    return ChatManifest(
-        sources=tuple(_source_facts(source) for source in sources),
-        options=options.as_json(),
-        template=TEMPLATE,
-        loss=options.loss,
-        max_length=options.max_length,
-        tokenizer=options.tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        marks={mark: tokenizer.pad_id + index for index, mark in enumerate(MARKS)},
-        token_type=cast("Literal['<u2', '<u4']", token_type(tokenizer.vocab_size)),
-        splits=splits,
-        counts={
-            "conversations": selection.num_conversations,
-            "excluded_by_subsample": int((selection.splits == EXCLUDED).sum()) - selection.num_repeated,
-            "excluded_as_held_out": selection.num_repeated,
-            "conversations_split": counts.split,
-            "documents_truncated": counts.truncated,
-            "texts_changed_by_tokenizer": _num_changed(selection.sample, tokenizer, options),
-            "rejected_records": selection.num_rejected,
-            "rejected_examples": [list(record) for record in selection.rejected],
-        },
-        files=files,
-    )
 
 
 def _num_changed(texts: Sequence[str], tokenizer: ChatTokenizer, options: PrepareOptions) -> int:

@@ -6,16 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from whet.recipes.chat.conversation import Role, Turn
+from whet.recipes.chat.conversation import Turn
+from whet.recipes.chat.formats import ROLE_NAMES
 from whet.recipes.chat.generation import Sampling
 
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 _MAX_MESSAGES = 1_000
 # The limit of the OpenAI API.
 _MAX_STOPS = 4
@@ -127,7 +121,7 @@ class ChatCompletionRequest(CompletionRequest):
         """The conversation. The last turn is to be answered."""
         if self.messages[-1].role not in ("user", "tool"):
             raise BadRequestError("the last message must have the role user or tool", param="messages")
-        return [Turn(_ROLES[message.role], message.text) for message in self.messages]
+        return [Turn(ROLE_NAMES[message.role], message.text) for message in self.messages]
 
 
 class TextCompletionRequest(CompletionRequest):

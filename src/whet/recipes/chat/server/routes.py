@@ -149,14 +149,20 @@ class ChatRoutes:
         num_prompt = len(prompt.ids)
         if params.stream:
             wants_usage = params.stream_options is not None and params.stream_options.include_usage
+            answer = self._queue.stream(generate)
+            # Wait for the first chunk, so that a full queue still gets an error status.
+            first = await anext(answer)
             return StreamingResponse(
-                _stream(self._queue.stream(generate), response, num_prompt=num_prompt, wants_usage=wants_usage),
+                _stream(first, answer, response, num_prompt=num_prompt, wants_usage=wants_usage),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-store"},
             )
-        chunks = await self._queue.collect(generate, request)
-        if chunks is None:
-            return Response(status_code=499)  # The client has disconnected.
+        chunks = []
+        async with aclosing(self._queue.stream(generate)) as answer:
+            async for chunk in answer:
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+                chunks.append(chunk)
         text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
         usage = responses.token_usage(num_prompt, last.num_tokens)
         return _json(response.body(text, last.finish_reason or "stop", usage))
@@ -194,15 +200,20 @@ def _until_stop(chunks: Iterator[TextChunk], stops: StopSequences) -> Iterator[T
 
 
 async def _stream(
-    chunks: AsyncGenerator[TextChunk], response: responses.CompletionResponse, *, num_prompt: int, wants_usage: bool
+    first: TextChunk,
+    rest: AsyncGenerator[TextChunk],
+    response: responses.CompletionResponse,
+    *,
+    num_prompt: int,
+    wants_usage: bool,
 ) -> AsyncIterator[bytes]:
-    num_generated, is_first = 0, True
-    async with aclosing(chunks):
-        async for chunk in chunks:
+    chunk: TextChunk | None = first
+    async with aclosing(rest):
+        while chunk is not None:
             num_generated = chunk.num_tokens
-            if chunk.text or is_first or chunk.finish_reason:
-                yield response.chunk(chunk.text, is_first=is_first, finish_reason=chunk.finish_reason)
-                is_first = False
+            if chunk.text or chunk is first or chunk.finish_reason:
+                yield response.chunk(chunk.text, is_first=chunk is first, finish_reason=chunk.finish_reason)
+            chunk = await anext(rest, None)
     if wants_usage:
         yield response.usage(responses.token_usage(num_prompt, num_generated))
     yield responses.DONE
