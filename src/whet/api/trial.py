@@ -32,7 +32,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
     all_data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
     data = _TrialData(all_data, fraction=arguments["subset"], seed=arguments["split_seed"])
     if data.is_part:
-        total_steps = _total_steps(config, count_samples(data.train))
+        total_steps = config.count_steps(count_samples(data.train))
     else:
         total_steps = recipe.describe(config, all_data).num_steps
     every = config.eval_every
@@ -78,11 +78,3 @@ class _TrialData:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
-
-
-def _total_steps(config: Any, num_samples: int | None) -> int | None:
-    max_steps: int | None = config.max_steps
-    if num_samples is None:
-        return max_steps
-    steps: int = config.epochs * math.ceil(num_samples / config.global_batch_size)
-    return steps if max_steps is None else min(steps, max_steps)

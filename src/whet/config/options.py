@@ -11,6 +11,7 @@ line and of config files, and `docs/keys.md` all come from the classes here:
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import (
@@ -254,6 +255,18 @@ class CommonConfig(TrainingOptions):
         "auto", description="compare the device with the CPU before the first step, and check that a causal model is"
     )
     causal_mask: CausalMask | Auto = Field("auto", description="causal attention by the flag is_causal, or by a mask")
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files and folders of `data` and `data_paths`."""
+        return tuple(Path(path) for path in (self.data, *self.data_paths) if path is not None)
+
+    def count_steps(self, num_samples: int | None) -> int | None:
+        """Return the number of steps; None if it is unknown because the number of samples is."""
+        if num_samples is None:
+            return self.max_steps
+        steps = self.epochs * -(-num_samples // self.global_batch_size)
+        return min(steps, self.max_steps or steps)
 
     @classmethod
     def plan_keys(cls) -> tuple[str, ...]:

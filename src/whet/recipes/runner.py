@@ -199,10 +199,7 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
     if getattr(data, "is_part", False) and (samples := count_samples(data.train)) is not None:
         # A trial of a search trains on fewer samples than the recipe describes (api/trial.py).
-        steps = config.epochs * -(-samples // config.global_batch_size)
-        workload = workload.model_copy(
-            update={"num_samples": samples, "num_steps": min(steps, config.max_steps or steps)}
-        )
+        workload = workload.model_copy(update={"num_samples": samples, "num_steps": config.count_steps(samples)})
     return workload
 
 

@@ -59,18 +59,18 @@ class ChatConfig(CommonConfig):
 
 def data_folders(config: ChatConfig) -> tuple[Path, ...]:
     """Return the folders that `whet data chat` wrote; empty for the embedded conversations."""
-    named = (*([config.data] if config.data is not None else []), *config.data_paths)
-    for path in named:
-        if not Path(path).is_dir():
-            is_file = Path(path).is_file()
+    for path in config.paths:
+        if not path.is_dir():
+            is_file = path.is_file()
             raise UsageError(
                 "conversations have to be prepared first" if is_file else "the data does not exist",
                 got=f"data={path}",
                 try_=f"whet data chat {path} --out DIR, then data=DIR" if is_file else "an existing folder",
             )
-    if len({Path(path).resolve() for path in named}) < len(named):
-        raise UsageError("the same folder twice", got=", ".join(map(str, named)), try_="each once, in data_paths=[...]")
-    return tuple(Path(path) for path in named)
+    if len({path.resolve() for path in config.paths}) < len(config.paths):
+        named = ", ".join(map(str, config.paths))
+        raise UsageError("the same folder twice", got=named, try_="each once, in data_paths=[...]")
+    return config.paths
 
 
 def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
@@ -114,16 +114,12 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
     """Describe the workload of a config."""
     arch = resolve_seq_len(config.arch, longest=longest)
     assert isinstance(arch.seq_len, int)
-    steps = config.max_steps
-    if num_rows is not None:
-        all_steps = config.epochs * math.ceil(num_rows / config.global_batch_size)
-        steps = min(all_steps, config.max_steps or all_steps)
     return Workload(
         recipe="chat",
         num_parameters=arch.num_parameters(vocab_size),
         global_batch_size=config.global_batch_size,
         num_samples=num_rows,
-        num_steps=steps,
+        num_steps=config.count_steps(num_rows),
         max_length=arch.seq_len,
         mean_length=float(arch.seq_len),
         sample_bytes=6 * arch.seq_len + 8,

@@ -1,6 +1,5 @@
 """The options of the Hex recipe and the workload that they describe. No torch."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -130,7 +129,7 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         num_parameters=count_parameters(config.arch),
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
-        num_steps=_num_steps(config, num_samples),
+        num_steps=config.count_steps(num_samples),
         # Only the linear layers of attention are matrix products with a row per cell.
         max_length=size * size if config.arch.num_attention_blocks else 1,
         sample_bytes=size * size + _LABEL_BYTES,
@@ -142,13 +141,6 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         has_batchnorm=config.arch.norm == "batch",
         layers=_layers(config.arch, num_cells=size * size),
     )
-
-
-def _num_steps(config: HexConfig, num_samples: int | None) -> int | None:
-    if num_samples is None:
-        return config.max_steps
-    steps = config.epochs * math.ceil(num_samples / config.global_batch_size)
-    return min(steps, config.max_steps) if config.max_steps else steps
 
 
 def _layers(arch: HexArch, *, num_cells: int) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -156,7 +155,7 @@ class PuzzleConfig(CommonConfig):
     @property
     def is_generated(self) -> bool:
         """Whether Sudokus are generated because no data is given."""
-        return self.data is None and not self.data_paths
+        return not self.paths
 
     @property
     def num_generated(self) -> int:
@@ -183,19 +182,18 @@ def generated_sizes(config: PuzzleConfig) -> Sizes:
 
 def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int | None = None) -> Workload:
     """Describe the workload of a config. The size of user data is unknown until the data is read."""
-    for path in (config.data, *config.data_paths):
-        if path is not None and not Path(path).exists():
+    for path in config.paths:
+        if not path.exists():
             raise UsageError("the data does not exist", got=f"data={path}", try_="a file or folder that exists")
     if config.is_generated:
         num_samples = config.num_generated * (config.augment + 1)
     sizes = sizes or generated_sizes(config)
-    steps = None if num_samples is None else config.epochs * math.ceil(num_samples / config.global_batch_size)
     return Workload(
         recipe="puzzle",
         num_parameters=count_parameters(config.arch, sizes),
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
-        num_steps=min(filter(None, (steps, config.max_steps)), default=None),
+        num_steps=config.count_steps(num_samples),
         max_length=sizes.length + config.arch.puzzle_emb_len,
         sample_bytes=4 * sizes.length + 8,
         **_cost(config.arch, sizes),

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +49,9 @@ def read_data(config: PuzzleConfig) -> PuzzleData:
     rng = np.random.default_rng(config.seed)
     if config.is_generated:
         return _generate(config, rng)
-    paths = [Path(path) for path in (config.data, *config.data_paths) if path is not None]
-    if len(paths) == 1 and is_official(paths[0]):
-        return _from_official(paths[0], config, rng)
-    return _from_files(paths, config, rng)
+    if len(config.paths) == 1 and is_official(config.paths[0]):
+        return _from_official(config.paths[0], config, rng)
+    return _from_files(config.paths, config, rng)
 
 
 # --- Sudokus ----------------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ def _generate(config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
     return _sudoku_data(puzzles, solutions, np.split(held_out_rows, 2), config, rng)
 
 
-def _from_files(paths: list[Path], config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
+def _from_files(paths: Sequence[Path], config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     puzzles, solutions, notes = read_sudokus([f for f in files if f.suffix.lower() in _SUDOKU_SUFFIXES or f in paths])
     side = round(puzzles.shape[1] ** 0.5)

@@ -1,6 +1,7 @@
 """Options of the text recipe and the workload they describe. No torch."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -167,7 +168,7 @@ class TextConfig(CommonConfig):
     @property
     def is_embedded(self) -> bool:
         """Whether the embedded dataset is used because no data is given."""
-        return self.data is None and not self.data_paths
+        return not self.paths
 
     @property
     def column_overrides(self) -> ColumnOverrides:
@@ -295,7 +296,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
-        num_steps=_num_steps(config, num_samples),
+        num_steps=config.count_steps(num_samples),
         max_length=max_length,
         mean_length=min(EMBEDDED_MEAN_LENGTH, max_length) if config.is_embedded else None,
         lengths_vary=True,
@@ -326,7 +327,7 @@ def _describe_linear(config: TextConfig) -> Workload:
         recipe="text",
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
-        num_steps=_num_steps(config, None),
+        num_steps=config.count_steps(None),
         max_length=LINEAR_NGRAMS,
         lengths_vary=True,
         can_pack=True,
@@ -350,7 +351,7 @@ def describe_data(
     known = {
         **_num_parameters(config, num_classes=len(classes), vocab_size=vocab_size),
         "num_samples": num_samples,
-        "num_steps": _num_steps(config, num_samples),
+        "num_steps": config.count_steps(num_samples),
         "mean_length": mean_length,
     }
     return workload.model_copy(update=known)
@@ -405,21 +406,8 @@ def _num_parameters(config: TextConfig, *, num_classes: int, vocab_size: int = _
     return {"num_parameters": trained, "num_frozen": backbone.num_parameters(num_classes=num_classes) - part_of_model}
 
 
-def _num_steps(config: TextConfig, num_samples: int | None) -> int | None:
-    if num_samples is None:
-        return config.max_steps
-    steps = config.epochs * math.ceil(num_samples / config.global_batch_size)
-    return min(steps, config.max_steps) if config.max_steps else steps
-
-
 def _check_data_exists(config: TextConfig) -> None:
-    for path in (config.data, *config.data_paths):
-        if path is not None and not _exists(Path(path)):
+    for path in config.paths:
+        # os.path.exists is False for a name that is too long; Path.exists raises.
+        if not os.path.exists(path):  # noqa: PTH110
             raise UsageError("the data does not exist", got=f"data={path}", try_="a file or folder that exists")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.is_file() or path.is_dir()
-    except OSError:
-        return False

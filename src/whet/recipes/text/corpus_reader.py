@@ -56,13 +56,12 @@ class _LoadedRows:
 
 def load_corpus(config: TextConfig) -> LoadedCorpus:
     """Load the corpus of `data` and `data_paths`, with notes about it and its serious defects."""
-    paths = [Path(path) for path in (config.data, *config.data_paths) if path is not None]
-    if not paths:
+    if not config.paths:
         return LoadedCorpus(corpus=read_docstrings())
     loaded = read_files(
-        *paths, overrides=config.column_overrides, separator=config.label_separator, split_seed=config.split_seed
+        *config.paths, overrides=config.column_overrides, separator=config.label_separator, split_seed=config.split_seed
     )
-    where = " or ".join(shlex.quote(str(path)) for path in paths[:3])
+    where = " or ".join(shlex.quote(str(path)) for path in config.paths[:3])
     warnings = serious_lines(quick_findings(loaded.corpus), where=where)
     return LoadedCorpus(corpus=loaded.corpus, notes=(*loaded.notes, *warnings))
 

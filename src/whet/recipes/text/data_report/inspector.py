@@ -35,7 +35,6 @@ from whet.recipes.text.data_report.row_index import (
 )
 from whet.recipes.text.data_report.text_checks import (
     ONE_MB,
-    SCRIPTS,
     emptiness,
     fix_pair,
     script_of,
@@ -131,7 +130,7 @@ class DatasetInspector:
         self.removal_codes.append(KIND_CODES.get(kind or "", 0))
         if kind is not None:
             index.hashes.skip(split=split)
-            index.script.append(script_of(sample.text) if kind == _UNLABELED else 0)
+            index.scripts.append(script_of(sample.text) if kind == _UNLABELED else "")
             if kind != _UNLABELED:
                 error = sample.row.error
                 shown = error.got if error is not None else snippet(sample.text or sample.row.raw)
@@ -151,7 +150,7 @@ class DatasetInspector:
         normalized = normalize_text(*fix_pair(text, sample.pair)) if defects else normalize_text(text, sample.pair)
         exact = text if sample.pair is None else f"{text}\0{sample.pair}"
         index.hashes.add(exact, normalized, label=label, split=split)
-        index.script.append(script_of(text))
+        index.scripts.append(script_of(text))
         index.characters.append(len(text))
         index.words.append(normalized.count(" ") + 1)
         self._check_label_in_text(sample, normalized, row=row)
@@ -320,19 +319,13 @@ def check_labels(
 
 def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
     """Report texts in another script, if nearly all texts are in one script."""
-    counts = Counter(index.script)
-    del counts[0]
-    total = sum(counts.values())
-    main, rows = counts.most_common(1)[0] if counts else (0, 0)
-    if rows == total or rows < _MAIN_SCRIPT_SHARE * total:
+    counts = Counter(filter(None, index.scripts))
+    main, rows = counts.most_common(1)[0] if counts else ("", 0)
+    if rows < _MAIN_SCRIPT_SHARE * counts.total():
         return
-    for row, script in enumerate(index.script):
-        if script not in (0, main):
-            example = None
-            if findings.needs_example("script"):
-                shows = f"{SCRIPTS[script]} among {SCRIPTS[main]}"
-                example = FindingExample(where=index.where(row), shows=shows)
-            findings.add("script", example)
+    for row, script in enumerate(index.scripts):
+        if script and script != main:
+            findings.add("script", FindingExample(where=index.where(row), shows=f"{script} among {main}"))
 
 
 def file_state(path: Path) -> tuple[int, int]:

@@ -152,7 +152,8 @@ class RowIndex:
         self._source = array("H")
         self._line = array("Q")
         self._number = array("I")
-        self.script = array("B")
+        self.scripts: list[str] = []
+        """The script of each text; empty for none."""
         self.characters = array("I")
         self.words = array("I")
         self._files: dict[int, list[str]] = {}

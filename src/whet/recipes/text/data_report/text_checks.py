@@ -3,7 +3,6 @@
 import html
 import re
 import unicodedata
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 
@@ -178,76 +177,26 @@ def _decode(text: str, table: Mapping[str, int]) -> str:
 
 # --- scripts: enough to detect Cyrillic among Latin texts, not to identify languages ----------------------------------
 
-_RANGES = (
-    (0x0041, "Latin"),
-    (0x0370, "Greek"),
-    (0x0400, "Cyrillic"),
-    (0x0530, "Armenian"),
-    (0x0590, "Hebrew"),
-    (0x0600, "Arabic"),
-    (0x0780, "other"),
-    (0x08A0, "Arabic"),
-    (0x0900, "Devanagari"),
-    (0x0980, "Bengali"),
-    (0x0A00, "Gurmukhi"),
-    (0x0A80, "Gujarati"),
-    (0x0B00, "Odia"),
-    (0x0B80, "Tamil"),
-    (0x0C00, "Telugu"),
-    (0x0C80, "Kannada"),
-    (0x0D00, "Malayalam"),
-    (0x0D80, "Sinhala"),
-    (0x0E00, "Thai"),
-    (0x0E80, "Lao"),
-    (0x0F00, "Tibetan"),
-    (0x1000, "Burmese"),
-    (0x10A0, "Georgian"),
-    (0x1100, "Hangul"),
-    (0x1200, "Ethiopic"),
-    (0x13A0, "other"),
-    (0x1D00, "Latin"),
-    (0x1F00, "Greek"),
-    (0x2000, "symbols"),
-    (0x2E80, "Chinese or Japanese"),
-    (0x3130, "Hangul"),
-    (0x3190, "Chinese or Japanese"),
-    (0xA000, "other"),
-    (0xAC00, "Hangul"),
-    (0xD7B0, "other"),
-    (0xF900, "Chinese or Japanese"),
-    (0xFB00, "Latin"),
-    (0xFB1D, "Hebrew"),
-    (0xFB50, "Arabic"),
-    (0xFF00, "Chinese or Japanese"),
-    (0x10000, "symbols"),
-    (0x20000, "Chinese or Japanese"),
-)
-_STARTS = [start for start, _ in _RANGES]
 # The beginning of a text is enough to determine its script.
 _SAMPLED_CHARACTERS = 400
 _NOT_LATIN = re.compile("[^\0-\u036f\u1e00-\u1eff\u2000-\u2bff]")
-_SYMBOLS = "symbols"
-"""Mathematical letters and emoji, which occur in texts of every script."""
-
-SCRIPTS = ("", *dict.fromkeys(name for _, name in _RANGES if name != _SYMBOLS))
-"""The names of scripts by number. 0 is for texts without letters."""
-_NUMBER = {name: number for number, name in enumerate(SCRIPTS)}
-LATIN = _NUMBER["Latin"]
+_LETTER_NAME = re.compile(r"(?!MODIFIER|MATHEMATICAL)([A-Z]+).* (?:LETTER|LIGATURE|SYLLABLE|CHARACTER)|(CJK|FULLWIDTH)")
+"""Matches the Unicode name of a letter, which starts with its script. Symbols occur in texts of every script."""
+_SCRIPTS = dict.fromkeys(("Cjk", "Hiragana", "Katakana", "Fullwidth", "Halfwidth", "Bopomofo"), "Chinese or Japanese")
 
 
-def script_of(text: str) -> int:
-    """Return the number of the script of most letters.
+def script_of(text: str) -> str:
+    """Return the script of most letters; empty for a text without letters.
 
-    >>> [SCRIPTS[script_of(text)] for text in ("a cat", "\\u043a\\u043e\\u0442", "\\u732b", "12", "\\u03b1-helix")]
+    >>> [script_of(text) for text in ("a cat", "\\u043a\\u043e\\u0442", "\\u732b", "12", "\\u03b1-helix")]
     ['Latin', 'Cyrillic', 'Chinese or Japanese', '', 'Latin']
     """
+    sample = text[:_SAMPLED_CHARACTERS]
     if text.isascii() or not _NOT_LATIN.search(text):
-        return LATIN if any(map(str.isalpha, text[:_SAMPLED_CHARACTERS])) else 0
+        return "Latin" if any(map(str.isalpha, sample)) else ""
     seen: Counter[str] = Counter()
-    for char in text[:_SAMPLED_CHARACTERS]:
-        if char.isalpha():
-            index = bisect_right(_STARTS, ord(char)) - 1
-            if index >= 0:
-                seen[_RANGES[index][1]] += 1
-    seen.pop(_SYMBOLS, None)
-    return _NUMBER[max(seen, key=lambda name: seen[name])] if seen else 0
+    for char in filter(str.isalpha, sample):
+        if name := _LETTER_NAME.match(unicodedata.name(char, "")):
+            script = (name[1] or name[2]).capitalize()
+            seen[_SCRIPTS.get(script, script)] += 1
+    return max(seen, key=lambda script: seen[script], default="")
