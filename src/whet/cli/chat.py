@@ -129,7 +129,7 @@ def generate(
             output.stream(piece.text)
         output.stream("\n")
         return
-    answers = model.respond_all(prompts, max_new_tokens=max_new_tokens, samplings=[sampling] * len(prompts))
+    answers = model.respond_all(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
     rows = [{"prompt": text, "answer": answer, "end": end} for text, (answer, end) in zip(texts, answers, strict=True)]
     if json:
         output.result_json(rows)

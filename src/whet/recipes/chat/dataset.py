@@ -208,11 +208,9 @@ class ChatSplit:
         return len(self.rows) - 1
 
     def document(self, index: int) -> TokenRow:
-        """Return one document."""
         return self._read(index, index + 1)
 
     def row(self, index: int) -> TokenRow:
-        """Return one packed row."""
         return self._read(int(self.rows[index]), int(self.rows[index + 1]))
 
     def repack(self, row_length: int) -> "ChatSplit":

@@ -1,7 +1,6 @@
 """Perplexity, bits per byte and sample answers of a chat model."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch
 
 from whet.data.batch import DictBatch
 from whet.recipes.chat.data import ChatData, Question
-from whet.recipes.chat.generation import DecodingRules, GenerationRequest, Sampling, generate
+from whet.recipes.chat.generation import Sampling
 from whet.recipes.chat.model import CausalModel, model_inputs, next_tokens, summed_cross_entropy
+from whet.recipes.chat.responder import Prompt, Responder
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 # Limits of sample answers: an evaluation must not take much longer because of them.
@@ -54,28 +54,18 @@ def sample_answers(
     model: CausalModel, tokenizer: ChatTokenizer, questions: Sequence[Question], *, context_length: int
 ) -> list[dict[str, Any]]:
     """Return greedy answers of the model. Answers are cut short after a few seconds."""
-    rules = DecodingRules(
-        stops=frozenset([tokenizer.end_id]),
-        forbidden=(tokenizer.pad_id, *tokenizer.role_ids.values()),
-        context_length=context_length,
+    responder = Responder(model, tokenizer, context_length=context_length)
+    answers = responder.respond_all(
+        [Prompt(ids=question.prompt) for question in questions],
+        max_new_tokens=_MAX_ANSWER_TOKENS,
+        sampling=Sampling(temperature=0),
+        max_seconds=_MAX_SECONDS,
     )
-    greedy = Sampling(temperature=0)
-    requests = [
-        GenerationRequest(prompt=question.prompt, max_new_tokens=_MAX_ANSWER_TOKENS, sampling=greedy)
-        for question in questions
-    ]
-    answers: list[list[int]] = [[] for _ in requests]
-    deadline = time.monotonic() + _MAX_SECONDS
-    for step in generate(model, requests, rules):
-        if step.token is not None:
-            answers[step.row].append(step.token)
-        if time.monotonic() > deadline:
-            break
     return [
         {
             "input": tokenizer.decode_with_marks(question.prompt),
             "expected": tokenizer.decode(question.answer),
-            "predicted": tokenizer.decode(ids),
+            "predicted": answer,
         }
-        for question, ids in zip(questions, answers, strict=True)
+        for question, (answer, _) in zip(questions, answers, strict=True)
     ]

@@ -19,8 +19,6 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class SplitFacts(FrozenModel):
-    """The size of a split."""
-
     conversations: int = 0
     documents: int = 0
     """Conversations, or segments of long conversations. Attention does not cross documents."""

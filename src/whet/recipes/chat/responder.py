@@ -1,5 +1,7 @@
 """Answer conversations with a trained model."""
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,20 +101,25 @@ class Responder:
             yield TextChunk(text, len(ids))
 
     def respond_all(
-        self, prompts: Sequence[Prompt], *, max_new_tokens: int, samplings: Sequence[Sampling]
+        self, prompts: Sequence[Prompt], *, max_new_tokens: int, sampling: Sampling, max_seconds: float = math.inf
     ) -> list[tuple[str, str]]:
-        """Generate several answers in one batch; return texts and finish reasons. Batching changes no answer."""
+        """Generate several answers in one batch; return texts and finish reasons. Batching changes no answer.
+
+        After `max_seconds`, answers that are not finished are cut short.
+        """
         requests = [
-            GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling)
-            for prompt, sampling in zip(prompts, samplings, strict=True)
+            GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling) for prompt in prompts
         ]
         ids: list[list[int]] = [[] for _ in requests]
         reasons = [""] * len(requests)
+        deadline = time.monotonic() + max_seconds
         for step in generate(self.model, requests, self._rules):
             if step.token is not None:
                 ids[step.row].append(step.token)
             elif step.finish_reason is not None:
                 reasons[step.row] = step.finish_reason
+            if time.monotonic() > deadline:
+                break
         return [(self.tokenizer.decode(row), reason) for row, reason in zip(ids, reasons, strict=True)]
 
 

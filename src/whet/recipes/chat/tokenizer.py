@@ -63,7 +63,6 @@ class ChatTokenizer:
             ) from None
 
     def to_json(self) -> str:
-        """Serialize the tokenizer."""
         return self._engine.to_str()
 
     def encode(self, text: str) -> list[int]:

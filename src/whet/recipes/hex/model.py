@@ -179,8 +179,6 @@ def encode_boards(boards: Tensor, *, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWeights:
-    """The weights of the loss terms."""
-
     policy: float = 1.0
     value: float = 1.0
     uncertainty: float = 0.1

@@ -54,8 +54,6 @@ Evaluator = Callable[[Boards], tuple[Floats, Floats]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """The parameters of a search."""
-
     simulations: int = 64
     exploration: float = 1.25
     """The PUCT exploration constant, for values from 0 to 1."""
@@ -69,8 +67,6 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSearchResult:
-    """The result of a search for each board."""
-
     visits: Floats
     """(B, N * N): the visits of each move. Their sum is the number of simulations."""
     win: Floats

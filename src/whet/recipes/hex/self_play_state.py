@@ -17,8 +17,6 @@ FORMAT = "whet hex selfplay 1"
 
 
 class Generation(FrozenModel):
-    """The result of one generation."""
-
     number: int
     num_positions: int
     win_rate: float | None = None
@@ -46,7 +44,6 @@ class SelfPlayState(FrozenModel):
 
 
 def run_path(folder: Path, number: int) -> Path:
-    """Return the run of a generation."""
     return folder / f"generation-{number:03d}"
 
 
@@ -56,12 +53,10 @@ def games_path(folder: Path, number: int) -> Path:
 
 
 def is_selfplay(folder: Path) -> bool:
-    """Return whether a folder is a self-play run."""
     return (folder / STATE).is_file()
 
 
 def read_state(folder: Path) -> SelfPlayState:
-    """Read the state."""
     path = folder / STATE
     try:
         state = SelfPlayState.from_json(strict_json.decode(read_regular_file(path).decode()), where=path)
@@ -99,7 +94,6 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
 
 
 def champion_run(folder: Path) -> Path:
-    """Return the run of the champion."""
     number = read_state(folder).champion
     if number is None:
         raise UsageError(

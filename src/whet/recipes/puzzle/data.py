@@ -221,28 +221,15 @@ def _columns(inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> dic
 # --- folders of the official implementation ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PuzzleRows:
-    """The rows of an official dataset."""
+Rows = dict[str, np.ndarray]
+"""Rows of an official dataset: inputs, labels, the index of the embedding (puzzles) and the group of each row.
 
-    inputs: np.ndarray
-    labels: np.ndarray
-    puzzles: np.ndarray
-    """The index of the embedding of each row."""
-    groups: np.ndarray
-    """The group of each row. Rows of one group are augmented copies of one original."""
+Rows of one group are augmented copies of one original.
+"""
 
-    def __len__(self) -> int:
-        return len(self.inputs)
 
-    def at(self, rows: np.ndarray) -> "PuzzleRows":
-        """Select rows."""
-        return PuzzleRows(
-            inputs=self.inputs[rows],
-            labels=self.labels[rows],
-            puzzles=self.puzzles[rows],
-            groups=self.groups[rows],
-        )
+def _at(rows: Rows, selected: np.ndarray) -> Rows:
+    return {name: column[selected] for name, column in rows.items()}
 
 
 def is_official(folder: Path) -> bool:
@@ -256,23 +243,23 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
     train, test, sizes = read_official(folder)
     arc: ArcTasks | None = None
     notes: tuple[str, ...] = ()
-    if test is None or len(test) < 2:
+    if test is None or len(test["groups"]) < 2:
         # Hold out whole groups: a held-out puzzle must not have an augmented copy in the training split.
-        groups = rng.permutation(int(train.groups.max(initial=0)) + 1)
+        groups = rng.permutation(int(train["groups"].max(initial=0)) + 1)
         number = _num_held_out(len(groups), config)
-        is_val, is_test = (np.isin(train.groups, some) for some in (groups[:number], groups[number : 2 * number]))
-        splits = [train.at(~is_val & ~is_test), train.at(is_val), train.at(is_test)]
-    elif (arc := _read_tasks(folder, sizes)) is not None and len(np.unique(test.groups)) > 1:
+        is_val, is_test = (np.isin(train["groups"], some) for some in (groups[:number], groups[number : 2 * number]))
+        splits = [_at(train, ~is_val & ~is_test), _at(train, is_val), _at(train, is_test)]
+    elif (arc := _read_tasks(folder, sizes)) is not None and len(np.unique(test["groups"])) > 1:
         # Divide by task, because the copies of a task vote together.
-        parts = [_first_copies(test.at(test.groups % 2 == half), config.eval_puzzles) for half in (0, 1)]
+        parts = [_first_copies(_at(test, test["groups"] % 2 == half), config.eval_puzzles) for half in (0, 1)]
         splits = [train, *parts]
         notes = _copies_notes(test, parts)
     else:
-        rows = np.arange(len(test))
-        splits = [train, test.at(rows[::2][: config.eval_puzzles]), test.at(rows[1::2][: config.eval_puzzles])]
+        rows = np.arange(len(test["groups"]))
+        splits = [train, *(_at(test, rows[half::2][: config.eval_puzzles]) for half in (0, 1))]
     if config.puzzles != "auto":
-        splits[0] = splits[0].at(np.sort(rng.permutation(len(splits[0]))[: config.puzzles]))
-    columns = [_columns(split.inputs, split.labels, split.puzzles) for split in splits]
+        splits[0] = _at(splits[0], np.sort(rng.permutation(len(splits[0]["groups"]))[: config.puzzles]))
+    columns = [_columns(split["inputs"], split["labels"], split["puzzles"]) for split in splits]
     is_sudoku = sizes.num_puzzles == 1 and sizes.num_tokens - 2 == _SIDE_OF_LENGTH.get(sizes.length)
     return PuzzleData(
         train=columns[0], val=columns[1], test=columns[2], sizes=sizes, is_sudoku=is_sudoku, arc=arc, notes=notes
@@ -289,29 +276,31 @@ def _read_tasks(folder: Path, sizes: Sizes) -> ArcTasks | None:
     return tasks
 
 
-def _first_copies(rows: PuzzleRows, limit: int) -> PuzzleRows:
+def _first_copies(rows: Rows, limit: int) -> Rows:
     """Return at most `limit` rows: of every group the same number of augmented copies, the original first."""
-    is_next = np.ones(len(rows), bool)
-    is_next[1:] = (rows.puzzles[1:] != rows.puzzles[:-1]) | (rows.groups[1:] != rows.groups[:-1])
+    puzzles, groups = rows["puzzles"], rows["groups"]
+    is_next = np.ones(len(groups), bool)
+    is_next[1:] = (puzzles[1:] != puzzles[:-1]) | (groups[1:] != groups[:-1])
     copies = is_next.cumsum()
-    _, first, group = np.unique(rows.groups, return_index=True, return_inverse=True)
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
     copies -= copies[first][group]
     # How many rows are left if this copy is the last one that is kept.
     sizes = np.bincount(copies).cumsum()
     num_copies = max(1, int((sizes <= limit).sum()))
-    return rows.at(np.flatnonzero(copies < num_copies)[:limit])
+    return _at(rows, np.flatnonzero(copies < num_copies)[:limit])
 
 
-def _copies_notes(test: PuzzleRows, parts: list[PuzzleRows]) -> tuple[str, ...]:
+def _copies_notes(test: Rows, parts: list[Rows]) -> tuple[str, ...]:
     """Report that only some of the augmented copies vote."""
-    used = sum(len(part) for part in parts)
-    if used == len(test):
+    groups = test["groups"]
+    used = sum(len(part["groups"]) for part in parts)
+    if used == len(groups):
         return ()
-    needed = max(int((test.groups % 2 == half).sum()) for half in (0, 1))
-    return (f"{used:,} of {len(test):,} test rows vote in evaluations; eval_puzzles={needed} has all",)
+    needed = max(int((groups % 2 == half).sum()) for half in (0, 1))
+    return (f"{used:,} of {len(groups):,} test rows vote in evaluations; eval_puzzles={needed} has all",)
 
 
-def read_official(folder: Path) -> tuple[PuzzleRows, PuzzleRows | None, Sizes]:
+def read_official(folder: Path) -> tuple[Rows, Rows | None, Sizes]:
     """Return training rows, test rows or None, and the sizes that a model needs.
 
     Unlike in the official implementation, every row has the same weight.
@@ -330,25 +319,22 @@ def read_official(folder: Path) -> tuple[PuzzleRows, PuzzleRows | None, Sizes]:
     return train, test, sizes
 
 
-def _read_split(folder: Path) -> tuple[PuzzleRows, Sizes]:
+def _read_split(folder: Path) -> tuple[Rows, Sizes]:
     try:
         info = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
         sizes = Sizes(num_tokens=info["vocab_size"], length=info["seq_len"], num_puzzles=info["num_puzzle_identifiers"])
         sets = [_read_set(folder, name, sizes, info.get("ignore_label_id")) for name in info["sets"]]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise _folder_error(folder, f"{type(error).__name__}: {error}") from None
-    # Offset the group numbers, which start from 0 in each set.
-    starts = np.cumsum([0, *(int(part.groups.max(initial=-1)) + 1 for part in sets)])
-    rows = PuzzleRows(
-        inputs=np.concatenate([part.inputs for part in sets]),
-        labels=np.concatenate([part.labels for part in sets]),
-        puzzles=np.concatenate([part.puzzles for part in sets]),
-        groups=np.concatenate([part.groups + start for part, start in zip(sets, starts, strict=False)]),
-    )
-    return rows, sizes
+    # Group numbers start from 0 in each set.
+    first = 0
+    for part in sets:
+        part["groups"] += first
+        first = int(part["groups"].max(initial=first - 1)) + 1
+    return {name: np.concatenate([part[name] for part in sets]) for name in sets[0]}, sizes
 
 
-def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> PuzzleRows:
+def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Rows:
     if Path(name).name != name:
         raise ValueError(f"the set {name!r} is outside of the folder")
 
@@ -374,7 +360,12 @@ def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Puz
             raise ValueError(f"{what} have tokens outside of 0 to {sizes.num_tokens - 1}")
     if len(puzzles) and not (int(puzzles.min()) >= 0 and int(puzzles.max()) < sizes.num_puzzles):
         raise ValueError(f"puzzle identifiers outside of 0 to {sizes.num_puzzles - 1}")
-    return PuzzleRows(inputs=inputs.astype(np.int16), labels=labels.astype(np.int16), puzzles=puzzles, groups=groups)
+    return {
+        "inputs": inputs.astype(np.int16),
+        "labels": labels.astype(np.int16),
+        "puzzles": puzzles,
+        "groups": groups,
+    }
 
 
 def _folder_error(folder: Path, problem: str) -> WhetError:

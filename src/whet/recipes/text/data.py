@@ -22,8 +22,6 @@ _WORD = re.compile(r"\w+")
 
 
 class SplitColumns(TypedDict):
-    """The columns of a split."""
-
     tokens: Ragged
     """int64 token ids."""
     label: Tensor

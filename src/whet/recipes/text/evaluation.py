@@ -78,18 +78,26 @@ class Scores:
 
     def __init__(self, num_classes: int, *, is_multi_label: bool) -> None:
         self.is_multi_label = is_multi_label
-        self.num_texts = 0
-        self.confusion: Array = None
-        """One row per true class and one column per predicted class; None for multi-label data or too many classes."""
-        if not is_multi_label and num_classes <= MAX_CONFUSION_CLASSES:
-            self.confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
         self._num_classes = num_classes
-        self._num_right = 0
-        self._squares = 0.0
-        # For each class: true positives, predicted positives, actual positives.
-        self._true_positives, self._predicted, self.support = np.zeros((3, num_classes), dtype=np.int64)
+        shapes: dict[str, tuple[int, ...]] = {
+            "num_texts": (),
+            "num_right": (),
+            **dict.fromkeys(("true_positives", "predicted", "support"), (num_classes,)),
+        }
+        if not is_multi_label and num_classes <= MAX_CONFUSION_CLASSES:
+            shapes["confusion"] = (num_classes, num_classes)
+        self._sums: dict[str, Array] = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes.items()}
         # For each bin: number of predictions, sum of their probabilities, number of correct predictions.
-        self._bins = np.zeros((3, NUM_BINS))
+        self._sums |= {"squares": np.zeros(()), "bins": np.zeros((3, NUM_BINS))}
+
+    @property
+    def num_texts(self) -> int:
+        return int(self._sums["num_texts"])
+
+    @property
+    def confusion(self) -> Array:
+        """One row per true class and one column per predicted class; None for multi-label data or too many classes."""
+        return self._sums.get("confusion")
 
     def add(self, probabilities: Array, truth: Array) -> Array:
         """Add predictions; return which texts were classified correctly.
@@ -98,93 +106,69 @@ class Scores:
             probabilities: (texts, classes).
             truth: Class indices (texts), or zeros and ones (texts, classes) for multi-label data.
         """
-        probabilities = np.asarray(probabilities, dtype=np.float64)
-        truth = np.asarray(truth)
+        sums, probabilities, truth = self._sums, np.asarray(probabilities, dtype=np.float64), np.asarray(truth)
         # Check before counting, so that an error leaves the sums unchanged.
         check_finite(probabilities)
         if self.is_multi_label:
             is_true, is_predicted = truth > 0.5, probabilities > 0.5
             is_right = (is_true == is_predicted).all(1)
             # Each class of each text is a separate binary prediction.
-            self._squares += float(((probabilities - is_true) ** 2).mean(1).sum())
+            sums["squares"] += float(((probabilities - is_true) ** 2).mean(1).sum())
             self._fill_bins(probabilities.ravel(), is_true.ravel())
         else:
             predicted = probabilities.argmax(1)
             is_right = predicted == truth
             is_true, is_predicted = (one_hot(chosen, self._num_classes) for chosen in (truth, predicted))
-            self._squares += float(((probabilities - is_true) ** 2).sum())
+            sums["squares"] += float(((probabilities - is_true) ** 2).sum())
             self._fill_bins(probabilities.max(1), is_right)
             if self.confusion is not None:
                 # Use add.at, which counts repeated index pairs. Plain indexing would count each pair once.
                 np.add.at(self.confusion, (truth, predicted), 1)
-        self.num_texts += len(probabilities)
-        self._num_right += int(is_right.sum())
-        self._true_positives += (is_true & is_predicted).sum(0)
-        self._predicted += is_predicted.sum(0)
-        self.support += is_true.sum(0)
+        sums["num_texts"] += len(probabilities)
+        sums["num_right"] += is_right.sum()
+        sums["true_positives"] += (is_true & is_predicted).sum(0)
+        sums["predicted"] += is_predicted.sum(0)
+        sums["support"] += is_true.sum(0)
         return is_right
 
     def as_json(self) -> dict[str, Any]:
         """Return all sums, for `merge` in another process."""
-        confusion = None if self.confusion is None else self.confusion.tolist()
-        sums = {"num_texts": self.num_texts, "num_right": self._num_right, "squares": self._squares}
-        counts = {
-            "true_positives": self._true_positives,
-            "predicted": self._predicted,
-            "support": self.support,
-            "bins": self._bins,
-        }
-        return {
-            "num_classes": self._num_classes,
-            "is_multi_label": self.is_multi_label,
-            **sums,
-            "confusion": confusion,
-            **{name: array.tolist() for name, array in counts.items()},
-        }
+        sums = {name: array.tolist() for name, array in self._sums.items()}
+        return {"num_classes": self._num_classes, "is_multi_label": self.is_multi_label, "sums": sums}
 
     def merge(self, other: dict[str, Any]) -> None:
         """Add the sums from `as_json` of another process."""
-        self.num_texts += other["num_texts"]
-        self._num_right += other["num_right"]
-        self._squares += other["squares"]
-        if self.confusion is not None:
-            self.confusion += np.asarray(other["confusion"], dtype=np.int64)
-        for array, name in (
-            (self._true_positives, "true_positives"),
-            (self._predicted, "predicted"),
-            (self.support, "support"),
-        ):
-            array += np.asarray(other[name], dtype=np.int64)
-        self._bins += np.asarray(other["bins"])
+        for name, array in self._sums.items():
+            array += np.asarray(other["sums"][name], dtype=array.dtype)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics over all texts."""
-        f1 = self.classes()["f1"]
-        occurs = (self._predicted + self.support) > 0
-        both = int(self._predicted.sum() + self.support.sum())
-        counts, confidence, right = self._bins
+        sums, f1 = self._sums, self.classes()["f1"]
+        either = sums["predicted"] + sums["support"]
+        occurs, both = either > 0, int(either.sum())
+        counts, confidence, right = sums["bins"]
         return {
-            "accuracy": self._num_right / self.num_texts,
+            "accuracy": int(sums["num_right"]) / self.num_texts,
             "macro_f1": float(np.mean(np.asarray(f1)[occurs])) if occurs.any() else 0.0,
-            "micro_f1": 2 * int(self._true_positives.sum()) / both if both else 0.0,
+            "micro_f1": 2 * int(sums["true_positives"].sum()) / both if both else 0.0,
             "calibration_error": float(np.abs(confidence - right).sum() / counts.sum()),
-            "brier": self._squares / self.num_texts,
+            "brier": float(sums["squares"]) / self.num_texts,
         }
 
     def classes(self) -> dict[str, list[float]]:
         """Return precision, recall, F1 and support of each class. A score is 0 if its denominator is 0."""
-        hits = self._true_positives.astype(np.float64)
+        hits, predicted, support = (self._sums[name] for name in ("true_positives", "predicted", "support"))
         return {
-            "precision": _ratio(hits, self._predicted),
-            "recall": _ratio(hits, self.support),
-            "f1": _ratio(2 * hits, self._predicted + self.support),
-            "support": self.support.tolist(),
+            "precision": _ratio(hits, predicted),
+            "recall": _ratio(hits, support),
+            "f1": _ratio(2 * hits, predicted + support),
+            "support": support.tolist(),
         }
 
     def _fill_bins(self, confidence: Array, is_right: Array) -> None:
         # A probability of exactly 1 belongs to the last bin.
         bins = np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        for row, weights in zip(self._bins, (None, confidence, is_right), strict=True):
+        for row, weights in zip(self._sums["bins"], (None, confidence, is_right), strict=True):
             row += np.bincount(bins, weights=weights, minlength=NUM_BINS)
 
 

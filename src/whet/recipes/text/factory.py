@@ -57,7 +57,6 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
 
 
 def load_tokenizer(metadata: dict[str, Any]) -> AnyTokenizer:
-    """Load the tokenizer of a run."""
     saved = str(metadata.get("tokenizer"))
     if metadata.get(IS_LINEAR):
         return NgramVocabulary.from_json(saved)

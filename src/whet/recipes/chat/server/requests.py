@@ -89,7 +89,6 @@ class CompletionRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop sequences."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MAX_STOPS or not all(stops):
             raise BadRequestError(f"stop takes up to {_MAX_STOPS} non-empty texts", param="stop")
@@ -131,7 +130,6 @@ class TextCompletionRequest(CompletionRequest):
 
     @property
     def text(self) -> str:
-        """The text to continue."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 

@@ -24,7 +24,6 @@ class CompletionResponse:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the complete response."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         content = {"message": {"role": "assistant", "content": text, "error": None}} if self.is_chat else {"text": text}
         return {**self._head(kind), "choices": [self._choice(content, finish_reason)], "usage": usage}
@@ -52,7 +51,6 @@ class CompletionResponse:
 
 
 def server_sent_event(value: object) -> bytes:
-    """Encode a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
@@ -65,7 +63,6 @@ def token_usage(num_prompt: int, num_generated: int) -> dict[str, int]:
 
 
 def error_body(error: BadRequestError) -> dict[str, Any]:
-    """Return the body for a bad request."""
     return _error(str(error), status=error.status, param=error.param, code=error.code)
 
 

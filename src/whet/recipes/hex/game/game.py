@@ -21,7 +21,6 @@ class Game:
     winner: int = EMPTY
 
     def after(self, move: int) -> "Game":
-        """Return the game after one more move."""
         return replay((*self.moves, move), size=self.size)
 
     @property

@@ -81,8 +81,6 @@ def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArr
 
 
 class SplitCounts(FrozenModel):
-    """The size of a split."""
-
     games: int = Field(ge=0)
     positions: int = Field(ge=0)
 
@@ -112,7 +110,6 @@ class GameManifest(FrozenModel):
 
 
 def read_manifest(folder: Path) -> GameManifest:
-    """Read the manifest of a folder of games."""
     path = folder / MANIFEST
     if not path.is_file():
         raise UsageError("not a folder of games", got=str(folder), try_=_HINT)

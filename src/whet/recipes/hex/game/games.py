@@ -33,11 +33,9 @@ class Games:
         return (self.moves != NO_MOVE).sum(axis=1)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Games":
-        """Return some of the games."""
         return Games(self.size, self.moves[index], self.winners[index])
 
     def move_list(self, game: int) -> tuple[int, ...]:
-        """Return the moves of one game."""
         return tuple(int(move) for move in self.moves[game] if move != NO_MOVE)
 
 
@@ -143,7 +141,6 @@ class _Stones:
         return cls(cells, colors)
 
     def boards(self, size: int) -> Boards:
-        """Return the boards, (games, size, size)."""
         # Scatter into an extra cell at the end: entries without a stone have the index NO_MOVE, which is -1.
         boards = np.zeros((len(self.cells), size * size + 1), dtype=np.int8)
         np.put_along_axis(boards, self.cells.astype(np.int64), self.colors, axis=1)

@@ -29,8 +29,6 @@ _MAX_REJECTED_SHARE = 0.1
 
 
 class ImportOptions(FrozenModel):
-    """The options of an import."""
-
     size: int | None = Field(default=None, ge=MIN_SIZE, le=MAX_SIZE)
     first: Edges | None = None
     """The edges that the first player connects. Default: inferred from the games."""

@@ -111,7 +111,6 @@ class RejectedGames:
 
     @property
     def total(self) -> int:
-        """The number of rejected games."""
         return sum(self.counts.values())
 
     def lines(self) -> list[str]:

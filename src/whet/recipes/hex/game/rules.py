@@ -30,7 +30,6 @@ class Positions:
         return len(self.boards)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Positions":
-        """Return some of the positions."""
         return Positions(self.boards[index], self.movers[index])
 
 

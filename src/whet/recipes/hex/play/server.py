@@ -43,7 +43,6 @@ class PlayRoutes:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="player")
 
     def routes(self) -> list["BaseRoute"]:
-        """Return the routes for the web server."""
         from starlette.routing import Route
 
         return [

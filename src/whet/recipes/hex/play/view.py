@@ -28,8 +28,6 @@ class Suggestion(FrozenModel):
 
 
 class GameView(FrozenModel):
-    """The state of a game."""
-
     size: int
     cells: tuple[int, ...]
     """The cells row by row: 0 empty, 1 blue, 2 red."""

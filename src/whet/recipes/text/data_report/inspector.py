@@ -102,7 +102,6 @@ class DatasetInspector:
         self._splits_of_group: dict[int, int] = {}
 
     def run(self) -> DataReport:
-        """Inspect all rows and return the report."""
         for number, source in enumerate(self.index.sources):
             reader = SampleReader(source, self.overrides)
             split = source.split or "all"

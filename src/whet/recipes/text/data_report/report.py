@@ -12,8 +12,6 @@ FixAction = Literal["removed", "changed", "left"]
 
 
 class DefectKind(NamedTuple):
-    """A kind of defect."""
-
     description: str
     """The description of what is counted."""
     action: FixAction
@@ -152,7 +150,6 @@ class FindingCollector:
         return len(self._examples[kind]) < self.MAX_EXAMPLES
 
     def add(self, kind: str, example: FindingExample | None = None, *, count: int = 1) -> None:
-        """Count a defect."""
         self._counts[kind] += count
         if example is not None and self.needs_example(kind):
             self._examples[kind].append(example)

@@ -168,7 +168,6 @@ class RowIndex:
         self._number.append(sample.number)
 
     def rows_of(self, source: int) -> int:
-        """Return the number of rows of a source."""
         return self._source.count(source)
 
     def label_number(self, cell: str) -> int:

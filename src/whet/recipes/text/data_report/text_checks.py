@@ -41,7 +41,6 @@ def emptiness(text: str) -> str | None:
 
 
 def text_defects(text: str) -> list[str]:
-    """Return the kinds of defects in a text."""
     kinds = []
     if not text.isprintable():
         if _NUL in text:
