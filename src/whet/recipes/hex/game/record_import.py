@@ -13,6 +13,7 @@ from whet.recipes.hex.game.game_folder import (
     GAMES,
     MANIFEST,
     SPLITS,
+    Arrays,
     GameManifest,
     SplitCounts,
     encode_arrays,
@@ -85,7 +86,7 @@ def import_records(
     )
 
     def fill(draft: Path) -> None:
-        arrays = {"moves": games.moves, "winners": games.winners, "split": split}
+        arrays: Arrays = {"moves": games.moves, "winners": games.winners, "split": split}
         durable.write_draft(draft / GAMES, data=encode_arrays(arrays))
         text = strict_json.encode(manifest.as_json(), pretty=True) + "\n"
         durable.write_draft(draft / MANIFEST, data=text.encode(), is_last=True)
