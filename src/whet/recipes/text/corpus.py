@@ -186,33 +186,17 @@ def read_class_weights(value: Any) -> Any:
     """
     if value is None:
         return "none"
-    if not isinstance(value, str) or not (value.startswith("{") and value.endswith("}")):
+    if not isinstance(value, str) or not value.startswith("{"):
         return value
-    weights: dict[str, float] = {}
-    for item in _split_items(value[1:-1]):
-        name, _, number = item.rpartition(":")
-        try:
-            weights[name.strip().strip("'\"")] = float(number)
-        except ValueError:
-            raise UsageError(
-                "cannot parse class_weights", got=item.strip(), try_="class_weights='{rare: 5, common: 1}'"
-            ) from None
-    return weights
+    import yaml
 
-
-def _split_items(text: str) -> list[str]:
-    """Split at commas outside of quotes."""
-    items, quote = [""], ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        if char == "," and not quote:
-            items.append("")
-        else:
-            items[-1] += char
-    return [item for item in items if item.strip()]
+    try:
+        # This loader reads every name as text: safe_load reads a class "no" as false.
+        return {name: float(weight) for name, weight in yaml.BaseLoader(value).get_single_data().items()}
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise UsageError(
+            "cannot parse class_weights", got=value[:200], try_="class_weights='{rare: 5, common: 1}'"
+        ) from None
 
 
 def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:

@@ -208,22 +208,9 @@ class ParityRow(FrozenModel):
 class TrainingTrace:
     """All compared quantities of one device, copied to the CPU."""
 
-    loss: Tensor
-    gradients: Mapping[str, Tensor]
-    draws: Mapping[str, Tensor]
-    """What the random draws depended on."""
-    buffers: Mapping[str, Tensor]
-    update: Mapping[str, Tensor]
+    parts: dict[str, Mapping[str, Tensor]]
+    """Named tensors: the loss, gradients, what the random draws depended on, buffers, and the update."""
     trajectory: Tensor
-
-    def parts(self) -> dict[str, Mapping[str, Tensor]]:
-        return {
-            "loss": {"loss": self.loss},
-            "gradients": self.gradients,
-            "draws": self.draws,
-            "buffers": self.buffers,
-            "update": self.update,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,22 +234,22 @@ def compare_training(
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why_not = str(error).splitlines()[0][:200]
     progress("float32 on the CPU ...")
-    float32 = record_training(replicas, cpu, steps=steps, gradients=None if why_not else reference.gradients)
+    float32 = record_training(replicas, cpu, steps=steps, gradients=None if why_not else reference.parts["gradients"])
     scale = 1.0
     if why_not is not None:
         reference = float32
     else:
         scale = _weight_scale(float32, reference)
         if scale < 1:
-            reference, float32 = (
-                replace(one, update=record_update(replicas, cpu, reference.gradients, float64=float64, scale=scale))
-                for one, float64 in ((reference, True), (float32, False))
-            )
+            for one, float64 in ((reference, True), (float32, False)):
+                gradients = reference.parts["gradients"]
+                one.parts["update"] = record_update(replicas, cpu, gradients, float64=float64, scale=scale)
     if device.kind == "cpu":
         rows = () if why_not else _rows(float32, reference, cpu_float32=None)
     else:
         progress(f"{device.kind} ...")
-        actual = record_training(replicas, device, steps=steps, gradients=reference.gradients, scale=scale)
+        gradients = reference.parts["gradients"]
+        actual = record_training(replicas, device, steps=steps, gradients=gradients, scale=scale)
         rows = _rows(actual, reference, cpu_float32=None if why_not else float32)
     return TrainingParity(rows=rows, reference="cpu float32" if why_not else "cpu float64", why_not_float64=why_not)
 
@@ -272,7 +259,7 @@ def _weight_scale(float32: TrainingTrace, reference: TrainingTrace) -> float:
 
     With a small learning rate, an update is little more than the rounding of the weights, which would hide any error.
     """
-    error = max(relative_errors(float32.update, reference.update).values(), default=0.0)
+    error = max(relative_errors(float32.parts["update"], reference.parts["update"]).values(), default=0.0)
     if not math.isfinite(error) or error_bound(0.0, error) <= MAX_BOUNDS["update"]:
         return 1.0
     return 2.0 ** -math.ceil(math.log2(CPU_ERROR_FACTOR * error / MIN_BOUNDS["update"]))
@@ -291,7 +278,7 @@ def record_training(
     with replicas.on(device, float64=float64) as replica:
         # A learning rate of 0 runs only the forward and backward pass, with the code of real training.
         stepper = replica.stepper(torch.optim.SGD(replica.model.parameters(), lr=0.0))
-        loss = _copy(replica.step(stepper).loss)
+        loss = {"loss": _copy(replica.step(stepper).loss)}
         own = {name: _copy(p.grad) for name, p in replica.model.named_parameters() if p.grad is not None}
         buffers = {name: _copy(b) for name, b in replica.model.named_buffers() if b.is_floating_point()}
         draws = {} if replicas.draws is None else replicas.draws.parameters
@@ -307,9 +294,8 @@ def record_training(
                 if number == 1:
                     raise
                 break
-    return TrainingTrace(
-        loss=loss, gradients=own, draws=draws, buffers=buffers, update=update, trajectory=torch.stack(losses)
-    )
+    parts = {"loss": loss, "gradients": own, "draws": draws, "buffers": buffers, "update": update}
+    return TrainingTrace(parts=parts, trajectory=torch.stack(losses))
 
 
 def record_update(
@@ -345,13 +331,13 @@ def _rows(
 ) -> tuple[ParityRow, ...]:
     minimums = BOUNDS_WITHOUT_FLOAT64 if cpu_float32 is None else MIN_BOUNDS
     rows = []
-    for what, expected in reference.parts().items():
-        if not expected and not actual.parts()[what]:
+    for what, expected in reference.parts.items():
+        if not expected and not actual.parts[what]:
             continue
-        errors = relative_errors(actual.parts()[what], expected)
+        errors = relative_errors(actual.parts[what], expected)
         own_error = None
         if cpu_float32 is not None:
-            own_error = max(relative_errors(cpu_float32.parts()[what], expected).values(), default=0.0)
+            own_error = max(relative_errors(cpu_float32.parts[what], expected).values(), default=0.0)
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         rows.append(
             ParityRow(
