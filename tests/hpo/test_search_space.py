@@ -6,10 +6,10 @@ import pytest
 
 from whet.api.search import prepare_search, run_search, winning_args
 from whet.base.errors import UsageError
-from whet.config.sources import parse_args, parse_value
+from whet.config.sources import as_text, parse_args, parse_value
 from whet.hpo import samplers
 from whet.hpo.search_config import check_same_search
-from whet.hpo.space import Choices, NumberRange, as_text, read_space
+from whet.hpo.space import Choices, NumberRange, read_space
 from whet.hpo.worker import devices_for
 from whet.machine.facts import Accelerator, Machine
 from whet.recipes.text.config import TextConfig, describe

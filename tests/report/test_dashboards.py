@@ -85,7 +85,7 @@ class SimulatedDashboard:
 @pytest.fixture
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.report.forward.forwarder._FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("whet.report.forward.forwarder._BATCH_SECONDS", 0.05)
+    monkeypatch.setattr("whet.report.forward.forwarder._POLL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("_no_pauses")

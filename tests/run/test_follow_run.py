@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whet.run.event import Event
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE
-from whet.run.follow import PROCESS_DIED, follow
+from whet.run.follow import PROCESS_DIED
+from whet.run.follow import follow as follow_batches
 from whet.run.lock import acquire
 
 POLL = 0.01
@@ -38,6 +40,10 @@ def _never_waits_for_ever() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+def follow(folder: Path, **options: Any) -> Iterator[Event]:
+    return itertools.chain.from_iterable(follow_batches(folder, **options))
 
 
 def take(events: Iterator[Event], count: int) -> list[tuple[str, int]]:

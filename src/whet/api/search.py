@@ -16,11 +16,11 @@ from whet.base.errors import UsageError
 from whet.config.goal import resolve_mode
 from whet.config.options import MAX_SEEDS
 from whet.config.resolve import read_config, resolve_config
-from whet.config.sources import flatten, parse_args
+from whet.config.sources import as_argument, flatten, parse_args
 from whet.hpo import results, samplers
 from whet.hpo.results import collect_results
 from whet.hpo.search_config import SearchConfig, check_same_search, read_search_config, write_search_config
-from whet.hpo.space import SearchSpace, as_argument, read_space
+from whet.hpo.space import SearchSpace, read_space
 from whet.hpo.storage import check_address, is_sqlite, open_storage, without_password
 from whet.hpo.study import ClaimedTrial, SearchStudy
 from whet.hpo.worker import (

@@ -253,14 +253,8 @@ def _resolve_batch(
 
 def _command(what: str, values: Mapping[str, Any], file: Path | None, *, device: str, run: Path) -> list[str]:
     """Return the command line of the same training. It resumes the run."""
-    from whet.config.sources import flatten
+    from whet.config.sources import as_argument, flatten
 
-    settings = [f"{key}={_word(value)}" for key, value in flatten(dict(values)).items()]
+    settings = [as_argument(key, value) for key, value in flatten(dict(values)).items()]
     options = [*(["--config", str(file)] if file else []), *(["--device", device] if device != "auto" else [])]
     return ["whet", "train", what, *settings, *options, "--run", str(run)]
-
-
-def _word(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

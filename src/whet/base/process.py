@@ -3,10 +3,12 @@
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+SignalHandler = Callable[[int, FrameType | None], None]
 
 
 class TerminatedError(SystemExit):
@@ -31,6 +33,17 @@ def stop_immediately(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise TerminatedError(number)
+
+
+@contextmanager
+def handle_signals(handler: SignalHandler, *numbers: int) -> Iterator[None]:
+    """Handle these signals in the body, and restore their handlers."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def stop_message(number: int, *, when: str) -> str:
@@ -73,13 +86,12 @@ def interrupt_after(seconds: float) -> Iterator[None]:
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise TimeLimitError
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _REPEAT_SECONDS)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with handle_signals(interrupt, signal.SIGALRM):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _REPEAT_SECONDS)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 @contextmanager

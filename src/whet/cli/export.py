@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.process import stop_immediately
+from whet.base.process import handle_signals, stop_immediately
 from whet.base.units import format_bytes
 from whet.cli import output
 from whet.cli.options import Checkpoint, Json, ModelFunction, RecipeFile
@@ -162,18 +162,14 @@ def forward(
         if len(signals) > 1:
             stop_immediately(number)
 
-    with output.user_output_to_stderr():
+    with output.user_output_to_stderr(), handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         dashboard = open_dashboard(to)
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             done = forward_run(
                 opened, dashboard, project=project, once=once, tries=3 if once else None, notify=output.note, stop=stop
             )
         except UnreachableError as error:
             raise WhetError(f"{to} does not respond", got=str(error), try_="the same command again, later") from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
     last = "" if done.last_step is None else f", up to step {done.last_step:,}"
     output.result(f"forwarded {done.rows:,} steps{last}" + (f"; the run is {done.state}" if done.state else ""))
     if signals:

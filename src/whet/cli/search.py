@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.base.process import stop_immediately, stop_message
+from whet.base.process import handle_signals, stop_immediately, stop_message
 from whet.base.units import format_seconds
 from whet.cli import output
 from whet.cli.options import Device, Json
@@ -155,9 +155,5 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
         with contextlib.suppress(RuntimeError):
             output.note(stop_message(number, when="once the running trials are saved"))
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

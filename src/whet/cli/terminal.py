@@ -8,13 +8,14 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
+from whet.base.process import handle_signals
 from whet.cli import output
 from whet.report.watch.terminal import MIN_HEIGHT, MIN_WIDTH, BoardReader, TerminalArea, board_rows, render_board
 
@@ -53,9 +54,9 @@ class _LiveView:
 
     def show(self) -> None:
         """Redraw until a key or a signal quits."""
-        with _handling(self._request_quit, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with handle_signals(self._request_quit, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             while True:
-                with _handling(self._request_suspend, signal.SIGTSTP), self._live, _single_keys():
+                with handle_signals(self._request_suspend, signal.SIGTSTP), self._live, _single_keys():
                     self._watch()
                 if self._is_quit_requested:
                     return
@@ -127,14 +128,3 @@ def _single_keys() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextlib.contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals; a closed window and SIGTERM restore the terminal like a key does."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, own in before.items():
-            signal.signal(number, own)

@@ -208,6 +208,29 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
         return text
 
 
+def as_argument(key: str, value: Any) -> str:
+    """Return a setting as a command-line argument."""
+    return f"{key}={as_text(value)}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value as text that `parse_value` reads back.
+
+    >>> as_text(0.0001), as_text(True), as_text(None), as_text(["a", "b,c"]), as_text("7"), as_text(64)
+    ('0.0001', 'true', 'null', "[a,'b,c']", "'7'", '64')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(as_text(item) for item in value)}]"
+    if isinstance(value, str):
+        is_plain = parse_value(value, value) == value and not set(value) & set("[](){},'\"")
+        return value if is_plain else f'"{value}"' if "'" in value else f"'{value}'"
+    return repr(value)
+
+
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to nested mappings.
 

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
-from whet.hpo.space import SearchSpace, as_argument
+from whet.config.sources import as_argument
+from whet.hpo.space import SearchSpace
 from whet.run import durable, strict_json
 
 SEARCH_FILE = "search.json"

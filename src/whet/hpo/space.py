@@ -12,7 +12,7 @@ from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
 from whet.config.options import CommonConfig
 from whet.config.resolve import known_keys, resolve_config
-from whet.config.sources import parse_args, parse_value
+from whet.config.sources import as_argument, as_text, parse_args, parse_value
 
 _NUMBER = r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
@@ -129,29 +129,6 @@ def read_space(
     for key in dimensions:
         _check_searchable(key, config)
     return SearchSpace(dimensions=_checked(config, dimensions, fixed)), tuple(fixed)
-
-
-def as_argument(key: str, value: Any) -> str:
-    """Return a setting as a command-line argument."""
-    return f"{key}={as_text(value)}"
-
-
-def as_text(value: Any) -> str:
-    """Return a value as text that `parse_value` reads back.
-
-    >>> as_text(0.0001), as_text(True), as_text(None), as_text(["a", "b,c"]), as_text("7"), as_text(64)
-    ('0.0001', 'true', 'null', "[a,'b,c']", "'7'", '64')
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(as_text(item) for item in value)}]"
-    if isinstance(value, str):
-        is_plain = parse_value(value, value) == value and not set(value) & set("[](){},'\"")
-        return value if is_plain else f'"{value}"' if "'" in value else f"'{value}'"
-    return repr(value)
 
 
 def _file_arguments(file: Mapping[str, Any]) -> list[str]:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_count, format_seconds, printable
+from whet.config.sources import flatten
 from whet.plan.render import format_value
 from whet.report.plan_evidence import peak_memory
 from whet.report.run_report import RunReport
@@ -62,7 +62,7 @@ def compare_runs(reports: Sequence[RunReport]) -> RunComparison:
         runs=tuple(reports),
         labels=_labels([report.name for report in reports]),
         settings=_rows(reports, lambda report: {s.name: format_value(s.value) for s in report.settings}),
-        config=_rows(reports, lambda report: _flatten(report.provenance.config)),
+        config=_rows(reports, _config),
         environment=_rows(reports, _environment),
     )
 
@@ -127,14 +127,9 @@ def _rows(
     return tuple(sorted(rows, key=lambda row: not row.differs))
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = json.dumps(value) if isinstance(value, list | tuple) else format_value(value)
-    return flat
+def _config(report: RunReport) -> dict[str, str]:
+    values = flatten(report.provenance.config)
+    return {name: json.dumps(v) if isinstance(v, list | tuple) else format_value(v) for name, v in values.items()}
 
 
 def _environment(report: RunReport) -> dict[str, str]:

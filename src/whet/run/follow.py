@@ -9,6 +9,7 @@
 A `LiveHistory` is a `History` as of the last `refresh`.
 """
 
+import itertools
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ RefreshResult = Literal["unchanged", "grown", "replaced"]
 PROCESS_DIED = "died"
 # If there are more new bytes than this, read the index again.
 _REINDEX_BYTES = 8 * 1024**2
+# Maximum events in memory at once. The others stay in the file.
+_MAX_BATCH = 10_000
 # The last bytes of the known part. If they change, the file was replaced.
 _FINGERPRINT_BYTES = 64
 
@@ -130,45 +133,48 @@ class LiveHistory(History):
                 self.curve_cache[event.kind, "events"].add(event)
 
 
-def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[Event]:
-    """Yield the valid events so far, then new events, until the run ends or `stop` is set.
+def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[list[Event]]:
+    """Yield batches of the valid events so far, then of new events, until the run ends or `stop` is set.
 
     A new `resume` event makes later steps that were yielded before void. If the process dies without an `end` event,
     one event of kind `died` is yielded, and waiting continues, because the same command may resume the run. If the file
     is replaced, the events of the new file are yielded from its beginning.
     """
     folder, stop = run_folder(run), stop or threading.Event()
-    history: LiveHistory | None = None
+    history = LiveHistory(folder)
+    events = history.events()
     last: Event | None = None
     polls_unlocked = 0
     while not stop.is_set():
         is_new = False
-        if history is None:
-            history = LiveHistory(folder)
-            events = history.events()
-        else:
-            position, result = history.layout.end, history.refresh()
-            if result == "unchanged":
-                events = iter(())
-            elif result == "replaced" or position == 0:
-                events = history.events()
-            else:
-                events = history.events_since(position)
-        for event in events:
-            last, is_new = event, True
-            yield event
+        for batch in in_batches(events):
+            last, is_new = batch[-1], True
+            yield batch
             if stop.is_set():
                 return
         if is_new:
             polls_unlocked = 0
-            continue
-        if last is not None and last.kind == "end":
+        elif last is not None and last.kind == "end":
             return
-        # Check twice in a row, because the lock is free for a moment between two sessions of a run.
-        polls_unlocked = 0 if last is None or is_locked(folder) else polls_unlocked + 1
-        if last is not None and polls_unlocked == 2:
-            yield Event(kind=PROCESS_DIED, time=time.time(), step=last.step)
-        stop.wait(poll_seconds)
+        else:
+            # Check twice in a row, because the lock is free for a moment between two sessions of a run.
+            polls_unlocked = 0 if last is None or is_locked(folder) else polls_unlocked + 1
+            if last is not None and polls_unlocked == 2:
+                yield [Event(kind=PROCESS_DIED, time=time.time(), step=last.step)]
+            stop.wait(poll_seconds)
+        position, result = history.layout.end, history.refresh()
+        if result == "unchanged":
+            events = iter(())
+        elif result == "replaced" or position == 0:
+            events = history.events()
+        else:
+            events = history.events_since(position)
+
+
+def in_batches(events: Iterator[Event]) -> Iterator[list[Event]]:
+    """Yield the events in lists of limited length."""
+    while batch := list(itertools.islice(events, _MAX_BATCH)):
+        yield batch
 
 
 def _events_between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whet.base.errors import UsageError, WhetError, closest_match
+from whet.config.sources import flatten
 from whet.run import durable
 from whet.run.disk import read_regular_file
 from whet.run.folder import Run
@@ -82,13 +83,17 @@ def describe_run(run: Run, *, project: str) -> RunDescription:
         for name, setting in (settings.items() if isinstance(settings, Mapping) else ())
         if isinstance(setting, Mapping)
     }
-    values = {"recipe": run.header.recipe, "whet": run.header.whet, **run.config, **plan}
+    values = flatten({"recipe": run.header.recipe, "whet": run.header.whet, **run.config, **plan})
     return RunDescription(
         id=run.header.id,
         name=run.path.name,
         project=project,
         created=run.header.created,
-        parameters=dict(_flatten(values)),
+        parameters={
+            name: value if isinstance(value, str | int | float) else str(value)
+            for name, value in values.items()
+            if value is not None
+        },
     )
 
 
@@ -98,16 +103,6 @@ def import_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise WhetError(f"cannot import {name}", got=str(error), try_=f"pip install {name}") from None
-
-
-def _flatten(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, prefix=f"{prefix}{name}.")
-        elif isinstance(value, str | int | float | bool):
-            yield prefix + name, value
-        elif value is not None:
-            yield prefix + name, str(value)
 
 
 _MLFLOW_TAG = "whet.run"

@@ -1,9 +1,7 @@
 """Forward a run to a dashboard: read its events, send them in batches, and retry until they are accepted."""
 
 import contextlib
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,7 @@ from whet.report.forward.dashboards import Dashboard, DashboardRow, UnreachableE
 from whet.run.event import SESSION_START_KINDS, Event
 from whet.run.events import History
 from whet.run.folder import Run
-from whet.run.follow import PROCESS_DIED, follow
+from whet.run.follow import PROCESS_DIED, follow, in_batches
 
 
 class RowCollector:
@@ -57,9 +55,7 @@ class RowCollector:
             self._open = None
 
 
-# Maximum events in memory while a dashboard is slow. The others stay in the file.
-_QUEUE_EVENTS = 10_000
-_BATCH_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 # The pause doubles after each failure, up to a minute.
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 
@@ -162,48 +158,6 @@ def _ignore(text: str) -> None:
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:
-    """Yield the events of a run in batches: one per second, or when the queue is full. The last batch is empty."""
-    if once:
-        batch: list[Event] = []
-        for event in History(run).events():
-            batch.append(event)
-            if len(batch) == _QUEUE_EVENTS:
-                yield batch
-                batch = []
-        yield from (batch, [])
-        return
-    waiting: queue.Queue[Event | BaseException | None] = queue.Queue(_QUEUE_EVENTS)
-    # Follow the file in a thread, because waiting for new events must not delay those already read.
-    threading.Thread(target=_read_events, args=(run, waiting, stop), daemon=True, name="follow").start()
-    is_over = False
-    while not is_over and not stop.is_set():
-        batch, until = [], time.monotonic() + _BATCH_SECONDS
-        while len(batch) < _QUEUE_EVENTS and (left := until - time.monotonic()) > 0:
-            try:
-                item = waiting.get(timeout=left)
-            except queue.Empty:
-                break
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                is_over = True
-                break
-            batch.append(item)
-        if batch:
-            yield batch
+    """Yield the events of a run in batches. The last batch is empty."""
+    yield from in_batches(History(run).events()) if once else follow(run, poll_seconds=_POLL_SECONDS, stop=stop)
     yield []
-
-
-def _read_events(run: Run, waiting: "queue.Queue[Event | BaseException | None]", stop: threading.Event) -> None:
-    def put(item: Event | BaseException | None) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                waiting.put(item, timeout=0.5)
-                return
-
-    try:
-        for event in follow(run, stop=stop):
-            put(event)
-        put(None)
-    except BaseException as error:
-        put(error)
