@@ -13,6 +13,7 @@ from torch import Tensor
 from whet.base.errors import UsageError, WhetError
 from whet.base.origin import code_origin
 from whet.device.environment import HIGH
+from whet.device.stderr_watch import GPU_MEMORY_TEXTS, WATCHDOG_TEXTS
 
 OUT_OF_MEMORY_TEXTS = (
     "MPS backend out of memory",
@@ -35,9 +36,6 @@ COMMAND_BUFFER_TEXT = "MPS command buffer execution failed"
 
 If memory ran out, it is a torch.OutOfMemoryError.
 """
-WATCHDOG_TEXTS = ("ImpactingInteractivity", "Impacting Interactivity")
-"""macOS has ended a command buffer because the display had to wait for it (ml-explore/mlx#3267)."""
-GPU_MEMORY_TEXTS = ("Insufficient Memory", "ErrorOutOfMemory")
 
 _MISSING_OPERATOR = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
 _NO_FLOAT64 = "MPS framework doesn't support float64"

@@ -17,21 +17,11 @@ from whet.base.errors import UsageError
 from whet.base.units import format_seconds
 from whet.device.abstract import AbstractDevice, DeviceMemory, DeviceMonitor, MemoryUsage
 from whet.device.environment import configure_mps_memory
-from whet.device.errors import (
-    GPU_MEMORY_TEXTS,
-    WATCHDOG_TEXTS,
-    GpuFailedError,
-    check_dtype,
-    explain_mps_errors,
-    ignore_handled_warnings,
-)
+from whet.device.errors import GpuFailedError, check_dtype, explain_mps_errors, ignore_handled_warnings
 from whet.device.operators import operator_status, torch_operators
-from whet.device.stderr_watch import StderrWatch
+from whet.device.stderr_watch import GPU_MEMORY_TEXTS, METAL_FAILURES, WATCHDOG_TEXTS, StderrWatch
 from whet.machine.apple import oldest_macos
 from whet.machine.facts import TorchFacts
-
-METAL_FAILURE_TEXT = "command buffer exited with error status"
-"""The only report of a GPU failure before torch 2.15. Metal prints it; torch does not check the status."""
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -175,8 +165,7 @@ class MpsMonitor(DeviceMonitor):
             self._raises_failures = torch_release() >= (2, 15)
             if not self._raises_failures:
                 # Metal reports a failed command buffer only on standard error.
-                texts = METAL_FAILURE_TEXT, *GPU_MEMORY_TEXTS, *WATCHDOG_TEXTS
-                self._watch = stack.enter_context(StderrWatch(*texts))
+                self._watch = stack.enter_context(StderrWatch(*METAL_FAILURES, *GPU_MEMORY_TEXTS, *WATCHDOG_TEXTS))
             yield
 
     @contextmanager
@@ -192,12 +181,15 @@ class MpsMonitor(DeviceMonitor):
         if wait and self._raises_failures:
             # torch raises what the GPU has reported at the next wait for it.
             self._sync()
-        if self._watch is None or METAL_FAILURE_TEXT not in self._watch.seen(wait=wait):
+        if self._watch is None:
+            return
+        failures = self._watch.seen(wait=wait).intersection(METAL_FAILURES)
+        if not failures:
             return
         # The reason follows in other lines.
         seen = self._watch.seen(wait=True)
         reasons = " and ".join(repr(text) for text in (*WATCHDOG_TEXTS, *GPU_MEMORY_TEXTS) if text in seen)
-        raise GpuFailedError(f"Metal's {METAL_FAILURE_TEXT!r} on standard error, with {reasons or 'no reason'}")
+        raise GpuFailedError(f"Metal's {min(failures)!r} on standard error, with {reasons or 'no reason'}")
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         result = None if self._timer is None else self._timer.result()

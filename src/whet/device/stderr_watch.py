@@ -14,6 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
+METAL_FAILURES = ("command buffer exited with error status", "Execution of the command buffer was aborted")
+"""Metal prints these and continues with undefined memory. Until torch 2.15 it is the only report of a GPU failure."""
+WATCHDOG_TEXTS = ("ImpactingInteractivity", "Impacting Interactivity")
+"""macOS has ended a command buffer because the display had to wait for it (ml-explore/mlx#3267)."""
+GPU_MEMORY_TEXTS = ("Insufficient Memory", "ErrorOutOfMemory")
+
 # Protocol: MARK requests a PASSED once everything before it was examined. A text is reported as its number.
 MARK = b"\0whet\0"
 PASSED = b"."

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from whet.base import env
 from whet.base.model import FrozenModel
 from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object
+from whet.device.stderr_watch import METAL_FAILURES, WATCHDOG_TEXTS
 from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, DeviceUnderTest, failed, first_line, skipped
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 # The maximum time for importing torch and opening the device.
 START_SECONDS = 90.0
-# Metal prints these messages and lets the program continue with undefined memory contents (MPSStream.mm, torch 2.13).
-_SILENT_FAULTS = ("command buffer exited with error status", "Execution of the command buffer was aborted")
-# The reason follows in a line of its own. The display's watchdog is no fault of the device (ml-explore/mlx#3267).
-_WATCHDOG = "ImpactingInteractivity"
 
 
 class CheckListing(FrozenModel):
@@ -157,10 +154,11 @@ def _finding(response: dict[str, Any], worker: JsonWorker) -> CheckFinding:
     finding = CheckFinding.model_validate(response["finding"])
     # The driver may report an error although Python saw none.
     lines = worker.read_stderr(response["stderr_bytes"]).splitlines()
-    fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in _SILENT_FAULTS)), None)
+    fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in METAL_FAILURES)), None)
     if fault is None:
         return finding
-    if any(_WATCHDOG in line for line in lines):
+    # The reason follows in a line of its own. The display's watchdog is no fault of the device.
+    if any(text in line for line in lines for text in WATCHDOG_TEXTS):
         fault = "macOS stopped its work for the display; try again with the display asleep, or through SSH"
     return failed(f"the GPU reported: {fault}", **{**finding.figures, "outcome": "silent fault"})
 
