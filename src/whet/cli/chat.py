@@ -125,9 +125,13 @@ def generate(
     first = [Turn("system", valid_utf8(system))] if system else []
     prompts = [model.prompt([*first, Turn("user", text)], max_new_tokens=max_new_tokens) for text in texts]
     if len(prompts) == 1 and not json:
+        is_empty = True
         for piece in model.respond(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling):
             output.stream(piece.text)
+            is_empty = is_empty and not piece.text.strip()
         output.stream("\n")
+        if is_empty:
+            output.note("an empty answer: the model ended its turn at once; train it longer")
         return
     answers = model.respond_all(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
     rows = [{"prompt": text, "answer": answer, "end": end} for text, (answer, end) in zip(texts, answers, strict=True)]

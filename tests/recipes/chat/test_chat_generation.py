@@ -208,7 +208,10 @@ def test_train_generate_and_chat_commands(
     # The path of a checkpoint implies the run.
     saved = next((tmp_path / "run" / "checkpoints").iterdir())
     assert whet(["generate", "--checkpoint", str(saved), "--prompt", "tea", "--device", "cpu"]) == 0
-    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Responder, "respond", lambda *_, **__: iter(()))
+        assert whet(["generate", run, "--prompt", "tea", "--device", "cpu"]) == 0
+    assert "an empty answer: the model ended its turn at once" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO(f"I want tea.\nWhat?\n/save {tmp_path / 'talk.jsonl'}\n/reset\n"))
     # A temperature so high that no answer is empty: the model is untrained.
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]
