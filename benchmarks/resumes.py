@@ -262,6 +262,11 @@ def main() -> None:
     if given.only != "models":
         cases |= {n: lambda n=n, make=make: optimizer_training(n, make) for n, make in optimizer_cases().items()}
     if given.only != "optimizers":
+        import transformers
+
+        for _, name, _ in MODELS.values():
+            # Imported here, so that each process does not import it again.
+            getattr(transformers, name)
         cases |= {name: lambda one=one: model_training(*one) for name, one in MODELS.items()}
     lines = ["| training | result | the resume said |", "| --- | --- | --- |"]
     bad = 0
