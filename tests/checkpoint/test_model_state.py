@@ -14,9 +14,10 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import whet
 from state_programs import At, LateBuffers, X, Y, mlp
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint import snapshot, store
+from whet.checkpoint import snapshot_restore, store
 from whet.checkpoint.attributes import fingerprint_attributes
 from whet.checkpoint.comparison import compare_snapshots, describe_tensor, tensors_equal
+from whet.checkpoint.snapshot import Snapshot
 
 pytestmark = pytest.mark.torch
 
@@ -123,11 +124,11 @@ def test_running_out_of_memory_is_not_called_a_wrong_structure(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(snapshot, "restore_model", fail)
-    saved: Any = snapshot.Snapshot(tensors={}, facts={"optimizer": {"groups": []}})
+    monkeypatch.setattr(snapshot_restore, "restore_model", fail)
+    saved: Any = Snapshot(tensors={}, facts={"optimizer": {"groups": []}})
     unused: Any = None
     with pytest.raises(raised):
-        snapshot.restore_snapshot(saved, mlp(), unused, unused, rng=unused, scaler=unused, ema=None)
+        snapshot_restore.restore_snapshot(saved, mlp(), unused, unused, rng=unused, scaler=unused, ema=None)
 
 
 class Half(nn.Module):

@@ -85,10 +85,10 @@ def plant(mutant: str) -> None:
     """A fault in whet itself, in this process alone."""
     sys.path.insert(0, str(Path(__file__).parent))
     import mutants
-    from whet.checkpoint import snapshot
+    from whet.checkpoint import snapshot_restore
 
     if mutant == "average not restored":
-        real = snapshot._copy_into
-        snapshot._copy_into = lambda targets, taken, role: None if role == "ema" else real(targets, taken, role)
+        real = snapshot_restore._copy_into
+        snapshot_restore._copy_into = lambda targets, taken, role: None if role == "ema" else real(targets, taken, role)
     elif mutant in mutants.PLANT:
         mutants.PLANT[mutant]()

@@ -112,12 +112,12 @@ def test_a_run_with_two_optimizers_resumes_exactly(tmp_path: Path, every: int) -
 
 def test_a_planted_fault_of_the_second_optimizer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a checkpoint that forgets the second optimizer gives other weights."""
-    from whet.checkpoint import snapshot
+    from whet.checkpoint import snapshot_restore
 
     whole, second = Gan(), Gan()
     train_gan(whole, tmp_path / "whole")
     train_gan(Gan(), tmp_path / "run", max_steps=7)
-    monkeypatch.setattr(snapshot, "_restore_others", lambda *_: None)
+    monkeypatch.setattr(snapshot_restore, "_restore_others", lambda *_: None)
     train_gan(second, tmp_path / "run")
     assert not equal(whole.weights(), second.weights())
 

@@ -59,7 +59,8 @@ def load(
     from torch import nn
 
     from whet.checkpoint.importer import is_import
-    from whet.checkpoint.snapshot import has_average, restore_model
+    from whet.checkpoint.snapshot import has_average
+    from whet.checkpoint.snapshot_restore import restore_model
     from whet.training.callbacks.progress import ProgressLine
     from whet.training.optimizer_set import as_module
     from whet.training.weights import load_weights, read_checkpoint

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint.snapshot import Snapshot, copy_model, restore_model
+from whet.checkpoint.snapshot import Snapshot, copy_model
+from whet.checkpoint.snapshot_restore import restore_model
 from whet.data.batch import MicroBatch, Position
 from whet.data.source import AbstractSource
 from whet.data.split import RankShare

@@ -24,7 +24,7 @@ from whet.data.stream_reader import set_epoch
 from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
-from whet.verify.code_references import class_references, frame_variables
+from whet.verify.code_references import class_references, frame_variables, is_library_class
 from whet.verify.hidden_state import StateWalk, changed_names, module_attributes, reachable
 
 if TYPE_CHECKING:
@@ -138,7 +138,11 @@ class GapDetector:
     def _saved_objects(self) -> Iterator[Any]:
         """Yield the other objects that checkpoints save. The loss may refer to them."""
         run, schedule = self._run, self._run.config.training.schedule
-        yield from (stepper.optimizer for stepper in run.steppers.values())
+        optimizers = [stepper.optimizer for stepper in run.steppers.values()]
+        yield from optimizers
+        # The values of a group, such as a learning rate on the device, are often those in `defaults` too.
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        yield from (value for group in groups for value in group.values() if isinstance(value, Tensor | list | dict))
         attributes = (value for module in run.model.modules() for _, value in module_attributes(module))
         # Code may refer to them by other names: modules that share a generator take it from a closure.
         yield from (value for value in attributes if isinstance(value, torch.Generator) or _is_changeable(value))
@@ -193,7 +197,9 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for prefix, one in (("", optimizer), *((f"{name}.", inner) for name, inner in inner_optimizers(optimizer))):
-        yield f"{prefix}defaults", one.defaults
+        if not is_library_class(type(one)):
+            # Optimizers of libraries complete theirs in the first step.
+            yield f"{prefix}defaults", one.defaults
         if not has_own_state(one):
             names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))
             yield from ((f"{prefix}{name}", vars(one)[name]) for name in names)

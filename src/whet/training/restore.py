@@ -15,7 +15,8 @@ from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
 from whet.checkpoint.model_state import InitialState
-from whet.checkpoint.snapshot import MOVE_CHECKPOINT, Snapshot, restore_registered, restore_snapshot
+from whet.checkpoint.snapshot import Snapshot
+from whet.checkpoint.snapshot_restore import MOVE_CHECKPOINT, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
 from whet.run.event import INCIDENT_KINDS

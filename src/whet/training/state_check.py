@@ -14,7 +14,8 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_list
 from whet.checkpoint import store
 from whet.checkpoint.comparison import compare_snapshots
-from whet.checkpoint.snapshot import Snapshot, restore_snapshot
+from whet.checkpoint.snapshot import Snapshot
+from whet.checkpoint.snapshot_restore import restore_snapshot
 from whet.device.errors import is_out_of_memory
 from whet.step.optimizers import EXECUTION_KEYS
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import importer, store
-from whet.checkpoint.snapshot import Snapshot, restore_model
+from whet.checkpoint.snapshot import Snapshot
+from whet.checkpoint.snapshot_restore import restore_model
 from whet.run.folder import open_run
 
 
