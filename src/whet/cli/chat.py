@@ -253,7 +253,6 @@ class _Conversation:
         self._num_answers = 0
 
     def command(self, line: str) -> None:
-        """Run a slash command."""
         word, _, rest = line.partition(" ")
         if word == "/reset":
             self._reset()

@@ -44,7 +44,6 @@ def global_flags() -> list[str]:
 
 
 def result(text: str) -> None:
-    """Print a result."""
     if not rank:
         print(printable(text))
 
@@ -55,7 +54,6 @@ def stream(text: str) -> None:
 
 
 def result_json(value: Any) -> None:
-    """Print a result as JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 

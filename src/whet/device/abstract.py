@@ -155,7 +155,6 @@ class DeviceMemory:
     """Whether the device uses host memory. A copy on the host then reduces the memory for training."""
 
     def usage(self) -> MemoryUsage:
-        """Read the counters."""
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:

@@ -48,7 +48,6 @@ class FakeDevice(AbstractDevice):
         return self._generator
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock."""
         self.seconds += seconds
 
     def mark(self) -> float:
@@ -80,7 +79,6 @@ class FakeMemory(DeviceMemory):
         self._peak_bytes = max(self._peak_bytes, self._held_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Free memory."""
         self._held_bytes -= num_bytes
 
     def usage(self) -> MemoryUsage:

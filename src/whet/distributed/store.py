@@ -53,7 +53,6 @@ class RankStore:
         return self._turn
 
     def post(self, name: str, text: str) -> None:
-        """Store a message."""
         with self._lock:
             self._store.set(name, text)
 

@@ -44,7 +44,6 @@ class ParallelStrategy:
         return _NULL_CONTEXT
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
-        """Call the loss function."""
         return loss(micro)
 
     def seed(self, loss: Tensor) -> Tensor | None:  # noqa: ARG002

@@ -77,7 +77,6 @@ def num_failed_seeds(trials: "Sequence[FrozenTrial]", number: int) -> int:
 
 
 def values_by_seed(trials: "Sequence[FrozenTrial]", number: int) -> dict[str, float]:
-    """Return the values of a candidate by seed."""
     from optuna.trial import TrialState
 
     values = {

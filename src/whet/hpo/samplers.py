@@ -71,7 +71,6 @@ def num_points(spec: str, space: SearchSpace) -> int | None:
 
 
 def space_distributions(space: SearchSpace) -> "dict[str, BaseDistribution]":
-    """Return the space as Optuna distributions."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     def of(dimension: NumberRange | Choices) -> "BaseDistribution":

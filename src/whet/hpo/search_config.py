@@ -60,7 +60,6 @@ def _as_typed(config: SearchConfig) -> dict[str, Any]:
 
 
 def write_search_config(folder: Path, config: SearchConfig) -> None:
-    """Save the configuration in the folder of the search."""
     data = (strict_json.encode(config.as_json(), pretty=True) + "\n").encode()
     durable.write_file(folder / SEARCH_FILE, data=data)
 

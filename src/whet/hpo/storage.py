@@ -213,7 +213,6 @@ class JournalLock:
         return True
 
     def release(self) -> None:
-        """Release the lock."""
         os.close(self._held.pop(threading.get_ident()))
 
 

@@ -72,7 +72,6 @@ def _start_time(pid: int) -> float:
 
 
 def this_process() -> TrialOwner:
-    """Return this process as an owner."""
     return TrialOwner(host=platform.node(), pid=os.getpid(), started=_start_time(os.getpid()))
 
 

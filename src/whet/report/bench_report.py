@@ -58,7 +58,6 @@ def bench_markdown(result: BenchResult, *, command: str, picture: str | None = N
 
 
 def bench_title(result: BenchResult) -> str:
-    """Return the title of a benchmark."""
     simulated = " (SIMULATED)" if result.is_simulated else ""
     return f"Benchmark of {result.workload.recipe}{simulated}"
 
@@ -274,7 +273,6 @@ _MERGED_HEADER = (
 
 
 def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
-    """Yield notes on the merged table."""
     yield f"workload: {describe_workload(results[0])}; relative: against the slowest line"
     yield "machines were measured separately, not in pairs: their ratios contain the noise of both"
     simulated = dict.fromkeys(result.machine.name for result in results if result.is_simulated)

@@ -16,7 +16,6 @@ _MAX_TIMELINE = 12
 
 
 def run_markdown(report: RunReport) -> str:
-    """Return the report of one run as Markdown."""
     figures = [(escape_markdown(name), escape_markdown(value)) for name, value in key_figures(report).items()]
     sections = [
         f"# {escape_markdown(report.name)}",
@@ -39,7 +38,6 @@ def run_markdown(report: RunReport) -> str:
 
 
 def comparison_markdown(comparison: RunComparison) -> str:
-    """Return the comparison of several runs as Markdown."""
     labels = [escape_markdown(label) for label in comparison.labels]
     header = ("", *labels)
     figures = [(escape_markdown(name), *map(escape_markdown, values)) for name, values in figure_rows(comparison)]

@@ -36,7 +36,6 @@ def render_search(result: SearchResult) -> str:
 
 
 def search_markdown(result: SearchResult) -> str:
-    """Return the result as Markdown."""
     space = " ".join(code_span(word) for word in result.space)
     candidates = [
         (f"trial {c.number}", format_settings(c.settings), f"{c.mean:.4g}", _interval(result, c))
@@ -81,7 +80,6 @@ def winner_text(result: SearchResult) -> str:
 
 
 def format_settings(settings: dict[str, object]) -> str:
-    """Return settings as short text."""
     return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
 
 

@@ -49,7 +49,6 @@ class SeedsResult(StrictModel):
 
 
 def seed_folder(folder: Path, seed: int) -> Path:
-    """Return the run folder of a seed."""
     return folder / f"seed-{seed}"
 
 
@@ -118,7 +117,6 @@ def read_seeds(folder: Path) -> SeedsResult:
 
 
 def render_seeds(result: SeedsResult) -> list[str]:
-    """Return the results as the lines of a table."""
     missing = [str(seed) for seed in result.seeds if seed not in result.done]
     pending = f"; not done yet: {', '.join(missing)}" if missing else ""
     lines = [f"seeds     {', '.join(map(str, result.done)) or 'none'} are done{pending}"]

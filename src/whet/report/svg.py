@@ -232,7 +232,6 @@ def _bold(point: ChartPoint) -> str:
 
 
 def svg_text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
-    """Return a text element."""
     named = f' class="{css}"' if css else ""
     return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{escape_svg(text)}</text>'
 
@@ -275,7 +274,6 @@ class CurveBand:
 
 
 def draw_curve_panels(title: str, lines: Sequence[CurveBand], *, subtitle: str, x_title: str) -> SvgImage:
-    """Draw the curves below each other."""
     panels = _stacked([_draw_curve_panel(line, x_title=x_title) for line in lines], height=_CURVE_PANEL_HEIGHT)
     parts = [*panels] or [svg_text(_LEFT, _HEAD + 40, "no steps yet", css="quiet")]
     return SvgImage(_document(title, subtitle, parts, height=_HEAD + _CURVE_PANEL_HEIGHT * max(1, len(lines)) + 10))

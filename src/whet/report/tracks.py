@@ -66,7 +66,6 @@ class Track(FrozenModel):
     lines: tuple[TrackLine, ...]
 
     def line(self, name: str) -> TrackLine | None:
-        """Return the curve of that name, or None."""
         return next((line for line in self.lines if line.name == name), None)
 
     def curve(self, name: str) -> Curve | None:

@@ -109,12 +109,10 @@ class BenchResult(FrozenModel):
 
 
 def encode_bench(result: BenchResult) -> bytes:
-    """Encode a result as the bytes of its file."""
     return (json.dumps(result.as_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def read_bench(path: Path) -> BenchResult:
-    """Read a result from its file."""
     try:
         fields = json.loads(read_regular_file(path, follows_links=True))
     except FileNotFoundError:

@@ -48,11 +48,9 @@ class Disk:
         os.fsync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
-        """Truncate the file to `size` bytes."""
         os.ftruncate(descriptor, size)
 
     def close(self, descriptor: int) -> None:
-        """Close the descriptor."""
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
@@ -64,11 +62,9 @@ class Disk:
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file or link."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
         path.rmdir()
 
 

@@ -35,7 +35,6 @@ class EventTable:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, event: Event) -> None:
-        """Append an event."""
         for name, value in flatten_fields(event.fields):
             number = value if type(value) is float else as_number(value)
             if number is not None:

@@ -103,8 +103,6 @@ def free_bytes(path: Path) -> int | None:
 
 
 class WrittenFile(NamedTuple):
-    """Size and hash of a written file."""
-
     size: int
     sha256: str
 

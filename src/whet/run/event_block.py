@@ -56,7 +56,6 @@ class EventBlock:
 
     @property
     def count(self) -> int:
-        """The number of lines."""
         return sum(self.kinds.values()) + self.damaged
 
     def stat(self, field: str, *, kind: str = "step") -> FieldStats | None:
@@ -83,7 +82,6 @@ class BlockBuilder:
         self._first_step = self._least_step = self._greatest_step = 0
 
     def add(self, kind: str, time: float, step: int, fields: Mapping[str, Any]) -> None:
-        """Add an event."""
         if self.count == 0:
             self._first_time = time
             self._first_step = self._least_step = self._greatest_step = step

@@ -89,7 +89,6 @@ class Run(FrozenModel):
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
 

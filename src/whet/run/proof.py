@@ -34,7 +34,6 @@ class KillCounts(StrictModel):
     """Number of incomplete checkpoints with their final name."""
 
     def plus(self, other: "KillCounts") -> "KillCounts":
-        """Return the sum of both counts."""
         return KillCounts(**{name: getattr(self, name) + getattr(other, name) for name in KillCounts.model_fields})
 
 

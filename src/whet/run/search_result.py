@@ -95,7 +95,6 @@ class SearchResult(StrictModel):
 
 
 def write_search(folder: Path, result: SearchResult) -> Path:
-    """Write the result into the folder of its search."""
     path = folder / RESULT_FILE
     durable.write_file(path, data=(strict_json.encode(result.as_json(), pretty=True) + "\n").encode())
     return path
@@ -107,7 +106,6 @@ def is_search(folder: Path) -> bool:
 
 
 def read_search(folder: Path) -> SearchResult:
-    """Read the result of the search in a folder."""
     path = folder / RESULT_FILE
     if not path.is_file():
         raise UsageError("no search result here", got=str(folder), try_="whet search RECIPE ... --name NAME")

@@ -82,11 +82,9 @@ class ServerKey:
         return self._sign("cookie", "")
 
     def is_token(self, value: str) -> bool:
-        """Whether `value` is the token."""
         return _constant_time_equal(value, self.token)
 
     def is_cookie(self, value: str) -> bool:
-        """Whether `value` is the cookie."""
         return _constant_time_equal(value, self.cookie)
 
     def _sign(self, purpose: str, nonce: str) -> str:
@@ -105,7 +103,6 @@ class RequestInfo:
 
     @property
     def num_headers(self) -> int:
-        """The number of headers."""
         return len(self._headers)
 
     def all(self, name: str) -> list[str]:

@@ -99,13 +99,11 @@ class MonitoredConnection(H11Protocol):
         return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new client."""
         super().connection_made(transport)
         self._receiving_since = time.monotonic()
         self._monitor.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection."""
         self._monitor.remove(self)
         super().connection_lost(exc)
 

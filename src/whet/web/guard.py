@@ -75,7 +75,6 @@ class RequestGuard:
         self._cookie_name = "whet-" + "-".join(sorted(ports))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

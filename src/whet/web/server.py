@@ -64,7 +64,6 @@ class ListenAddress:
             one.listen(_BACKLOG)
 
     def close(self) -> None:
-        """Release the port."""
         for one in self.sockets:
             one.close()
 

@@ -31,7 +31,6 @@ class ExportTable:
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The names of all columns."""
         return ("step", "time", *map(valid_utf8, self.columns))
 
 

@@ -46,7 +46,6 @@ class WorkTimer:
 
     @property
     def seconds(self) -> float:
-        """Return the wall time so far."""
         return time.monotonic() - self._begun
 
     def pause(self, *, share: float) -> float:
