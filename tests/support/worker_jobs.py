@@ -63,9 +63,9 @@ def misbehave(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
     return 0
 
 
-def train_trial(_arguments: dict[str, Any], channel: Any) -> int:
+def train_trial(_arguments: dict[str, Any], may_continue: Any) -> int:
     """A trial of a search with one evaluation."""
-    return 0 if channel.may_continue(number=1, value=0.5, is_last=True) else 1
+    return 0 if may_continue(1, 0.5, True) else 1
 
 
 def train_piece(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:

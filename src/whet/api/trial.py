@@ -10,10 +10,10 @@ from whet.config.resolve import resolve_config
 from whet.recipes.recipe import load_recipe
 
 if TYPE_CHECKING:
-    from whet.hpo.trial_process import TrialChannel
+    from whet.hpo.trial_process import EvaluationCallback
 
 
-def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
+def train_trial(arguments: dict[str, Any], may_continue: "EvaluationCallback") -> int:
     """Start or resume the run of a trial and return the exit code. Called in the trial's process."""
     from whet.device.environment import configure_before_torch
     from whet.hpo.trial_process import request_stop
@@ -47,7 +47,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
         is_last = total_steps is not None and fields["step"] >= total_steps
         # Compare trials at the same evaluation, counted from 1. The last evaluation may come early.
         number = math.ceil(fields["step"] / every)
-        if not channel.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
+        if not may_continue(number, float(fields[goal]), is_last):
             request_stop()
 
     resolved = replace(resolved, config=config)

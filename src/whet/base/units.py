@@ -1,4 +1,4 @@
-"""Format bytes, seconds, counts and lists for people, and remove control characters."""
+"""Format bytes, seconds, counts and lists for people, and replace characters that cannot be shown."""
 
 import math
 from collections.abc import Sequence
@@ -93,3 +93,8 @@ def printable(text: str) -> str:
     'a [2Jb\\n'
     """
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+
+
+def valid_utf8(text: str) -> str:
+    """Replace what UTF-8 cannot encode: JSON may contain lone surrogates, and a command line other bytes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

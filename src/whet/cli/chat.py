@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.units import valid_utf8
 from whet.cli import output
 from whet.cli.options import (
     ChatRun,
@@ -340,8 +341,3 @@ def _input_lines() -> Iterator[str]:
     for line in sys.stdin:
         if line.strip():
             yield valid_utf8(line.rstrip("\n"))
-
-
-def valid_utf8(text: str) -> str:
-    """Replace bytes of the command line that are not valid UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")

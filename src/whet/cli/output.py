@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import LostRankError, WhetError
 from whet.base.units import format_percent, printable
+from whet.report.table import align_columns
 
 if TYPE_CHECKING:
     from whet.autotune.step_bench import ProgressCallback
@@ -173,6 +174,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     device       mps
     micro_batch  16
     """
-    lines = [tuple(header), *(tuple(single_line(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(align_columns([header, *([single_line(cell) for cell in row] for row in rows)]))

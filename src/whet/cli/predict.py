@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whet.base.errors import UsageError
+from whet.base.units import valid_utf8
 from whet.cli import output
 from whet.cli.options import Checkpoint, ModelFunction, RecipeFile
 
@@ -74,7 +75,7 @@ def predict(
             opened, recipe=recipe, checkpoint=checkpoint, device="cpu" if device == "auto" else device
         )
         # Stripped like texts of a file and of the training data.
-        _print_predictions([_valid_utf8(text).strip() for text in given], predictor, as_json=json)
+        _print_predictions([valid_utf8(text).strip() for text in given], predictor, as_json=json)
         return
     format_ = format_ or ("jsonl" if json else None if out is None else _format_of(out))
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as source:
@@ -235,11 +236,6 @@ def _check_output(out: Path, *, source: Path, run: Path) -> None:
 def _lines(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8", errors="replace")
     return [line for line in text.splitlines() if line.strip()]
-
-
-def _valid_utf8(text: str) -> str:
-    """Replace bytes of the command line that are not valid UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _short(text: str) -> str:

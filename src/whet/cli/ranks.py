@@ -107,6 +107,7 @@ def launch(
     notify: Callable[[str], None],
 ) -> int:
     """Start the processes and wait for them; restart all when one is killed. Return the exit code."""
+    from whet.base.worker import signal_name
     from whet.distributed import launcher
     from whet.run.folder import RUN_FILE
     from whet.training.supervisor import KilledError, prepare_restart
@@ -116,7 +117,7 @@ def launch(
         ended = launcher.launch(command(run), num_processes=num_processes)
         if not ended.is_lost:
             return ended.code
-        killer = launcher.signal_name(ended)
+        killer = signal_name(-ended.code) if ended.code < 0 else "silence"
         got = f"rank {ended.rank} of {num_processes} by {killer}"
         if not (run / RUN_FILE).exists():
             raise KilledError(

@@ -86,13 +86,3 @@ def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
 
     first = min(codes, key=lambda rank: (rate(rank), rank))
     return first, codes[first]
-
-
-def signal_name(ended: LaunchResult) -> str:
-    """Return the name of the signal that killed the first rank; "silence" if no signal did."""
-    if ended.code >= 0:
-        return "silence"
-    try:
-        return signal.Signals(-ended.code).name
-    except ValueError:
-        return f"signal {-ended.code}"

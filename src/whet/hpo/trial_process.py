@@ -83,22 +83,15 @@ def run_trial_process(
 # --- In the child ----------------------------------------------------------------------------------------------------
 
 
-class TrialChannel:
-    """The connection of a trial to its worker."""
-
-    def __init__(self, channel: WorkerChannel) -> None:
-        self._channel = channel
-
-    def may_continue(self, *, number: int, value: float, is_last: bool) -> bool:
-        """Report the value of an evaluation; return False if the trial must stop."""
-        self._channel.send({"evaluation": number, "value": value, "is_last": is_last})
-        return bool(self._channel.receive()["may_continue"])
-
-
 def train(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """Call the target, "module:function", with its arguments and a TrialChannel; return the exit code."""
+    """Call the target, "module:function", with its arguments and an EvaluationCallback; return the exit code."""
+
+    def may_continue(number: int, value: float, is_last: bool) -> bool:
+        channel.send({"evaluation": number, "value": value, "is_last": is_last})
+        return bool(channel.receive()["may_continue"])
+
     try:
-        return int(load_object(arguments["target"])(arguments["arguments"], TrialChannel(channel)))
+        return int(load_object(arguments["target"])(arguments["arguments"], may_continue))
     except BaseException as error:
         return _report(error, channel)
 

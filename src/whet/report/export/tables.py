@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from whet.base.errors import WhetError
+from whet.base.units import valid_utf8
 from whet.run.event import Event, as_number, flatten_fields
 from whet.run.events import History
 
@@ -77,11 +78,6 @@ def export_name(kind: str, field: str) -> str:
     """
     field = valid_utf8(field)
     return field if kind == "step" and "/" in field else f"{_PREFIXES[kind]}/{field}"
-
-
-def valid_utf8(name: str) -> str:
-    """Return the name with lone surrogates replaced, which JSON can contain but UTF-8 cannot."""
-    return name if name.isascii() else name.encode("utf-8", "replace").decode()
 
 
 def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:

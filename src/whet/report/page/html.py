@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import WhetError
+from whet.base.units import valid_utf8
 from whet.report.comparison import RunComparison
 from whet.report.run_report import RunReport
 from whet.run import strict_json
@@ -145,7 +146,7 @@ def _wrap_module(name: str) -> str:
 
 
 def _shorten_text(text: str, most: int) -> str:
-    clean = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    clean = valid_utf8(text)
     return clean if len(clean) <= most else clean[: most - 1] + _ELLIPSIS
 
 
