@@ -112,9 +112,10 @@ def _new_plan(
     from whet.plan.plan import make_plan
 
     training = load_training(target)
+    notes: tuple[str, ...] = ()
     if isinstance(training, ScriptTraining):
         _check_no_settings(target, settings, config)
-        described, own, notes = measured_workload(training), training.config.overrides, ()
+        described, own = measured_workload(training), training.config.overrides
     else:
         resolved = resolve_config(training.Config, settings or (), file=config)
         described, own = training.describe(resolved.config), resolved.overrides

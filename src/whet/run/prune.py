@@ -5,7 +5,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from whet.base.errors import WhetError
@@ -50,12 +49,18 @@ def prune(root: Path, *, dry: bool = False) -> tuple[Pruned, ...]:
     Locked runs, runs younger than a minute, and runs with files that whet did not write are kept. With `dry` nothing is
     removed.
     """
-    removables = [_Removable(path, _INTERRUPTED) for path in _leftovers(root)]
+    pruned = [_remove(path, _INTERRUPTED, run=None, dry=dry) for path in _leftovers(root)]
     for run in run_folders(root):
         with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
-            if _is_old(run) and not lock.is_locked(run):
-                removables.extend(_removable(run))
-    return tuple(pruned for removable in removables if (pruned := _remove(removable, dry=dry)) is not None)
+            if not _is_old(run) or lock.is_locked(run):
+                continue
+            reason = _why_removable(run)
+            if reason is not None:
+                pruned.append(_remove(run, reason, run=run, dry=dry))
+            else:
+                leftovers = [*_leftovers(run), *_leftovers(run / CHECKPOINTS)]
+                pruned += [_remove(path, _INTERRUPTED, run=run, dry=dry) for path in leftovers]
+    return tuple(one for one in pruned if one is not None)
 
 
 def foreign_files(path: Path) -> list[str]:
@@ -70,24 +75,6 @@ def disk_usage(path: Path) -> tuple[int, float]:
         newest = max(newest, entry.st_mtime)
         size += entry.st_blocks * 512
     return size, newest
-
-
-@dataclass(frozen=True, slots=True)
-class _Removable:
-    path: Path
-    reason: str
-    run: Path | None = None
-    """Run whose lock must be held for the removal."""
-
-
-def _removable(run: Path) -> Iterator[_Removable]:
-    reason = _why_removable(run)
-    if reason is not None:
-        yield _Removable(run, reason, run)
-        return
-    for folder in (run, run / CHECKPOINTS):
-        for path in _leftovers(folder):
-            yield _Removable(path, _INTERRUPTED, run)
 
 
 def _leftovers(folder: Path) -> list[Path]:
@@ -119,21 +106,19 @@ def _has_progress(checkpoint: Path) -> bool:
     return not durable.is_leftover(checkpoint) and checkpoint.name != "step-000000000"
 
 
-def _remove(removable: _Removable, *, dry: bool) -> Pruned | None:
-    pruned = Pruned(path=removable.path, reason=removable.reason, size_bytes=disk_usage(removable.path)[0])
+def _remove(path: Path, reason: str, *, run: Path | None, dry: bool) -> Pruned | None:
+    """Remove a path, with the lock of its run if there is one. Return None if a process has begun to use the run."""
+    pruned = Pruned(path=path, reason=reason, size_bytes=disk_usage(path)[0])
     if dry:
         return pruned
-    if removable.run is None:
-        durable.remove(removable.path)
-        return pruned
     try:
-        held = lock.acquire(removable.run)
+        held = contextlib.nullcontext() if run is None else lock.acquire(run)
     except WhetError:
-        return None  # A process has started to use the run.
+        return None
     with held:
-        if removable.path == removable.run and _why_removable(removable.run) is None:
+        if path == run and _why_removable(run) is None:
             return None
-        durable.remove(removable.path)
+        durable.remove(path)
     return pruned
 
 
