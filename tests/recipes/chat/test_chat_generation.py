@@ -48,7 +48,7 @@ def test_cached_decoding_equals_full_decoding(shape: dict[str, object]) -> None:
         memory.expect(positions, num_keys=end)
         result = model.logits(model.forward_cached(tokens[:, start:end], positions, cache=memory, num_keys=end))
         assert torch.allclose(result, whole[:, start:end], rtol=0, atol=1e-12)
-    assert memory.num_attentions == model.arch.applications
+    assert len(memory._layers) == model.arch.applications
 
 
 def reported(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], str]]:

@@ -48,15 +48,6 @@ class PreallocatedCache:
         """Keep these rows of the batch and drop the rest."""
         self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
 
-    @property
-    def num_attentions(self) -> int:
-        """The number of key-value pairs per position."""
-        return len(self._layers)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self._layers for t in pair)
-
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
         # Use zeros, not empty memory: a masked position could hold NaN, and 0 * NaN is NaN.

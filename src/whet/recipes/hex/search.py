@@ -13,6 +13,12 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 # The child of a move that was never tried.
 UNKNOWN = -1
+# The PUCT exploration constant, for values from 0 to 1.
+_EXPLORATION = 1.25
+# The value of an unvisited move is the value of its position minus this number.
+_FIRST_PLAY_REDUCTION = 0.1
+# Total concentration of the Dirichlet noise over all legal moves.
+_NOISE_CONCENTRATION = 10.0
 
 
 def tree_bytes(size: int, *, num_nodes: int) -> int:
@@ -55,14 +61,8 @@ Evaluator = Callable[[Boards], tuple[Floats, Floats]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
     simulations: int = 64
-    exploration: float = 1.25
-    """The PUCT exploration constant, for values from 0 to 1."""
-    first_play_reduction: float = 0.1
-    """The value of an unvisited move is the value of its position minus this number."""
     noise_fraction: float = 0.0
     """The weight of noise in the priors of the root, used for self-play."""
-    noise_concentration: float = 10.0
-    """Total concentration of the Dirichlet noise over all legal moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def search_moves(
         assert draw is not None
         add_noise(trees, options, draw)
     for _ in range(options.simulations):
-        path = _descend(trees, options)
+        path = _descend(trees)
         leaves, is_new = _expand(trees, path)
         if is_new.any():
             _evaluate_nodes(trees, games[is_new], leaves[is_new], evaluate)
@@ -102,14 +102,14 @@ Path = list[tuple[Ints, Ints, Ints]]
 """For each depth from the root: the games that reach it, their nodes, and the moves chosen there."""
 
 
-def _descend(trees: Trees, options: SearchOptions) -> Path:
+def _descend(trees: Trees) -> Path:
     """Follow the best moves down to a move that was never tried, or to a decided position."""
     games = np.arange(len(trees.sizes))
     nodes = np.zeros(len(games), dtype=np.int64)
     path: Path = []
     # All games descend together. A game leaves the loop when it reaches its leaf.
     while len(games):
-        moves = _choose(trees, games, nodes, options)
+        moves = _choose(trees, games, nodes)
         path.append((games, nodes, moves))
         children = trees.children[games, nodes, moves]
         continues = children != UNKNOWN
@@ -118,13 +118,13 @@ def _descend(trees: Trees, options: SearchOptions) -> Path:
     return path
 
 
-def _choose(trees: Trees, games: Ints, nodes: Ints, options: SearchOptions) -> Ints:
+def _choose(trees: Trees, games: Ints, nodes: Ints) -> Ints:
     visits = trees.visits[games, nodes]
-    guess = np.maximum(trees.values[games, nodes] - options.first_play_reduction, 0)[:, None]
+    guess = np.maximum(trees.values[games, nodes] - _FIRST_PLAY_REDUCTION, 0)[:, None]
     value = np.where(visits > 0, trees.wins[games, nodes] / np.maximum(visits, 1), guess)
     # The + 1 lets the priors decide the first visit, when no move has been visited yet.
     visit_term = np.sqrt(visits.sum(1, keepdims=True) + 1)
-    score = value + options.exploration * trees.priors[games, nodes] * visit_term / (1 + visits)
+    score = value + _EXPLORATION * trees.priors[games, nodes] * visit_term / (1 + visits)
     is_occupied = trees.boards[games, nodes].reshape(len(games), -1) != 0
     return np.where(is_occupied, -np.inf, score).argmax(1)
 
@@ -171,7 +171,7 @@ def _back_up(trees: Trees, path: Path, values: Floats) -> None:
 def add_noise(trees: Trees, options: SearchOptions, draw: np.random.Generator) -> None:
     """Mix Dirichlet noise into the priors of the roots, so that self-play tries moves with a low prior."""
     is_legal = trees.boards[:, 0].reshape(len(trees.sizes), -1) == 0
-    concentration = options.noise_concentration / is_legal.sum(1, keepdims=True)
+    concentration = _NOISE_CONCENTRATION / is_legal.sum(1, keepdims=True)
     # Normalized gamma draws are a Dirichlet draw. Illegal moves get a valid dummy shape and are masked.
     noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
     noise /= np.maximum(noise.sum(1, keepdims=True), 1e-30)

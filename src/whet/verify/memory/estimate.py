@@ -70,11 +70,6 @@ class MemoryEstimate:
         return self.phases[int(self._total(size, is_split).argmax())]
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of a normal step's peak that do not depend on the samples."""
-        return self.bytes_at(self.batch_size) - self.batch_size * self.per_sample_bytes
-
-    @property
     def per_sample_bytes(self) -> int:
         """Bytes that one more sample adds to the peak of a normal step."""
         peak = int(self._total(self.batch_size, False).argmax())

@@ -7,7 +7,7 @@ from torch import nn
 
 from whet.base.model import FrozenModel
 from whet.base.units import GB, format_bytes
-from whet.machine.facts import Machine, SystemState
+from whet.machine.facts import Machine
 from whet.machine.known import example_machine_names, load_machine
 from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.plan import Plan, make_plan
@@ -70,13 +70,12 @@ def fit_machines(
     *,
     global_batch_size: int | None = None,
     overrides: Mapping[str, Scalar] | None = None,
-    system_state: SystemState | None = None,
     trainable: Trainable | None = None,
 ) -> tuple[MachineFit, ...]:
     """Return the largest micro-batch for each machine; for all known machines by default.
 
-    Device, precision and memory limit come from the plan for each machine with these overrides. `system_state` contains
-    the free memory of this machine. Pass `trainable` if it has already been created from the spec.
+    Device, precision and memory limit come from the plan for each machine with these overrides. Pass `trainable` if it
+    has already been created from the spec.
     """
     workload, has_blocks = _describe(spec, trainable, global_batch_size)
 
@@ -88,7 +87,7 @@ def fit_machines(
 
     fits = []
     for machine in known_machines() if machines is None else machines:
-        plan = make_plan(machine, workload, overrides=overrides, system_state=system_state)
+        plan = make_plan(machine, workload, overrides=overrides)
         fits.append(_fit(plan, estimate, has_blocks=has_blocks))
     return tuple(fits)
 

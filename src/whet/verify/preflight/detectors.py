@@ -22,7 +22,15 @@ from whet.device.operators import (
     torch_operators,
 )
 from whet.machine.facts import Machine
-from whet.verify.preflight.findings import Detection, Detector, OperatorCall, PreflightFinding, SourceLine, user_line
+from whet.verify.preflight.findings import (
+    Detection,
+    Detector,
+    FunctionCall,
+    OperatorCall,
+    PreflightFinding,
+    SourceLine,
+    user_line,
+)
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
@@ -71,8 +79,8 @@ class OperatorDetector(Detector):
             what = f"torch's operator table has no aten::{call.name}"
             yield Detection("unknown-operator", "warning", what, _OTHER_OPERATOR)
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:  # noqa: ARG002
-        if self._backend == "MPS" and function in SVD and self._operators["linalg_svd"].is_on_cpu:
+    def function(self, call: FunctionCall) -> Iterable[Detection]:
+        if self._backend == "MPS" and call.function in SVD and self._operators["linalg_svd"].is_on_cpu:
             yield _cpu_fallback_detection("linalg_svd")
 
 
@@ -209,8 +217,14 @@ class ShapeDetector(Detector):
         for tensor in call.outputs:
             if not any(given.shape == tensor.shape for given in call.inputs):
                 yield from element_detections(tensor, "a tensor")
-        if call.base in _POOLS:
-            yield from _uneven_pool(call)
+        if call.base in _POOLS and call.has_uneven_sizes:
+            given, pooled = tuple(call.inputs[0].shape[-2:]), tuple(call.outputs[0].shape[-2:])
+            yield Detection(
+                "adaptive-pool",
+                "error",
+                f"adaptive_avg_pool2d from {given} to {pooled}: on MPS the sizes must be divisible (pytorch#96056)",
+                "sizes that are divisible, or interpolate() first",
+            )
         channels = call.outputs[0].shape[1] if call.base == "convolution" and call.outputs[0].dim() > 1 else 0
         if channels > MAX_CONV_CHANNELS:
             yield Detection(
@@ -246,17 +260,6 @@ def element_detections(tensor: Tensor, name: str) -> Iterable[Detection]:
             "warning",
             f"{name} of {tensor.numel():,} elements; MPS multiplies at most 2**32",
             "smaller chunks, or a smaller micro-batch",
-        )
-
-
-def _uneven_pool(call: OperatorCall) -> Iterable[Detection]:
-    given, pooled = tuple(call.inputs[0].shape[-2:]), tuple(call.outputs[0].shape[-2:])
-    if any(max(a, b) % max(min(a, b), 1) for a, b in zip(given, pooled, strict=True)):
-        yield Detection(
-            "adaptive-pool",
-            "error",
-            f"adaptive_avg_pool2d from {given} to {pooled}: on MPS the sizes must be divisible (pytorch#96056)",
-            "sizes that are divisible, or interpolate() first",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,10 +142,24 @@ class OperatorCall:
         return self.name.partition(".")[0]
 
     @property
+    def has_uneven_sizes(self) -> bool:
+        """Whether the last two dimensions of a pooled tensor are not divisible by those of the result, or inversely."""
+        sizes = zip(self.inputs[0].shape[-2:], self.outputs[0].shape[-2:], strict=True)
+        return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
+
+    @property
     def new_outputs(self) -> Iterator[Tensor]:
         """Outputs that are not views of an input."""
         storages = {tensor.untyped_storage()._cdata for tensor in self.inputs}
         return (tensor for tensor in self.outputs if tensor.untyped_storage()._cdata not in storages)
+
+
+class FunctionCall(NamedTuple):
+    """A call of a torch function, before it runs."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Detector:
@@ -155,7 +169,7 @@ class Detector:
         """Inspect an operator after it ran."""
         return ()
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:  # noqa: ARG002
+    def function(self, call: FunctionCall) -> Iterable[Detection]:  # noqa: ARG002
         """Inspect a torch function before it is decomposed into operators."""
         return ()
 

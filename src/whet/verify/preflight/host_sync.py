@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.verify.preflight.findings import Detection, Detector, OperatorCall
+from whet.verify.preflight.findings import Detection, Detector, FunctionCall, OperatorCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class HostSyncDetector(Detector):
     def __init__(self, device: str) -> None:
         self._device = device.upper()
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:
-        read = HOST_READS.get(function)
-        if read is not None and args and isinstance(args[0], Tensor) and read.reads(args, kwargs):
+    def function(self, call: FunctionCall) -> Iterable[Detection]:
+        read, args = HOST_READS.get(call.function), call.args
+        if read is not None and args and isinstance(args[0], Tensor) and read.reads(args, call.kwargs):
             yield self._sync(read.description)
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +9,9 @@ from torch.nn import functional
 
 from whet.plan.hazard_table import Hazard
 from whet.plan.warnings import ROW_LIMIT
-from whet.verify.preflight.findings import Detection, Detector, OperatorCall
+from whet.verify.preflight.findings import Detection, Detector, FunctionCall, OperatorCall
 from whet.verify.preflight.host_sync import HOST_READS
 
-_HUGE_BATCH = 65_536
-_LARGE_KERNEL = 256
-_MAX_BMM_ELEMENTS = 2**32
 _MANY_TO_COUNT = 2**18
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update")
 # Positions of the two factors among the arguments of each product.
@@ -36,9 +32,9 @@ class KnownFaultDetector(Detector):
                 detection = fault_detection(self._hazards[name])
                 yield _with_row_count(detection, call) if name == "linear-rows" else detection
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:
+    def function(self, call: FunctionCall) -> Iterable[Detection]:
         for name, is_met in _FUNCTION_CONDITIONS.items():
-            if name in self._hazards and is_met(function, args, kwargs):
+            if name in self._hazards and is_met(call):
                 yield fault_detection(self._hazards[name])
 
 
@@ -59,66 +55,22 @@ def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
     return replace(detection, what=f"{detection.what}; this one sums over {num_rows:,}", try_=try_)
 
 
-# --- conditions on operators ------------------------------------------------------------------------------------------
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
-def _sums_many_rows(call: OperatorCall) -> bool:
-    factors = _PRODUCTS.get(call.base)
-    return factors is not None and call.args[factors[0]].shape[-1] > ROW_LIMIT
-
-
-def _is_large_bmm(call: OperatorCall) -> bool:
-    return call.base in ("bmm", "baddbmm") and call.outputs[0].numel() > _MAX_BMM_ELEMENTS
-
-
-def _has_expanded_factor(call: OperatorCall) -> bool:
-    factors = _PRODUCTS.get(call.base)
-    return factors is not None and any(_has_zero_stride(call.args[index]) for index in factors)
+def _factors(call: OperatorCall) -> list[Tensor]:
+    """Return the two factors of a matrix product; none for other operators."""
+    return [call.args[index] for index in _PRODUCTS.get(call.base, ())]
 
 
 def _has_zero_stride(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _conv2d_weight(call: OperatorCall) -> Tensor | None:
+def _conv2d_tensors(call: OperatorCall) -> list[Tensor]:
+    """Return the input and the weight of a 2D convolution; none for other operators."""
     weight = call.args[1] if call.base == "convolution" else None
-    return weight if isinstance(weight, Tensor) and weight.dim() == 4 else None
-
-
-def _has_strided_weight(call: OperatorCall) -> bool:
-    weight = _conv2d_weight(call)
-    return weight is not None and not weight.is_contiguous()
-
-
-def _has_large_kernel(call: OperatorCall) -> bool:
-    weight = _conv2d_weight(call)
-    return weight is not None and max(weight.shape[2:]) >= _LARGE_KERNEL
-
-
-def _is_channels_last(call: OperatorCall) -> bool:
-    if _conv2d_weight(call) is None:
-        return False
-    x = call.args[0]
-    return not x.is_contiguous() and bool(x.is_contiguous(memory_format=torch.channels_last))
-
-
-def _is_uneven_max_pool(call: OperatorCall) -> bool:
-    if call.base != "adaptive_max_pool2d":
-        return False
-    sizes = zip(call.inputs[0].shape[-2:], call.outputs[0].shape[-2:], strict=True)
-    return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
-
-
-def _has_permuted_batch_norm(call: OperatorCall) -> bool:
-    return call.base in _BATCH_NORMS and not call.inputs[0].is_contiguous()
-
-
-def _has_permuted_batch_norm_3d(call: OperatorCall) -> bool:
-    return _has_permuted_batch_norm(call) and call.inputs[0].dim() == 5
-
-
-def _reduces_int64(call: OperatorCall) -> bool:
-    return call.base in ("amax", "amin", "aminmax") and call.inputs[0].dtype == torch.int64
+    return [call.args[0], weight] if isinstance(weight, Tensor) and weight.dim() == 4 else []
 
 
 def _counts_many(call: OperatorCall) -> bool:
@@ -129,113 +81,94 @@ def _counts_many(call: OperatorCall) -> bool:
 
 def _writes_slice(call: OperatorCall) -> bool:
     out = call.kwargs.get("out")
-    return call.base in _PRODUCTS and isinstance(out, Tensor) and out.untyped_storage().nbytes() > _num_bytes(out)
+    return call.base in _PRODUCTS and isinstance(out, Tensor) and out.untyped_storage().nbytes() > out.nbytes
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _is_channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and bool(tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def _is_vision(call: OperatorCall, *names: str) -> bool:
-    return call.func.namespace == "torchvision" and call.base in names
-
-
-def _fills_strided_tensor(call: OperatorCall) -> bool:
-    return call.base in ("masked_fill", "masked_fill_") and not call.inputs[0].is_contiguous()
-
-
-# --- conditions on functions ------------------------------------------------------------------------------------------
-
-
-def _biased_linear_input(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the input of a linear layer that has a bias."""
-    if function is not functional.linear or not args:
-        return None
-    bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    return None if bias is None else args[0]
-
-
-def _is_huge_batch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x = _biased_linear_input(function, args, kwargs)
-    return x is not None and x.dim() > 2 and max(x.shape[:-1]) > _HUGE_BATCH
-
-
-def _has_many_dimensions(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return function is functional.linear and bool(args) and args[0].dim() > 4
-
-
-def _is_inference_attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return function is functional.scaled_dot_product_attention and not torch.is_grad_enabled()
-
-
-def _is_permuted_lstm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return getattr(function, "__name__", "") == "lstm" and len(args) >= 9 and not args[0].is_contiguous()
-
-
-def _is_vector(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x = _biased_linear_input(function, args, kwargs)
-    return x is not None and x.dim() == 1
-
-
-def _is_lstm_with_dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    if getattr(function, "__name__", "") != "lstm" or len(args) < 9:
-        return False
-    # Padded and packed calls have different argument orders. In both, num_layers and dropout are the only numbers.
-    numbers = [value for value in args if isinstance(value, int | float) and not isinstance(value, bool)]
-    return len(numbers) == 2 and numbers[0] > 1 and numbers[1] > 0
-
-
-def _copies_to_host(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return function in (Tensor.cpu, Tensor.to) and bool(args) and HOST_READS[function].reads(args, kwargs)
-
-
-def _copies_and_converts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if function is not Tensor.to or not _copies_to_host(function, args, kwargs):
-        return False
-    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
-    return any(dtype != args[0].dtype for dtype in dtypes)
-
-
-def _copies_strided_tensor(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return _copies_to_host(function, args, kwargs) and not args[0].is_contiguous()
-
-
-def _is_non_blocking(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return function in (Tensor.to, Tensor.cpu, Tensor.copy_) and bool(kwargs.get("non_blocking"))
-
-
-def _pins_memory(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
-    return function is Tensor.pin_memory
+def _has_permuted_batch_norm(call: OperatorCall) -> bool:
+    return call.base in _BATCH_NORMS and not call.inputs[0].is_contiguous()
 
 
 _OPERATOR_CONDITIONS: dict[str, Callable[[OperatorCall], bool]] = {
-    "linear-rows": _sums_many_rows,
-    "bmm-large": _is_large_bmm,
-    "product-expanded": _has_expanded_factor,
-    "conv-weights": _has_strided_weight,
-    "conv-kernel-256": _has_large_kernel,
-    "channels-last": _is_channels_last,
-    "adaptive-max-pool": _is_uneven_max_pool,
-    "masked-fill": _fills_strided_tensor,
+    "linear-rows": lambda call: any(factor.shape[-1] > ROW_LIMIT for factor in _factors(call)[:1]),
+    "bmm-large": lambda call: call.base in ("bmm", "baddbmm") and call.outputs[0].numel() > 2**32,
+    "product-expanded": lambda call: any(map(_has_zero_stride, _factors(call))),
+    "conv-weights": lambda call: any(not weight.is_contiguous() for weight in _conv2d_tensors(call)[1:]),
+    "conv-kernel-256": lambda call: any(max(weight.shape[2:]) >= 256 for weight in _conv2d_tensors(call)[1:]),
+    "channels-last": lambda call: any(map(_is_channels_last, _conv2d_tensors(call)[:1])),
+    "adaptive-max-pool": lambda call: call.base == "adaptive_max_pool2d" and call.has_uneven_sizes,
+    "masked-fill": lambda call: call.base in ("masked_fill", "masked_fill_") and not call.inputs[0].is_contiguous(),
     "batch-norm-permuted": _has_permuted_batch_norm,
-    "batch-norm-3d-abort": _has_permuted_batch_norm_3d,
-    "amax-int64": _reduces_int64,
+    "batch-norm-3d-abort": lambda call: _has_permuted_batch_norm(call) and call.inputs[0].dim() == 5,
+    "amax-int64": lambda call: call.base in ("amax", "amin", "aminmax") and call.inputs[0].dtype == torch.int64,
     "unique-counts": _counts_many,
     "product-out-slice": _writes_slice,
-    "roi-align-backward": lambda call: _is_vision(call, "roi_align"),
-    "roi-pool-backward": lambda call: _is_vision(call, "roi_pool", "ps_roi_align", "ps_roi_pool"),
+    "roi-align-backward": lambda call: call.func.namespace == "torchvision" and call.base == "roi_align",
+    "roi-pool-backward": lambda call: (
+        call.func.namespace == "torchvision" and call.base in ("roi_pool", "ps_roi_align", "ps_roi_pool")
+    ),
 }
-_FUNCTION_CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
-    "linear-huge-batch": _is_huge_batch,
-    "linear-vector-bias": _is_vector,
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def _linear_input(call: FunctionCall, *, has_bias: bool = False) -> list[Tensor]:
+    """Return the input of a linear layer, with `has_bias` of one that has a bias; none for other functions."""
+    if call.function is not functional.linear or not call.args:
+        return []
+    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
+    return [] if has_bias and bias is None else [call.args[0]]
+
+
+def _is_lstm(call: FunctionCall) -> bool:
+    return getattr(call.function, "__name__", "") == "lstm" and len(call.args) >= 9
+
+
+def _is_lstm_with_dropout(call: FunctionCall) -> bool:
+    # Padded and packed calls have different argument orders. In both, num_layers and dropout are the only numbers.
+    numbers = [value for value in call.args if isinstance(value, int | float) and not isinstance(value, bool)]
+    return _is_lstm(call) and len(numbers) == 2 and numbers[0] > 1 and numbers[1] > 0
+
+
+def _copies_to_host(call: FunctionCall) -> bool:
+    is_copy = call.function in (Tensor.cpu, Tensor.to) and bool(call.args)
+    return is_copy and HOST_READS[call.function].reads(call.args, call.kwargs)
+
+
+def _copies_and_converts(call: FunctionCall) -> bool:
+    if call.function is not Tensor.to or not _copies_to_host(call):
+        return False
+    dtypes = [value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, torch.dtype)]
+    return any(dtype != call.args[0].dtype for dtype in dtypes)
+
+
+def _is_non_blocking(call: FunctionCall) -> bool:
+    return call.function in (Tensor.to, Tensor.cpu, Tensor.copy_) and bool(call.kwargs.get("non_blocking"))
+
+
+def _pins_memory(call: FunctionCall) -> bool:
+    return call.function is Tensor.pin_memory
+
+
+_FUNCTION_CONDITIONS: dict[str, Callable[[FunctionCall], bool]] = {
+    "linear-huge-batch": lambda call: any(
+        x.dim() > 2 and max(x.shape[:-1]) > 65_536 for x in _linear_input(call, has_bias=True)
+    ),
+    "linear-vector-bias": lambda call: any(x.dim() == 1 for x in _linear_input(call, has_bias=True)),
+    "linear-5d": lambda call: any(x.dim() > 4 for x in _linear_input(call)),
     "lstm-dropout-backward": _is_lstm_with_dropout,
     "lstm-dropout-forward": _is_lstm_with_dropout,
+    "lstm-permuted": lambda call: _is_lstm(call) and not call.args[0].is_contiguous(),
     "copy-converts": _copies_and_converts,
-    "copy-gaps": _copies_strided_tensor,
+    "copy-gaps": lambda call: _copies_to_host(call) and not call.args[0].is_contiguous(),
     "copy-unawaited": _is_non_blocking,
     "pinned-memory": _pins_memory,
     "pinned-recycled": _pins_memory,
-    "linear-5d": _has_many_dimensions,
-    "attention-hides-nan": _is_inference_attention,
-    "lstm-permuted": _is_permuted_lstm,
+    "attention-hides-nan": lambda call: (
+        call.function is functional.scaled_dot_product_attention and not torch.is_grad_enabled()
+    ),
 }

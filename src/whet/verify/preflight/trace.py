@@ -27,6 +27,7 @@ from whet.verify.preflight.findings import (
     Detection,
     DetectionLog,
     Detector,
+    FunctionCall,
     OperatorCall,
     SourceLine,
     TracePhase,
@@ -225,9 +226,9 @@ class OperatorRecorder(TorchDispatchMode):
             line, is_backward = self._current_line()
             self.log.add(detection, line, is_backward=is_backward, phase=self.phase)
 
-    def inspect_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def inspect_function(self, call: FunctionCall) -> None:
         for detector in self._detectors:
-            self.record(detector.function(function, args, kwargs))
+            self.record(detector.function(call))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -326,7 +327,7 @@ class _FunctionRecorder(TorchFunctionMode):
         is_read = func in HOST_READS and isinstance(args[0], Tensor)
         if is_read and recorder.host.contains_all([args[0]]):
             return recorder.executor.read_value(func, args, kwargs)
-        recorder.inspect_function(func, args, kwargs)
+        recorder.inspect_function(FunctionCall(func, args, kwargs))
         if func is Tensor.pin_memory:
             # torch cannot pin memory on a computer without an accelerator.
             return args[0]

@@ -61,6 +61,9 @@ def draw_moves(policy: NDArray[np.float32], generator: np.random.Generator, *, t
 
 _WINNING = 2
 """The potential of a cell that is next to both edges."""
+_SHARPNESS, _TEMPO, _STEEPNESS = 0.5, 1.0, 0.3
+"""Fitted to 13x13 games: a move that is better by one is e ** _SHARPNESS times as probable, and the value is a logistic
+function of the difference of potentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +71,17 @@ class TwoDistancePlayer:
     """Plays where the two-distances to the edges are smallest for both players."""
 
     name: str = "two-distance"
-    sharpness: float = 0.5
-    """A move that is better by one is e ** sharpness times as probable. Fitted to 13x13 games, like the next two."""
-    tempo: float = 1.0
-    steepness: float = 0.3
-    """The value is a logistic function of the difference of potentials."""
 
     def analyze(self, positions: Positions) -> Analysis:
         # Moves that win immediately come first, then moves that prevent an immediate win of the opponent.
         own, opponent = potentials(positions)
         wins, must = own == _WINNING, opponent == _WINNING
         score = -(own + opponent) + 1000.0 * must + 1_000_000.0 * wins
-        score = np.where(legal(positions.boards), self.sharpness * score, -np.inf)
+        score = np.where(legal(positions.boards), _SHARPNESS * score, -np.inf)
         weights = np.exp(score - score.max(axis=1, keepdims=True))
         policy = weights / weights.sum(axis=1, keepdims=True)
         behind = own.min(axis=1) - opponent.min(axis=1)
-        value = 1 / (1 + np.exp(self.steepness * (behind - self.tempo)))
+        value = 1 / (1 + np.exp(_STEEPNESS * (behind - _TEMPO)))
         value = np.where(wins.any(axis=1), 1.0, np.where(must.sum(axis=1) > 1, 0.0, value))
         return Analysis(policy.astype(np.float32), value.astype(np.float32))
 
