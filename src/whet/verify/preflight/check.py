@@ -27,7 +27,15 @@ from whet.verify.preflight.detectors import (
     check_inputs,
     check_model,
 )
-from whet.verify.preflight.findings import SEVERITIES, Detector, PreflightFinding, SourceLocation, locate_line
+from whet.verify.preflight.findings import (
+    SEVERITIES,
+    Detection,
+    Detector,
+    PreflightFinding,
+    SourceLine,
+    SourceLocation,
+    locate_line,
+)
 from whet.verify.preflight.host_sync import HostSyncDetector
 from whet.verify.preflight.known_faults import KnownFaultDetector
 from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment, trace_steps
@@ -151,7 +159,7 @@ def _check(
         num_parameters=traced.num_parameters,
         num_samples=0 if traced.micro is None else len(traced.micro),
         is_causal=_is_causal(traced.trainable, causality_findings),
-        model_at=_forward_location(traced.trainable),
+        model_at=locate_line(forward) if (forward := _forward_line(traced.trainable)) else None,
         is_fake=traced.is_fake,
         num_known_faults=len(faults),
         fits=fits,
@@ -201,14 +209,13 @@ def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
     own, inner = failure_frames(traced.error)
     got = (str(traced.error).splitlines() or [""])[0][:200]
     where = f" ({frame_name(inner)})" if inner else ""
-    yield PreflightFinding(
-        id="trace-stopped",
-        severity="error",
-        what=f"the trace ended early, nothing after it was checked: {type(traced.error).__name__}: {got}{where}",
-        try_="fix that line if it fails in training too; else a smaller version of the model, for real tensors",
-        place=locate_line((own.filename, own.lineno or 0, own.name)) if own else None,
-        during="" if own else "the step",
+    detection = Detection(
+        "trace-stopped",
+        "error",
+        f"the trace ended early, nothing after it was checked: {type(traced.error).__name__}: {got}{where}",
+        "fix that line if it fails in training too; else a smaller version of the model, for real tensors",
     )
+    yield detection.as_finding((own.filename, own.lineno or 0, own.name) if own else None, during="the step")
 
 
 def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[PreflightFinding]:
@@ -217,13 +224,9 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Pr
     if traced.trainable.outputs is None:
         return
     if traced.num_parameters > _MAX_REAL_PARAMETERS:
-        yield PreflightFinding(
-            id="causality-unknown",
-            severity="note",
-            what="causality was not checked: the model is too large to be run with real tensors",
-            try_="a smaller version of the same model",
-            during="the forward pass",
-        )
+        what = "causality was not checked: the model is too large to be run with real tensors"
+        unknown = Detection("causality-unknown", "note", what, "a smaller version of the same model")
+        yield unknown.as_finding(None, during="the forward pass")
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -234,22 +237,14 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Pr
         try:
             leak = find_leak(trainable.outputs, trainable.make_batch(batch_size))
         except InconclusiveError as error:
-            yield PreflightFinding(
-                id="causality-unknown",
-                severity="note",
-                what=f"causality could not be determined: {error}",
-                try_="inputs with several different tokens, and weights that are not zero",
-                during="the forward pass",
-            )
+            try_ = "inputs with several different tokens, and weights that are not zero"
+            unknown = Detection("causality-unknown", "note", f"causality could not be determined: {error}", try_)
+            yield unknown.as_finding(None, during="the forward pass")
             return
     if leak is not None:
-        yield PreflightFinding(
-            id="not-causal",
-            severity="error",
-            what=f"the model is declared causal but is not: {leak}",
-            try_="a causal mask, or operations along the sequence that see earlier positions only",
-            place=_forward_location(trainable),
-        )
+        what = f"the model is declared causal but is not: {leak}"
+        try_ = "a causal mask, or operations along the sequence that see earlier positions only"
+        yield Detection("not-causal", "error", what, try_).as_finding(_forward_line(trainable), during="")
 
 
 def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool | None:
@@ -273,14 +268,9 @@ def _estimate_fits(
 
 def _memory_findings(fits: Iterable[MachineFit]) -> list[PreflightFinding]:
     """Return an error for each machine that is too small. Call this only for machines that the user named."""
+    try_ = "activation_checkpointing=on, a smaller model, or another machine"
     return [
-        PreflightFinding(
-            id="too-little-memory",
-            severity="error",
-            what=fit.summary,
-            try_="activation_checkpointing=on, a smaller model, or another machine",
-            during="the step",
-        )
+        Detection("too-little-memory", "error", fit.summary, try_).as_finding(None, during="the step")
         for fit in fits
         if fit.micro_batch is None and fit.limit_bytes is not None
     ]
@@ -290,11 +280,11 @@ def _main_device(machine: Machine) -> str:
     return machine.accelerators[0].kind if machine.accelerators else "cpu"
 
 
-def _forward_location(trainable: Trainable) -> SourceLocation | None:
+def _forward_line(trainable: Trainable) -> SourceLine | None:
     """Return the line of the model's forward method; None if it is not a Python function."""
     forward = getattr(type(trainable.model), "forward", None)
     code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
-    return locate_line((code.co_filename, code.co_firstlineno, code.co_name)) if code else None
+    return (code.co_filename, code.co_firstlineno, code.co_name) if code else None
 
 
 def _sorted(findings: Iterable[PreflightFinding]) -> tuple[PreflightFinding, ...]:

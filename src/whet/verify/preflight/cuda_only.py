@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class CudaOnlyCode(TorchFunctionMode):
 
     def __enter__(self) -> "CudaOnlyCode":
         for patch in self._make_patches():
-            self._patches.enter_context(patch.applied())
+            self._patches.enter_context(patch)
         super().__enter__()
         return self
 
@@ -61,14 +61,14 @@ class CudaOnlyCode(TorchFunctionMode):
         detection = Detection("cuda-only", "error" if is_error else "warning", what, try_)
         self._found[detection, user_line()] = None
 
-    def _make_patches(self) -> Iterator["_Patch"]:
-        yield _Patch(torch.autocast, "__init__", self._report_autocast)
-        yield _Patch(torch.amp.GradScaler, "__init__", self._report_scaler)
-        yield _Patch(torch.nn.Module, "cuda", self._keep_module)
-        yield _Patch(torch.nn.Module, "to", self._keep_module)
+    def _make_patches(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        yield _patched(torch.autocast, "__init__", self._report_autocast)
+        yield _patched(torch.amp.GradScaler, "__init__", self._report_scaler)
+        yield _patched(torch.nn.Module, "cuda", self._keep_module)
+        yield _patched(torch.nn.Module, "to", self._keep_module)
         for name in ("synchronize", "set_device"):
             # The backend is not used here: the trace must not reach it.
-            yield _Patch(torch.cuda, name, functools.partial(self._skip_call, name))  # noqa: TID251
+            yield _patched(torch.cuda, name, functools.partial(self._skip_call, name))  # noqa: TID251
 
     def _report_autocast(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         device_type = args[1] if len(args) > 1 else kwargs.get("device_type")
@@ -106,26 +106,20 @@ class CudaOnlyCode(TorchFunctionMode):
         self._report(f"torch.cuda.{name}() {_NEEDS_CUDA}", try_)
 
 
-class _Patch(NamedTuple):
-    """An attribute that is replaced by a function of the original and the arguments."""
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace an attribute by a function of the original and the arguments while entered."""
+    original = getattr(owner, name)
 
-    owner: Any
-    name: str
-    replacement: Callable[..., Any]
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        original = getattr(self.owner, self.name)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.replacement(original, *args, **kwargs)
-
-        setattr(self.owner, self.name, call)
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.name, original)
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def _is_cuda(value: Any) -> bool:
