@@ -20,9 +20,8 @@ from small_chat import WORDS, prepared
 from whet.config.resolve import resolve_config
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.chat.responder import TextChunk
-from whet.recipes.chat.server.queue import AnswerQueue
 from whet.recipes.chat.server.requests import BadRequestError
-from whet.recipes.chat.server.routes import ChatRoutes
+from whet.recipes.chat.server.routes import AnswerQueue, ChatRoutes
 from whet.recipes.runner import train_recipe
 
 pytestmark = pytest.mark.torch

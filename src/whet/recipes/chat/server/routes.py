@@ -9,13 +9,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import WhetError
 from whet.recipes.chat.responder import Prompt, Responder, TextChunk
 from whet.recipes.chat.server import responses
-from whet.recipes.chat.server.queue import AnswerQueue
 from whet.recipes.chat.server.requests import (
     BadRequestError,
     ChatCompletionRequest,
@@ -65,6 +65,40 @@ def _overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of `text` are the beginning of `stop`."""
     limit = min(len(text), len(stop) - 1)
     return next((size for size in range(limit, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+MAX_WAITING = 8
+"""The number of requests that may wait while one is answered."""
+
+
+class AnswerQueue:
+    """Runs generators of text chunks one after another in a worker thread."""
+
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        # One request is answered while the others wait.
+        self._capacity = max_waiting + 1
+        self._num_pending = 0
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responder")
+
+    async def stream(self, generate: Callable[[], Iterator[TextChunk]]) -> AsyncGenerator[TextChunk]:
+        """Yield the chunks of an answer as they are generated. Closing or dropping the generator cancels the answer."""
+        if self._num_pending >= self._capacity:
+            raise BadRequestError(
+                "too many requests are waiting; try again later", code="rate_limit_exceeded", status=429
+            )
+        self._num_pending += 1
+        try:
+            async with self._turn:
+                chunks, loop = generate(), asyncio.get_running_loop()
+                while (chunk := await loop.run_in_executor(self._thread, next, chunks, None)) is not None:
+                    yield chunk
+        finally:
+            self._num_pending -= 1
+
+    def close(self) -> None:
+        """Cancel waiting requests."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 Handler = Callable[["Request"], Awaitable["Response"]]
