@@ -102,8 +102,11 @@ class Recipe:
         return OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay)
 
     def evaluate(self, model: Any, micro_batches: Any) -> dict[str, Any]:
-        """Return metrics over the micro-batches of a split, optionally with a confusion matrix and samples."""
-        raise NotImplementedError
+        """Return metrics over the micro-batches of a split, optionally with a confusion matrix and samples.
+
+        The default merges one part of `partial_metrics`.
+        """
+        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
     def partial_metrics(self, model: Any, micro_batches: Any) -> Any:
         """Return the counts of one process over its share of a split, as JSON. `merge_metrics` combines the parts.

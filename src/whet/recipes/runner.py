@@ -181,9 +181,9 @@ class SharedEvaluation:
 
 def recipe_evaluation(recipe: Recipe) -> Any:
     """Return the recipe's evaluation, shared between processes if it has `partial_metrics`; None without `evaluate`."""
-    if not recipe.supports("evaluate"):
-        return None
-    return SharedEvaluation(recipe) if recipe.supports("partial_metrics") else recipe.evaluate
+    if recipe.supports("partial_metrics"):
+        return SharedEvaluation(recipe)
+    return recipe.evaluate if recipe.supports("evaluate") else None
 
 
 def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload:

@@ -70,9 +70,6 @@ class ChatRecipe(Recipe):
 
         return model.logits(model(*model_inputs(micro))[-1])
 
-    def evaluate(self, model: "CausalModel", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
-        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
-
     def partial_metrics(self, model: "CausalModel", micro_batches: Iterator["DictBatch"]) -> list[float]:
         from whet.recipes.chat.evaluation import partial_metrics
 

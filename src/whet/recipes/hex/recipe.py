@@ -63,9 +63,6 @@ class HexRecipe(Recipe):
 
         return hex_loss(model(micro.board), micro, self._weights or LossWeights())
 
-    def evaluate(self, model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
-        return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
-
     def partial_metrics(self, model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.hex.evaluation import partial_metrics
 

@@ -211,15 +211,6 @@ class Mistake(NamedTuple):
         return self.error, -int(self.micro.sample_ids[self.row])
 
 
-def evaluate(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
-    """Return metrics, scores of each class, the confusion matrix and the worst mistakes.
-
-    Class names and texts come from `data`. Without it, only metrics are returned. Multi-label data has no confusion
-    matrix.
-    """
-    return merge_metrics([partial_metrics(model, micro_batches, data)], data)
-
-
 def partial_metrics(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
     """Return the sums over some texts as plain JSON. Each process counts its part."""
     loss = 0.0
@@ -248,7 +239,11 @@ def partial_metrics(model: "Classifier", micro_batches: Iterator[DictBatch], dat
 
 
 def merge_metrics(parts: list[dict[str, Any]], data: "TextData | None") -> dict[str, Any]:
-    """Combine the partial metrics of all processes."""
+    """Return metrics, scores of each class, the confusion matrix and the worst mistakes of all processes.
+
+    Class names and texts come from `data`. Without it, only metrics are returned. Multi-label data has no confusion
+    matrix.
+    """
     sums = [part["scores"] for part in parts if part["scores"] is not None]
     assert sums, "an evaluation has texts"
     scores = Scores(sums[0]["num_classes"], is_multi_label=sums[0]["is_multi_label"])

@@ -114,11 +114,6 @@ class TextRecipe(Recipe):
         averages_over_texts = getattr(model, "averages_over_texts", False)
         return classification_loss(model(micro.tokens), micro, averages_over_texts=averages_over_texts)
 
-    def evaluate(self, model: "Classifier", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
-        from whet.recipes.text.evaluation import evaluate
-
-        return evaluate(model, micro_batches, self._data)
-
     def partial_metrics(self, model: "Classifier", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
         from whet.recipes.text.evaluation import partial_metrics
 
