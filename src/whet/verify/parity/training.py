@@ -208,7 +208,7 @@ class ParityRow(FrozenModel):
 class TrainingTrace:
     """All compared quantities of one device, copied to the CPU."""
 
-    parts: dict[str, Mapping[str, Tensor]]
+    parts: dict[str, dict[str, Tensor]]
     """Named tensors: the loss, gradients, what the random draws depended on, buffers, and the update."""
     trajectory: Tensor
 
