@@ -117,6 +117,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
     ("data", ("texts.csv",), (0, 1, 2)),
     ("data chat", ("chats.jsonl", "--out", "chats"), (0, 1, 2)),
     ("data hex", ("games.txt",), (0, 1, 2)),
+    ("data puzzle", ("games.txt", "--out", "puzzles"), (0, 1, 2)),
     ("predict", ("runs/one", "--recipe", "mine.py", "a text"), (0, 1, 2)),
     ("generate", ("runs/one", "a text"), (0, 1, 2)),
     ("chat", ("runs/one",), (0, 1, 2)),
