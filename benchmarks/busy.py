@@ -17,9 +17,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
-from results import BELOW_TARGET, at_least, head, write
+from results import at_least, head
+from side_by_side.options import print_and_exit
 from side_by_side.process import LoopProcess
 from side_by_side.spec import WORKLOADS, Spec
 
@@ -146,20 +148,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of a block without busy loops")
     parser.add_argument("--small", action="store_true", help="a smoke test; its times mean nothing")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the result, beside the screen")
     return parser.parse_args(args)
 
 
-def main() -> None:
-    given = parse()
-    lines = []
-    for line in report(given):
-        lines.append(line)
-        print(line, flush=True)
-    text = "\n".join(lines).rstrip() + "\n"
-    if given.write:
-        write("busy", "cpu", text)
-    sys.exit(BELOW_TARGET if "ABOVE TARGET" in text else 0)
-
-
 if __name__ == "__main__":
-    main()
+    options = parse()
+    print_and_exit(report(options), name="busy", device="cpu", is_written=options.write, out=options.out)

@@ -19,10 +19,9 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from results import BELOW_TARGET, at_least, head, write
 from side_by_side.losses import BOUND, largest_difference
+from side_by_side.options import complete, make_parser, print_and_exit, report_head
 from side_by_side.spec import FOREIGN_LOOPS, Spec
 from side_by_side.timing import LoopComparison, LoopTimes, NoLoopError, compare_loops
 from side_by_side.workloads.foreign import MODELS, OF_TRANSFORMERS
@@ -59,7 +58,7 @@ def specs_of(model: str, given: argparse.Namespace) -> Iterator[Spec]:
             loop=loop,
             workload=f"foreign-{model}",
             device=given.device,
-            scale="tiny" if given.small else "cpu" if given.device == "cpu" else "full",
+            scale=given.scale,
             precision=given.precision,
             total_steps=MAX_STEPS,
             has_dropout=False,
@@ -70,10 +69,7 @@ def specs_of(model: str, given: argparse.Namespace) -> Iterator[Spec]:
 
 
 def report(given: argparse.Namespace) -> Iterator[str]:
-    args = [word for word in sys.argv[1:] if given.out is None or word not in ("--out", str(given.out))]
-    yield from head("Models that whet did not write", given.device, f"python benchmarks/foreign.py {' '.join(args)}")
-    yield "The columns are explained in that file."
-    yield ""
+    yield from report_head("Models that whet did not write", "foreign", given)
     for model in given.model:
         try:
             comparison = compare_loops(
@@ -159,38 +155,12 @@ def _loss_difference(times: LoopTimes, comparison: LoopComparison) -> str:
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu")
+    parser = make_parser(__doc__, warmup=64)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loops", nargs="+", choices=list(FOREIGN_LOOPS), default=list(FOREIGN_LOOPS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a block of the slowest loop")
-    parser.add_argument("--rounds", type=at_least(1), default=8)
-    parser.add_argument("--warmup", type=at_least(1), default=64, help="maximum warm-up steps")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on a CPU, else bf16")
-    parser.add_argument("--threads", type=int, help="CPU threads of every loop; default: torch's")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result, beside the screen")
-    given = parser.parse_args(args)
-    given.precision = given.precision or ("fp32" if given.device == "cpu" else "bf16")
-    if given.small:
-        given.seconds, given.rounds, given.warmup = min(given.seconds, 0.05), min(given.rounds, 2), NUM_LOSSES
-    return given
-
-
-def main() -> None:
-    given = parse()
-    lines: list[str] = []
-    for line in report(given):
-        lines.append(line)
-        print(line, flush=True)
-    text = "\n".join(lines).rstrip() + "\n"
-    if given.write:
-        write("foreign", given.device, text)
-    if given.out:
-        given.out.write_text(text)
-    sys.exit(BELOW_TARGET if "NOT EQUAL" in text else 0)
+    return complete(parser.parse_args(args), smoke_warmup=NUM_LOSSES)
 
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    print_and_exit(report(options), name="foreign", device=options.device, is_written=options.write, out=options.out)

@@ -17,10 +17,10 @@ nothing. `--write` writes the result into docs/bench/.
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from results import BELOW_TARGET, at_least, head, write
+from results import at_least
 from side_by_side.losses import check
+from side_by_side.options import complete, make_parser, print_and_exit, report_head
 from side_by_side.spec import LOOPS, WORKLOADS, Spec
 from side_by_side.table import agreement, table
 from side_by_side.timing import compare_loops
@@ -29,7 +29,6 @@ MAX_STEPS = 1_000_000
 
 
 def specs_of(workload: str, given: argparse.Namespace, *, records_losses: bool) -> Iterator[Spec]:
-    scale = "tiny" if given.small else "cpu" if given.device == "cpu" else "full"
     for loop in given.loops:
         if (loop == "whet-graph" and given.device != "cuda") or (
             loop == "trainer-fixed" and not workload.startswith("text")
@@ -39,8 +38,8 @@ def specs_of(workload: str, given: argparse.Namespace, *, records_losses: bool) 
             loop=loop,
             workload=workload,
             device=given.device,
-            scale=scale,
-            precision=given.precision or ("fp32" if given.device == "cpu" else "bf16"),
+            scale=given.scale,
+            precision=given.precision,
             total_steps=given.losses if records_losses else MAX_STEPS,
             has_dropout=not records_losses,
             workers=given.workers,
@@ -50,10 +49,7 @@ def specs_of(workload: str, given: argparse.Namespace, *, records_losses: bool) 
 
 
 def report(given: argparse.Namespace) -> Iterator[str]:
-    args = [word for word in sys.argv[1:] if given.out is None or word not in ("--out", str(given.out))]
-    yield from head("Comparison with other loops", given.device, f"python benchmarks/peers.py {' '.join(args)}")
-    yield "The columns are explained in that file."
-    yield ""
+    yield from report_head("Comparison with other loops", "peers", given)
     for workload in given.workloads:
         yield from one_workload(workload, given)
 
@@ -77,45 +73,21 @@ def one_workload(workload: str, given: argparse.Namespace) -> Iterator[str]:
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu")
+    parser = make_parser(__doc__, warmup=1024)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a block of the slowest loop")
-    parser.add_argument("--rounds", type=at_least(1), default=8)
-    parser.add_argument("--warmup", type=at_least(1), default=1024, help="maximum warm-up steps")
     parser.add_argument("--losses", type=at_least(0), default=30, help="number of losses to compare; 0: none")
     parser.add_argument("--only-losses", action="store_true")
     parser.add_argument("--at-once", type=at_least(1), help="concurrent processes while losses are compared")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on a CPU, else bf16")
     parser.add_argument("--workers", type=int, help="DataLoader workers; 0 on a CPU, else 4")
-    parser.add_argument("--threads", type=int, help="CPU threads of every loop; default: torch's")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result, beside the screen")
-    given = parser.parse_args(args)
+    given = complete(parser.parse_args(args), smoke_warmup=4)
     is_cpu = given.device == "cpu"
     given.workers = (0 if is_cpu else 4) if given.workers is None else given.workers
     given.at_once = (1 if is_cpu else 6) if given.at_once is None else given.at_once
-    if given.small:
-        given.seconds, given.rounds, given.warmup = min(given.seconds, 0.05), min(given.rounds, 2), 4
-        given.losses = min(given.losses, 6)
+    given.losses = min(given.losses, 6) if given.small else given.losses
     return given
 
 
-def main() -> None:
-    given = parse()
-    lines: list[str] = []
-    for line in report(given):
-        lines.append(line)
-        print(line, flush=True)
-    text = "\n".join(lines).rstrip() + "\n"
-    if given.write:
-        write("peers", given.device, text)
-    if given.out:
-        given.out.write_text(text)
-    sys.exit(BELOW_TARGET if "NOT EQUAL" in text else 0)
-
-
 if __name__ == "__main__":
-    main()
+    options = parse()
+    print_and_exit(report(options), name="peers", device=options.device, is_written=options.write, out=options.out)

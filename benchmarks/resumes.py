@@ -247,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("optimizers", "models"))
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--first", type=int, help="only so many optimizers, and so many models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--virtual-mac")
     parser.add_argument("--markdown", type=Path)
@@ -260,14 +261,16 @@ def main() -> None:
         device = "mps"
     cases: dict[str, Callable[[], Any]] = {}
     if given.only != "models":
-        cases |= {n: lambda n=n, make=make: optimizer_training(n, make) for n, make in optimizer_cases().items()}
+        optimizers = list(optimizer_cases().items())[: given.first]
+        cases |= {n: lambda n=n, make=make: optimizer_training(n, make) for n, make in optimizers}
     if given.only != "optimizers":
         import transformers
 
-        for _, name, _ in MODELS.values():
+        models = list(MODELS.items())[: given.first]
+        for _, (_, name, _) in models:
             # Imported here, so that each process does not import it again.
             getattr(transformers, name)
-        cases |= {name: lambda one=one: model_training(*one) for name, one in MODELS.items()}
+        cases |= {n: lambda one=one: model_training(*one) for n, one in models}
     lines = ["| training | result | the resume said |", "| --- | --- | --- |"]
     bad = 0
     with tempfile.TemporaryDirectory() as temporary:
