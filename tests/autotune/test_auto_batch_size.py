@@ -13,7 +13,6 @@ from whet.base.errors import UsageError
 from whet.plan.plan import read_plan
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
-from whet.training import tune
 from whet.training.callbacks.progress import ProgressLine
 
 pytestmark = pytest.mark.torch
@@ -24,7 +23,7 @@ AUTO = {"global_batch_size": "auto", "epochs": 2, "overrides": {"threads": 1}, "
 @pytest.fixture(autouse=True)
 def _a_home_and_little_time(monkeypatch, tmp_path):
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(tune, "MAX_BATCH_SECONDS", 3.0)
+    monkeypatch.setattr(auto_batch_size, "MAX_BATCH_SECONDS", 3.0)
 
 
 def a_training(num_samples: int = 2_000):
@@ -107,7 +106,9 @@ def test_users_optimizer_gets_scaled_rates_and_keeps_its_own_afterwards(monkeypa
     optimizer = torch.optim.SGD(groups)
     seen = []
     # The way up always gains, so that the largest batch is taken.
-    monkeypatch.setattr(tune, "measure_batch_size", with_batch_of(64, find=tune.measure_batch_size))
+    monkeypatch.setattr(
+        auto_batch_size, "measure_batch_size", with_batch_of(64, find=auto_batch_size.measure_batch_size)
+    )
     whet.train(
         model, data, loss=loss, optimizer=optimizer,
         evaluate=lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]) or {}, val=data, **AUTO,

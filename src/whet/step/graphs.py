@@ -7,9 +7,9 @@ cannot be captured run eagerly, and `graph_obstacle` holds the reason.
 
 import statistics
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
 from whet.base.units import format_percent
-from whet.data.batch import MicroBatch, Packed
+from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice, AbstractGraphs, Replay
 from whet.device.rng import get_torch_rng, set_torch_rng
 from whet.step.ema import Ema
@@ -32,6 +32,7 @@ from whet.step.graph_safety import (
 )
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
+from whet.step.static_inputs import StaticInputs, signature
 from whet.step.step import Outcome, Stepper, WrongReplayError
 
 MAX_CAPTURED_SHAPES = 16
@@ -377,76 +378,3 @@ class GraphedStepper(Stepper):
 
 def _is_check_due(num_replays: int) -> bool:
     return num_replays & (num_replays - 1) == 0 or num_replays % _CHECK_AT_LEAST_EVERY == 0
-
-
-# --- inputs of a captured step ----------------------------------------------------------------------------------------
-
-Signature = tuple[Any, ...]
-
-
-class StaticInputs:
-    """Copies of the micro-batches of one step at fixed addresses, filled before each replay."""
-
-    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self.micro_batches = [_copied(micro) for micro in micro_batches]
-        self._tensors = list(_all_tensors(self.micro_batches))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    @torch.no_grad()
-    def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Copy the values of micro-batches with the same shapes into the static inputs."""
-        torch._foreach_copy_(self._tensors, list(_all_tensors(micro_batches)))
-
-
-def _copied(micro: MicroBatch) -> MicroBatch:
-    fields = micro.map_tensors(torch.clone).fields
-    ids: Any = _UnreadableIds(len(micro))
-    return MicroBatch(fields, ids, micro.first_index, make_data=micro.make_data)
-
-
-class _UnreadableIds:
-    """A placeholder for sample ids. It raises on access, because a replay would use the ids of the capture."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def _reject(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("the loss reads sample_ids, which are on the host")
-
-    __getattr__ = __getitem__ = __iter__ = __array__ = __eq__ = __add__ = __radd__ = __mod__ = _reject
-    __hash__ = object.__hash__
-
-
-def signature(micro: MicroBatch) -> Signature:
-    """Return everything the host knows about a micro-batch except its ids. Equal signatures can share a capture."""
-    fields = [(name, *_field_shapes(value), *_field_numbers(value)) for name, value in micro.fields.items()]
-    return len(micro), micro.first_index, *fields
-
-
-def _field_numbers(field: Any) -> tuple[int, ...]:
-    return (field.max_length, field.num_fillers) if isinstance(field, Packed) else ()
-
-
-def _field_shapes(field: Any) -> Iterator[Any]:
-    for tensor in _field_tensors(field):
-        yield tensor.shape
-        yield tensor.dtype
-
-
-def _all_tensors(micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
-    for micro in micro_batches:
-        for value in micro.fields.values():
-            yield from _field_tensors(value)
-
-
-def _field_tensors(field: Any) -> tuple[Tensor, ...]:
-    if isinstance(field, Tensor):
-        return (field,)
-    return (field.values, field.starts) if isinstance(field, Packed) else (field.values, field.lengths)

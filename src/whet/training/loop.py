@@ -21,6 +21,7 @@ from whet.run.folder import shell_path
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks, intercept
+from whet.training.auto_batch_size import resolve_auto_batch_size
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
 from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
@@ -29,7 +30,7 @@ from whet.training.keywords import SessionKeywords
 from whet.training.progress import BestStep
 from whet.training.run_config import make_run_config
 from whet.training.session import Session
-from whet.training.tune import OpenStepBench, report_unmeasured, resolve_auto_batch_size, with_measured_plan
+from whet.training.tune import OpenStepBench, report_unmeasured, with_measured_plan
 
 VAL_LOSS = "val_loss"
 """The metric that `val` without `evaluate` reports."""

@@ -8,8 +8,7 @@ process it is interrupted by an alarm instead.
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import cycle, islice, pairwise
 from statistics import median
 from types import TracebackType
@@ -20,17 +19,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.autotune.candidates import has_attention_choice, plan_with, predicted_bytes
-from whet.autotune.step_bench import FailureKind, ProbeFailedError, SettingsAgreement
-from whet.base.errors import WhetError
-from whet.base.process import TimeLimitError, gc_disabled, interrupt_after, interrupt_obstacle
+from whet.autotune.step_bench import ProbeFailedError, SettingsAgreement
+from whet.base.process import gc_disabled, interrupt_obstacle
 from whet.data.adapters import check_dataset_size
-from whet.data.batch import GlobalBatch, MicroBatch, Position
+from whet.data.batch import GlobalBatch, Position
 from whet.data.recorded import RecordedBatches
 from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.contention import watch_contention
 from whet.device.cpu import preserve_num_threads
-from whet.device.errors import is_out_of_memory
 from whet.device.open import open_device
 from whet.device.rng import preserve_rng, seed_everything
 from whet.plan.plan import Plan, make_plan
@@ -45,56 +42,31 @@ from whet.step.apply_plan import (
     place_model,
 )
 from whet.step.ema import named_tensors
-from whet.step.graphs import GraphedStepper
 from whet.step.loss import LossFunction, adapt_loss, clamp_weight, parse_loss
 from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
-from whet.step.optimizers import OptimizerChoice, set_learning_rate
-from whet.step.rollback import release_traceback
-from whet.step.step import Stepper
-from whet.training.model_check import run_check
-from whet.training.start_checks import skip_reason
+from whet.step.optimizers import OptimizerChoice
+from whet.training.prepared_step import (
+    NUM_BATCHES,
+    WARMUP_STEPS,
+    BuiltPlan,
+    LocalPreparedStep,
+    compile_limit,
+    probe_errors,
+)
 from whet.training.training_config import TrainingConfig
 from whet.training.workload import calls_attention, count_flops, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model, preserve_state
 from whet.verify.parity.compare import compare_precision
-from whet.verify.start.compiled import compare_compiled_with_eager, num_graphs
+from whet.verify.start.compiled import num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
 
-NUM_BATCHES = 8
-"""Number of global batches that the steps cycle through.
-
-Enough to represent the lengths in the data, and few enough that all of them run once before timing starts. On an H200,
-half-precision attention took 85 ms more in the first step of each new shape.
-"""
-# At least 2 warm-up steps; more only within 2 seconds.
-_WARMUP_STEPS, _WARMUP_SECONDS = 2, 2.0
+# More warm-up steps than the least number run only within this time.
+_WARMUP_SECONDS = 2.0
 # Less time is not worth an attempt to compile in the user's process: small models took 10 to 40 s on two cores.
 _MIN_COMPILE_SECONDS = 10.0
 # torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that is still compiled for
 # several batches after the first ones is compiled for every new shape.
 _NUM_SETTLED, _MAX_LATE_GRAPHS = 3, 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BuiltPlan:
-    """A plan that is applied to the model of a bench."""
-
-    plan: Plan
-    device: AbstractDevice
-    source: AbstractSource
-    stepper: Stepper
-    base_rates: list[float]
-
-    def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
-        """Return the first samples of a batch, on the device."""
-        size = min(size, len(batch))
-        if self.plan.workload.split_obstacle is not None:
-            size = len(batch)
-        micro_batches = self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)
-        return next(iter(micro_batches)).map_tensors(self.device.put)
-
-    def split(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
-        return self.source.micro_batches(batch, micro_batch=self.plan.micro_batch, length_mode=self.plan.lengths)
 
 
 class LocalStepBench:
@@ -184,7 +156,7 @@ class LocalStepBench:
 
     def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> SettingsAgreement:  # noqa: ARG002
         """Compare a precision with fp32 on the same device, on a few samples of the data."""
-        with _probe_errors():
+        with probe_errors():
             built = self._build(self.plan_with(settings))
             plan, device = built.plan, built.device
             self.move_to(device)
@@ -212,7 +184,7 @@ class LocalStepBench:
                 raise ProbeFailedError(obstacle, kind="refused")
         # The collector is disabled while the bench is entered, so free the previous candidate explicitly.
         gc.collect()
-        with _probe_errors(), _compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
+        with probe_errors(), compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
             prepared = LocalPreparedStep(self, self._build(plan))
             prepared.check_compiled()
             graphs = [num_graphs()]
@@ -220,7 +192,7 @@ class LocalStepBench:
                 prepared.step_seconds = prepared.step(index)
                 graphs.append(num_graphs())
                 # Compiling for another shape belongs to the preparation and not to the timed steps.
-                is_settled = index + 1 >= _WARMUP_STEPS and graphs[-1] == graphs[-2]
+                is_settled = index + 1 >= WARMUP_STEPS and graphs[-1] == graphs[-2]
                 if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_settled else seconds):
                     break
         num_late = sum(after > before for before, after in pairwise(graphs[_NUM_SETTLED:]))
@@ -238,7 +210,7 @@ class LocalStepBench:
 
         Another process that trains the same computes the same loss.
         """
-        with _probe_errors(), preserve_model(self.model):
+        with probe_errors(), preserve_model(self.model):
             built = self._build(self.plan)
             device, micro = built.device, next(built.split(self.batch(0)))
             # Reading data may have drawn random numbers.
@@ -273,7 +245,7 @@ class LocalStepBench:
             self._model_device = device.torch_device
 
     @contextmanager
-    def applied(self, built: _BuiltPlan, compiled: CompiledCalls | None = None) -> Iterator[None]:
+    def applied(self, built: BuiltPlan, compiled: CompiledCalls | None = None) -> Iterator[None]:
         """Apply a plan to the process and the model for the duration of one step."""
         self.move_to(built.device)
         with apply_plan(
@@ -313,7 +285,7 @@ class LocalStepBench:
         obstacle = interrupt_obstacle()
         return None if obstacle is None else f"compiling cannot be interrupted in this process: {obstacle}"
 
-    def _build(self, plan: Plan) -> _BuiltPlan:
+    def _build(self, plan: Plan) -> BuiltPlan:
         """Apply a plan to the model in the same order as a training run."""
         self._model_device = None
         self.floor(open_device(plan.device).device)
@@ -325,7 +297,7 @@ class LocalStepBench:
         stepper, base_rates = build_stepper(
             plan, self.model, self._optimizer, device, clip=training.clip, has_ema=training.ema
         )
-        return _BuiltPlan(plan=plan, device=device, source=source, stepper=stepper, base_rates=base_rates)
+        return BuiltPlan(plan=plan, device=device, source=source, stepper=stepper, base_rates=base_rates)
 
     def _source(self, plan: Plan) -> AbstractSource:
         """Return the data source of a plan. Plans that read data in the same way share one."""
@@ -375,7 +347,7 @@ class LocalStepBench:
             return workload
         return workload.model_copy(update={"flops_per_sample": flops or None})
 
-    def _learn_splitting(self, built: _BuiltPlan) -> None:
+    def _learn_splitting(self, built: BuiltPlan) -> None:
         """Find out whether micro-batches smaller than the batch may be tried."""
         workload, batch = self.plan.workload, self.batch(0)
         if self.training.split_batch != "auto" or workload.whole_batch_reason is not None:
@@ -392,7 +364,7 @@ class LocalStepBench:
         if obstacle is not None:
             self._use_workload(workload.model_copy(update={"split_obstacle": obstacle}))
 
-    def _learn_attention(self, built: _BuiltPlan) -> None:
+    def _learn_attention(self, built: BuiltPlan) -> None:
         try:
             micro = built.first_samples(self.batch(0), 2)
             is_called = calls_attention(self.model, self.loss, micro, device=built.device)
@@ -412,113 +384,6 @@ class LocalStepBench:
             source.close()
         self._sources.clear()
         self._batches.clear()
-
-
-class LocalPreparedStep:
-    """A plan that is ready to run steps on the model of a bench. Steps of different plans may alternate."""
-
-    preparation_seconds = 0.0
-    """Seconds from the call of `prepare` to the end of its warm-up, plus the time of captures."""
-    step_seconds = 0.0
-    """Seconds of the last warm-up step."""
-
-    def __init__(self, bench: LocalStepBench, built: _BuiltPlan) -> None:
-        self.plan = built.plan
-        self._bench = bench
-        self._built = built
-        self._reading = bench.read_batches(built.source)
-        self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
-        self._number = 0
-        # A learning rate of 0 keeps the arithmetic of the update but not its effect: diverging weights could become
-        # denormal numbers, which are slow to compute with.
-        set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
-
-    def check_compiled(self) -> None:
-        """Raise if the compiled model differs from eager execution, or is not compiled at all."""
-        if self._compiled is None or skip_reason(self.plan) is not None:
-            return
-        model, loss, device = self._bench.model, self._bench.loss, self._built.device
-        micro = next(self._built.split(self._bench.batch(0)))
-        may_slice = self.plan.workload.whole_batch_reason is None
-        with self._applied():
-            parity, _ = run_check(
-                lambda: compare_compiled_with_eager(
-                    model, device, loss, micro, precision=self.plan.precision, may_slice=may_slice
-                ),
-                device,
-                failed="",
-            )
-        if parity is not None and not parity.is_usable:
-            raise ProbeFailedError(str(parity), kind="error")
-
-    def step(self, index: int) -> float:
-        """Run one optimizer step and return its seconds, including reading data and waiting for the device."""
-        device, stepper = self._built.device, self._built.stepper
-        self._number += 1
-        with _probe_errors(), self._applied():
-            # The first steps allocate optimizer state and workspaces, so the peak is measured after them.
-            if self._number == _WARMUP_STEPS:
-                device.memory.reset_peak()
-            start = time.perf_counter()
-            batch = next(self._reading) if self._reading is not None else self._bench.batch(index)
-            stepper(self._bench.loss, self._built.split(batch), num_samples=len(batch), step=self._number)
-            device.sync()
-            seconds = time.perf_counter() - start
-            if stepper.graph_obstacle is not None and self.plan.graph == "on":
-                raise ProbeFailedError(stepper.graph_obstacle, kind="error")
-            return seconds
-
-    def capture(self, *, seconds: float) -> None:
-        """Run all batches twice more: the first pass captures repeated shapes, the second one warms up the replays."""
-        start = time.perf_counter()
-        for index in range(2 * NUM_BATCHES):
-            self.step_seconds = self.step(index)
-            if time.perf_counter() - start > seconds:
-                break
-        stepper = self._built.stepper
-        if isinstance(stepper, GraphedStepper):
-            # Only captures count as a cost: a run executes the steps anyway.
-            self.preparation_seconds += stepper.capture_seconds
-            if self.plan.graph == "on" and stepper.graph_obstacle is None and not stepper.num_captured:
-                raise ProbeFailedError("no two batches had the same shapes", kind="error")
-
-    def peak_bytes(self) -> int | None:
-        peak = self._built.device.memory.usage().peak
-        return None if peak is None else max(0, peak - self._bench.floor(self._built.device))
-
-    def close(self) -> None:
-        stepper = self._built.stepper
-        stepper.abort()
-        stepper.release_graphs("the measurement is over")
-        stepper.optimizer.state.clear()
-
-    def _applied(self) -> AbstractContextManager[None]:
-        return self._bench.applied(self._built, self._compiled)
-
-
-@contextmanager
-def _compile_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a compilation in this process after this time, and drop what it has left in the compiler."""
-    try:
-        with interrupt_after(seconds):
-            yield
-    except TimeLimitError:
-        torch.compiler.reset()
-        raise ProbeFailedError(f"interrupted after {seconds:.1f} s", kind="timeout") from None
-
-
-@contextmanager
-def _probe_errors() -> Iterator[None]:
-    """Convert errors of the user's model, loss or data to ProbeFailedError, which ends one probe and not the search."""
-    try:
-        yield
-    except ProbeFailedError:
-        raise
-    except WhetError as error:
-        raise ProbeFailedError(f"{error.what}: {error.got}", kind="error") from error
-    except Exception as error:
-        kind: FailureKind = "oom" if is_out_of_memory(error) else "error"
-        raise ProbeFailedError(f"{type(error).__name__}: {release_traceback(error)}", kind=kind) from None
 
 
 def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:

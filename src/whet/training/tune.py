@@ -2,17 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, Never
 
 from torch import nn
 from torch.optim import Optimizer
 
 from whet.autotune import cache
-from whet.autotune.batch_size import choose_batch_size, lr_scaling, recorded_batch_size
 from whet.autotune.candidates import candidates, device_kind
 from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
 from whet.autotune.search import search
@@ -23,23 +21,26 @@ from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
 from whet.plan.plan import Plan, make_plan, with_auto_batch
 from whet.plan.setting import Scalar
-from whet.plan.workload import AutoBatch, Workload
+from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
-from whet.step.optimizers import OptimizerChoice, set_learning_rate
 from whet.training import intercept
+from whet.training.auto_batch_size import is_auto_batch, measure_batch_size, with_batch_size
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.keywords import SessionKeywords
+from whet.training.measurement import (
+    AnyOptimizer,
+    check_rereadable,
+    local_bench,
+    progress_callback,
+    report_lines,
+)
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.run_context import RunContext
 from whet.training.shipped_bench import shipped_bench
 from whet.training.step_bench import LocalStepBench, evidence_key
-from whet.training.training_config import parse_training_config
-from whet.training.workload import describe_workload
 
-MAX_BATCH_SECONDS = 20.0
-"""Time limit for finding the global batch size before a training. It usually takes much less."""
 MIN_BUDGET_SECONDS = 5.0
 """The smallest useful budget: a shorter search finds almost nothing."""
 _BATCH_SHARE = 1 / 3
@@ -62,8 +63,6 @@ _MIN_STEPS_TO_ADVISE = 1_000
 
 _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
 """Settings that a loop has fixed before its first step: it has read its first batch by then."""
-
-AnyOptimizer = Optimizer | OptimizerChoice
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
 """Opens the same training in a separate process."""
@@ -156,7 +155,7 @@ def tune(
             intercept.check_fixed_batch()
         return plan_from_rules(config)
     watch = progress_callback(handler)
-    with _bench(config, loss, plan_from_rules(config)) as bench:
+    with local_bench(config, loss, plan_from_rules(config)) as bench:
         batch, left = None, budget
         if has_auto_batch:
             batch = measure_batch_size(bench, optimizer, budget=_BATCH_SHARE * budget, watch=watch)
@@ -257,7 +256,7 @@ def _measure(
 ) -> tuple[Plan, TuningResult] | None:
     """Return the plan and its search result; None if the run is too short to repay measuring."""
     watch = progress_callback(config.on_event)
-    with _bench(config, loss, plan) as bench:
+    with local_bench(config, loss, plan) as bench:
         plan = bench.plan
         preparation_seconds, step_seconds = _time_steps(bench)
         seconds = preparation_seconds + num_steps * step_seconds
@@ -313,10 +312,6 @@ def what_more(plan: Plan) -> str:
     return f"; whet.tune could try {words}: {gain}, and is remembered for the next run"
 
 
-def _bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
-    return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
-
-
 def _search(
     config: RunConfig,
     loss: LossFunction,
@@ -329,7 +324,7 @@ def _search(
 ) -> TuningResult:
     """Search in a process of its own, where compiling can be killed, or in this one if the training cannot be sent."""
     if budget < _MIN_SHIPPING_SECONDS:
-        with _bench(config, loss, plan) as here:
+        with local_bench(config, loss, plan) as here:
             return search(plan, here, budget_seconds=budget, on_progress=watch)
     start, is_shipped = time.perf_counter(), True
     with ExitStack() as stack:
@@ -355,7 +350,7 @@ def _search(
         except (WhetError, OSError) as error:
             is_shipped = False
             report_lines(config.on_event, f"measured in this process: {_reason(error)}")
-            bench = stack.enter_context(_bench(config, loss, plan))
+            bench = stack.enter_context(local_bench(config, loss, plan))
         left = max(_MIN_SEARCH_SHARE * budget, budget - (time.perf_counter() - start))
         result = search(bench.plan, bench, budget_seconds=left, compile_seconds=compile_budget, on_progress=watch)
         return result if is_shipped else result.model_copy(update={"is_complete": False})
@@ -392,114 +387,3 @@ def _time_steps(bench: LocalStepBench) -> tuple[float, float]:
     # Without the slowest quarter: the first steps warm up, and other programs interrupt some.
     usual = sorted(times)[: math.ceil(0.75 * len(times))]
     return prepared.preparation_seconds, sum(usual) / len(usual)
-
-
-# --- the global batch size --------------------------------------------------------------------------------------------
-
-
-def is_auto_batch(keywords: SessionKeywords) -> bool:
-    """Return whether the global batch size is "auto"."""
-    return bool(keywords.training.get("global_batch_size") == "auto")
-
-
-def with_batch_size(keywords: SessionKeywords, size: int) -> SessionKeywords:
-    """Return the keywords with another global batch size."""
-    return replace(keywords, training={**keywords.training, "global_batch_size": size})
-
-
-def measure_batch_size(
-    bench: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
-) -> AutoBatch:
-    """Find the global batch size. The search starts from that of the bench, which the learning rates are tuned for."""
-    name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
-    return choose_batch_size(
-        bench, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
-    )
-
-
-@contextmanager
-def resolve_auto_batch_size(
-    model: nn.Module,
-    data: Any,
-    keywords: SessionKeywords,
-    *,
-    loss: LossFunction,
-    optimizer: AnyOptimizer,
-    may_measure: bool,
-) -> Iterator[tuple[AnyOptimizer, SessionKeywords]]:
-    """Replace global_batch_size="auto" with a number, and scale the learning rate for it while entered.
-
-    A resumed run uses its saved number, and a given plan provides its number. Otherwise the number is measured.
-    """
-    if not is_auto_batch(keywords):
-        yield optimizer, keywords
-        return
-    intercept.check_fixed_batch()
-    run = keywords.run
-    if isinstance(keywords.training.get("schedule"), SchedulerObject):
-        raise UsageError(
-            "the rates of a torch scheduler cannot be scaled to a measured batch size",
-            got=f'global_batch_size="auto" with {type(keywords.training["schedule"]).__name__}',
-            try_="global_batch_size=N, or a schedule by name or function",
-        )
-    rates = _learning_rates(optimizer) if isinstance(optimizer, OptimizerChoice) else None
-    batch = recorded_batch_size(None if run is None else Path(run), plan=keywords.plan, base_rates=rates)
-    if batch is None:
-        if not may_measure:
-            raise UsageError(
-                'global_batch_size="auto" has to be measured', got="measure=False", try_="global_batch_size=N"
-            )
-        config = make_run_config(model, optimizer, data, with_batch_size(keywords, keywords.lr_batch))
-        check_rereadable(data)
-        with _bench(config, loss, plan_from_rules(config)) as bench:
-            batch = measure_batch_size(
-                bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(config.on_event)
-            )
-        report_lines(config.on_event, *batch.lines)
-    keywords = with_batch_size(keywords, batch.batch)
-    training = parse_training_config(keywords.training)
-    workload = keywords.workload or describe_workload(model, data, training, recipe=keywords.recipe)
-    size = workload.num_samples
-    num_steps = training.total_steps(None if size is None else -(-size // batch.batch)) or None
-    described = workload.model_copy(update={"global_batch_size": batch.batch, "num_steps": num_steps, "batch": batch})
-    with _scale_learning_rate(optimizer, batch) as scaled:
-        yield scaled, replace(keywords, workload=described)
-
-
-@contextmanager
-def _scale_learning_rate(optimizer: AnyOptimizer, batch: AutoBatch) -> Iterator[AnyOptimizer]:
-    if isinstance(optimizer, OptimizerChoice):
-        yield replace(optimizer, lr=batch.rates[0])
-        return
-    own = _learning_rates(optimizer)
-    set_learning_rate(optimizer, batch.factor, own)
-    try:
-        yield optimizer
-    finally:
-        set_learning_rate(optimizer, 1.0, own)
-
-
-def _learning_rates(optimizer: AnyOptimizer) -> list[float]:
-    if isinstance(optimizer, OptimizerChoice):
-        return [optimizer.lr]
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def report_lines(on_event: EventHandler | None, *lines: str) -> None:
-    """Emit each line as an event of kind "tuning"."""
-    for line in lines:
-        emit_event(on_event, "tuning", {"message": line})
-
-
-def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
-    """Return a callback that emits the progress of a measurement as events; None without a handler."""
-    return None if on_event is None else lambda progress: emit_event(on_event, "measuring", progress.as_event())
-
-
-def check_rereadable(data: Any) -> None:
-    """Raise for an iterable dataset: measuring would consume samples that training needs."""
-    if not is_rereadable(data):
-        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")

@@ -1,0 +1,38 @@
+"""What measurements before a training share: the bench in this process, and reports of progress and results."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from whet.autotune.step_bench import ProgressCallback
+from whet.base.errors import UsageError
+from whet.plan.plan import Plan
+from whet.step.loss import LossFunction
+from whet.step.optimizers import OptimizerChoice
+from whet.training.callbacks.event_log import EventHandler, emit_event
+from whet.training.run_config import RunConfig, is_rereadable
+from whet.training.step_bench import LocalStepBench
+
+AnyOptimizer = Optimizer | OptimizerChoice
+
+
+def local_bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
+    """Return a bench of this training in this process."""
+    return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
+
+
+def report_lines(on_event: EventHandler | None, *lines: str) -> None:
+    """Emit each line as an event of kind "tuning"."""
+    for line in lines:
+        emit_event(on_event, "tuning", {"message": line})
+
+
+def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
+    """Return a callback that emits the progress of a measurement as events; None without a handler."""
+    return None if on_event is None else lambda progress: emit_event(on_event, "measuring", progress.as_event())
+
+
+def check_rereadable(data: Any) -> None:
+    """Raise for an iterable dataset: measuring would consume samples that training needs."""
+    if not is_rereadable(data):
+        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")

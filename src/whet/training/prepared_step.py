@@ -1,0 +1,167 @@
+"""A plan that is applied to a model and ready to run steps, one of several that take turns in a measurement."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from whet.autotune.step_bench import FailureKind, ProbeFailedError
+from whet.base.errors import WhetError
+from whet.base.process import TimeLimitError, interrupt_after
+from whet.data.batch import GlobalBatch, MicroBatch
+from whet.data.source import AbstractSource
+from whet.device.abstract import AbstractDevice
+from whet.device.errors import is_out_of_memory
+from whet.plan.plan import Plan
+from whet.step.graphs import GraphedStepper
+from whet.step.model_contexts import CompiledCalls
+from whet.step.optimizers import set_learning_rate
+from whet.step.rollback import release_traceback
+from whet.step.step import Stepper
+from whet.training.model_check import run_check
+from whet.training.start_checks import skip_reason
+from whet.verify.start.compiled import compare_compiled_with_eager
+
+if TYPE_CHECKING:
+    from whet.training.step_bench import LocalStepBench
+
+NUM_BATCHES = 8
+"""Number of global batches that the steps cycle through.
+
+Enough to represent the lengths in the data, and few enough that all of them run once before timing starts. On an H200,
+half-precision attention took 85 ms more in the first step of each new shape.
+"""
+WARMUP_STEPS = 2
+"""Least number of warm-up steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltPlan:
+    """A plan that is applied to the model of a bench."""
+
+    plan: Plan
+    device: AbstractDevice
+    source: AbstractSource
+    stepper: Stepper
+    base_rates: list[float]
+
+    def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
+        """Return the first samples of a batch, on the device."""
+        size = min(size, len(batch))
+        if self.plan.workload.split_obstacle is not None:
+            size = len(batch)
+        micro_batches = self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)
+        return next(iter(micro_batches)).map_tensors(self.device.put)
+
+    def split(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
+        return self.source.micro_batches(batch, micro_batch=self.plan.micro_batch, length_mode=self.plan.lengths)
+
+
+class LocalPreparedStep:
+    """A plan that is ready to run steps on the model of a bench. Steps of different plans may alternate."""
+
+    preparation_seconds = 0.0
+    """Seconds from the call of `prepare` to the end of its warm-up, plus the time of captures."""
+    step_seconds = 0.0
+    """Seconds of the last warm-up step."""
+
+    def __init__(self, bench: "LocalStepBench", built: BuiltPlan) -> None:
+        self.plan = built.plan
+        self._bench = bench
+        self._built = built
+        self._reading = bench.read_batches(built.source)
+        self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
+        self._number = 0
+        # A learning rate of 0 keeps the arithmetic of the update but not its effect: diverging weights could become
+        # denormal numbers, which are slow to compute with.
+        set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
+
+    def check_compiled(self) -> None:
+        """Raise if the compiled model differs from eager execution, or is not compiled at all."""
+        if self._compiled is None or skip_reason(self.plan) is not None:
+            return
+        model, loss, device = self._bench.model, self._bench.loss, self._built.device
+        micro = next(self._built.split(self._bench.batch(0)))
+        may_slice = self.plan.workload.whole_batch_reason is None
+        with self._applied():
+            parity, _ = run_check(
+                lambda: compare_compiled_with_eager(
+                    model, device, loss, micro, precision=self.plan.precision, may_slice=may_slice
+                ),
+                device,
+                failed="",
+            )
+        if parity is not None and not parity.is_usable:
+            raise ProbeFailedError(str(parity), kind="error")
+
+    def step(self, index: int) -> float:
+        """Run one optimizer step and return its seconds, including reading data and waiting for the device."""
+        device, stepper = self._built.device, self._built.stepper
+        self._number += 1
+        with probe_errors(), self._applied():
+            # The first steps allocate optimizer state and workspaces, so the peak is measured after them.
+            if self._number == WARMUP_STEPS:
+                device.memory.reset_peak()
+            start = time.perf_counter()
+            batch = next(self._reading) if self._reading is not None else self._bench.batch(index)
+            stepper(self._bench.loss, self._built.split(batch), num_samples=len(batch), step=self._number)
+            device.sync()
+            seconds = time.perf_counter() - start
+            if stepper.graph_obstacle is not None and self.plan.graph == "on":
+                raise ProbeFailedError(stepper.graph_obstacle, kind="error")
+            return seconds
+
+    def capture(self, *, seconds: float) -> None:
+        """Run all batches twice more: the first pass captures repeated shapes, the second one warms up the replays."""
+        start = time.perf_counter()
+        for index in range(2 * NUM_BATCHES):
+            self.step_seconds = self.step(index)
+            if time.perf_counter() - start > seconds:
+                break
+        stepper = self._built.stepper
+        if isinstance(stepper, GraphedStepper):
+            # Only captures count as a cost: a run executes the steps anyway.
+            self.preparation_seconds += stepper.capture_seconds
+            if self.plan.graph == "on" and stepper.graph_obstacle is None and not stepper.num_captured:
+                raise ProbeFailedError("no two batches had the same shapes", kind="error")
+
+    def peak_bytes(self) -> int | None:
+        peak = self._built.device.memory.usage().peak
+        return None if peak is None else max(0, peak - self._bench.floor(self._built.device))
+
+    def close(self) -> None:
+        stepper = self._built.stepper
+        stepper.abort()
+        stepper.release_graphs("the measurement is over")
+        stepper.optimizer.state.clear()
+
+    def _applied(self) -> AbstractContextManager[None]:
+        return self._bench.applied(self._built, self._compiled)
+
+
+@contextmanager
+def compile_limit(seconds: float) -> Iterator[None]:
+    """Interrupt a compilation in this process after this time, and drop what it has left in the compiler."""
+    try:
+        with interrupt_after(seconds):
+            yield
+    except TimeLimitError:
+        torch.compiler.reset()
+        raise ProbeFailedError(f"interrupted after {seconds:.1f} s", kind="timeout") from None
+
+
+@contextmanager
+def probe_errors() -> Iterator[None]:
+    """Convert errors of the user's model, loss or data to ProbeFailedError, which ends one probe and not the search."""
+    try:
+        yield
+    except ProbeFailedError:
+        raise
+    except WhetError as error:
+        raise ProbeFailedError(f"{error.what}: {error.got}", kind="error") from error
+    except Exception as error:
+        kind: FailureKind = "oom" if is_out_of_memory(error) else "error"
+        raise ProbeFailedError(f"{type(error).__name__}: {release_traceback(error)}", kind=kind) from None
