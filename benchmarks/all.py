@@ -185,6 +185,8 @@ def main() -> None:
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         log = given.out / f"issue-{'-'.join(map(str, given.issue or [])) or 'all'}.log"
+    # The benchmarks are in groups of their own, so they must be ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     end, codes, left_out = time.monotonic() + 60 * given.minutes, [], []
     for name, part in parts.items():
         if time.monotonic() + 60 * part.minutes > end:
