@@ -128,8 +128,8 @@ def run(name: str, part: Part, *, device: str, is_small: bool, seconds: float, l
     is_late = threading.Event()
     limit = threading.Timer(seconds, lambda: (is_late.set(), os.killpg(process.pid, signal.SIGKILL)))
     limit.start()
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
@@ -140,6 +140,7 @@ def run(name: str, part: Part, *, device: str, is_small: bool, seconds: float, l
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
     end = f"--- {name}: exit code {code} after {time.monotonic() - started:.0f} s"
     print(end, flush=True)
     _append(log, f"{lines[0]}\n{end}\n\n")

@@ -36,6 +36,7 @@ SPEC = Spec(
     threads=1,
     records_losses=True,
 )
+from side_by_side.workloads.foreign import MODELS  # noqa: E402
 
 
 def losses_of(loop, spec: Spec, **changes) -> list[float]:
@@ -143,8 +144,29 @@ def test_a_crashed_benchmark_replaces_no_page(
     # Its steps run on the CPU, whatever the device of the others.
     monkeypatch.setattr(together, "head", lambda title, device, logged: [title, logged])
     monkeypatch.setattr(together, "write", lambda name, device, text: pages.append(device))
-    together.run("overhead", device="cuda", is_small=False)
+    together.run("overhead", together.PAGES["overhead"], device="cuda", is_small=False, seconds=60, log=None)
     assert pages == written
+
+
+def test_a_benchmark_ends_at_its_limit_and_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text("import time\nprint('half a result', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr(together, "HERE", tmp_path)
+    part, log = together.Part(command=("endless.py",), minutes=1), tmp_path / "log"
+    code = together.run("endless", part, device="cpu", is_small=False, seconds=3, log=log)
+    assert code == together.STOPPED
+    assert log.read_text().startswith("half a result\n")
+    assert "exit code 124" in log.read_text()
+
+
+def test_every_benchmark_of_an_issue_exists_and_fits_into_a_call() -> None:
+    assert {number for part in together.ISSUES.values() for number in part.issues} == {25, 27, 28, 29}
+    for part in together.ISSUES.values():
+        assert part.minutes <= 9, "a call on the GPU machine has 10 minutes"
+        path = BENCHMARKS / part.command[0] if part.command[0] != "-m" else BENCHMARKS.parent / part.command[-1]
+        assert path.exists()
+    models = [model for part in together.ISSUES.values() if part.command[0] == "foreign.py"
+              for model in part.command[part.command.index("--model") + 1 :]]  # fmt: skip
+    assert sorted(models) == sorted(MODELS)
 
 
 @pytest.mark.slow
