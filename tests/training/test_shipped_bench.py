@@ -397,7 +397,7 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
     num_steps_here = len(calls)
     assert {*calls} == {os.getpid()}, "the list of the child is another one"
     assert plan.trials[0].setting == "precision"
-    assert num_steps_here < 50, "the search itself ran elsewhere"
+    assert num_steps_here < 50 + tune._MAX_TIMED_STEPS, "the search itself ran elsewhere"
     tried = {trial.setting for trial in plan.trials}
     assert not tried & {"workers", "prefetch", "data_location"}
     assert all(name not in plan.overrides for name in ("workers", "prefetch", "data_location"))
