@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import whet
+from whet.base.errors import UsageError
 from whet.plan.plan import read_plan
 from whet.step import unpadding
 from whet.step.unpadding import Unpadding, unpadding_obstacle
@@ -162,3 +163,18 @@ def test_attention_across_texts_is_noticed(tmp_path, monkeypatch: pytest.MonkeyP
     messages, plan = train(tmp_path / "run")
     assert plan.lengths == "fixed"
     assert any("differs from that of the padded batch" in message for message in messages)
+
+
+def test_another_model_cannot_skip_padding(tmp_path) -> None:
+    model = torch.nn.Linear(4, 2)
+    with pytest.raises(UsageError, match="cannot skip padding"):
+        whet.train(
+            model,
+            (torch.randn(8, 4), torch.zeros(8, dtype=torch.long)),
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            global_batch_size=4,
+            overrides={"lengths": "unpadded"},
+            run=tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()

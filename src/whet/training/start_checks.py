@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.base.version import VERSION
 from whet.data.batch import GlobalBatch, MicroBatch
 from whet.device.kernels.switches import use_torch_kernels
@@ -22,7 +22,7 @@ from whet.plan.setting import MeasuredSetting
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
-from whet.step.unpadding import Unpadding
+from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
 from whet.verify.start import cache, compiled
 from whet.verify.start.causality import use_explicit_masks
@@ -196,6 +196,11 @@ class StartChecks:
         Only a batch with padding can be compared. A run that has begun without padding resumes without it.
         """
         run, plan, start = self.run, self.run.plan, time.perf_counter()
+        obstacle = unpadding_obstacle(run.model)
+        if obstacle is not None:
+            raise UsageError(
+                "this model cannot skip padding", got=f"lengths=unpadded, and {obstacle}", try_="no lengths"
+            )
         unpadding = Unpadding(run.model)
         with ExitStack() as undo:
             undo.enter_context(unpadding.in_use())
