@@ -12,6 +12,7 @@ compare the worst round of both with the median of the best way. `--write` write
 import argparse
 import contextlib
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,9 @@ def measure(workload: str, given: argparse.Namespace) -> tuple[list[Way], int]:
                 for _ in range(given.rounds):
                     for way, training in rng.sample(list(zip(tried, trainings, strict=True)), len(tried)):
                         way.blocks.setdefault(count, []).append(training.steps(block)["seconds"] / block)
-            print(f"{workload}: {count} busy loops measured", file=sys.stderr, flush=True)
+            # A benchmark that is stopped leaves what it has.
+            cells = "; ".join(f"{way.name} {_cell(way.blocks[count])}" for way in tried)
+            print(f"{workload}: {count} busy loops: {cells}", file=sys.stderr, flush=True)
     return tried, block
 
 
@@ -154,4 +157,6 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     options = parse()
+    # Busy loops must end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print_and_exit(report(options), name="busy", device="cpu", is_written=options.write, out=options.out)
