@@ -99,7 +99,11 @@ def _saved_plan(target: str, settings: list[str] | None, config: Path | None, ma
         return None
     if settings or config or machine:
         raise UsageError("a run already has its plan", got=f"{target} and settings", try_=f"whet plan {target}")
-    return read_plan(open_run(Path(target)).plan, where=f"{target}/plan.json")
+    run = open_run(Path(target))
+    plan = read_plan(run.plan, where=f"{target}/plan.json")
+    # The plan of a run from Python names no script.
+    workload = plan.workload.model_copy(update={"recipe": run.header.title})
+    return plan.model_copy(update={"workload": workload})
 
 
 def _new_plan(
