@@ -90,7 +90,7 @@ function begin(size, color) {
 async function fetchUntilAnswered(path) {
   for (;;)
     try {
-      return await fetchJson(path);
+      return (await fetchJson(path)).data;
     } catch (failure) {
       fill(page, el("p", { class: "notice bad" }, failure.message));
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
@@ -104,7 +104,7 @@ async function look() {
   draw();
   try {
     for (;;) {
-      const view = await fetchJson(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
+      const { data: view } = await fetchJson(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
       if (mine !== requested) return; // Another game has started.
       game.view = view;
       if (view.winner !== null || plays(view.mover)) break;
