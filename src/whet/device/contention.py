@@ -1,7 +1,7 @@
-"""Let the threads of torch sleep while they wait, as long as other programs use the cores.
+"""Make torch's waiting threads sleep instead of spin while other programs use the cores.
 
-The number of threads stays as planned, because the last bits of sums depend on it. How threads wait changes no bit
-(docs/choices/0022).
+The number of threads stays as planned, because the last bits of sums depend on it. The way threads wait does not affect
+results (docs/choices/0022).
 """
 
 import threading
@@ -14,23 +14,23 @@ from whet.machine.load import ThreadTimes, thread_times
 
 READ_EVERY_SECONDS = 0.25
 MAX_WAITING_SHARE = 0.1
-"""The share of its time in which the training thread may be ready without a core, while threads spin.
+"""While threads spin: the maximum share of time that the training thread may be runnable without a core.
 
-One other busy process on two cores gives about a third, a machine of its own less than a hundredth.
+One other busy process on two cores causes about a third; on an idle machine it is less than a hundredth.
 """
 MAX_WAKE_SECONDS = 100e-6
-"""The mean time that the training thread may wait for a core each time that it is woken, while threads sleep.
+"""While threads sleep: the maximum mean time that the training thread may wait for a core after it is woken.
 
-A machine of its own takes a few microseconds, a load of 14 on two cores 170 to 410.
+On an idle machine it is a few microseconds; beside a load of 14 on two cores, 170 to 410.
 """
 MIN_SLEEPING_SECONDS, MAX_SLEEPING_SECONDS = 30.0, 480.0
-"""For how long threads sleep before they try to spin again; doubled each time that the cores are still shared."""
+"""Seconds before sleeping threads try to spin again. They double each time the cores are still busy."""
 
 
 class ContentionWatch:
-    """Watches whether a thread gets a core when it wants one, and switches how threads wait.
+    """Measures how long a thread waits for a core, and switches torch's threads between spinning and sleeping.
 
-    Threads that spin briefly (`env.set_brief_spin`) are watched too: beside many other programs even that is too long.
+    Threads that spin only briefly (`env.set_brief_spin`) are watched too: beside many programs even that is too long.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class ContentionWatch:
         self._last: ThreadTimes | None = None
         self._sleep_seconds = MIN_SLEEPING_SECONDS
         self._spin_at = 0.0
-        """The times of the thread, added up, at which threads may spin again. They leave out pauses of the training."""
+        """The total of the thread's times at which threads may spin again. Pauses of the training do not count."""
         self._is_over = threading.Event()
         self.was_contended = False
         """Whether threads have slept since the watch began."""
 
     def run(self) -> None:
-        """Read the times at intervals until `stop`, from a thread of its own: a step may take minutes."""
+        """Read the times at intervals until `stop`. Runs in a separate thread, because a step may take minutes."""
         while self.read() and not self._is_over.wait(READ_EVERY_SECONDS):
             pass
         self._spin()
 
     def stop(self) -> None:
-        """End `run`. Threads spin again."""
+        """End `run`, and let threads spin again."""
         self._is_over.set()
 
     def read(self) -> bool:
-        """Read the times of the thread and act on them. Return False if the system does not count them."""
+        """Read the times of the thread and act on them. Return False if the system does not provide them."""
         times = self._read_times(self._thread_id)
         last, self._last = self._last, times
         if times is None:
@@ -72,7 +72,7 @@ class ContentionWatch:
         if self._idle is not None:
             is_shared = waited > MAX_WAKE_SECONDS * max(1, times.slices - last.slices)
             if times.total >= self._spin_at and not is_shared:
-                # Only threads that spin show for certain whether they are alone.
+                # Only spinning threads show reliably whether the cores are free.
                 self._spin()
         elif waited > MAX_WAITING_SHARE * (times.total - last.total):
             self._idle = self._start_idle()
@@ -94,9 +94,9 @@ _active: ContentionWatch | None = None
 
 @contextmanager
 def watch_contention() -> Iterator[ContentionWatch]:
-    """Let threads follow contention of the cores while entered, unless the user has chosen how threads wait.
+    """Switch between spinning and sleeping threads while entered, unless the user has set how threads wait.
 
-    An inner call returns the outer watch.
+    A nested call returns the watch of the outer one.
     """
     global _active
     watch = _active or ContentionWatch()

@@ -1,6 +1,6 @@
-"""What code of the user refers to: closures, globals, attributes of modules and classes, default arguments.
+"""Find the values that user code refers to: closures, globals, attributes of modules and classes, default arguments.
 
-Nothing is called.
+No user code is called.
 """
 
 import functools
@@ -23,10 +23,10 @@ _SKIPPED_PACKAGES = frozenset(
         "transformers", "pytest", "_pytest", "pydantic", "jaxtyping", "einops",
     }
 )  # fmt: skip
-"""Their state does not affect training, or cannot be read."""
+"""Packages whose state does not affect training, or cannot be read."""
 _LIBRARY_PATHS = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _MAX_DOTS = 3
-"""How deep an attribute such as `torch.nn.Linear.count` is followed into modules and classes of libraries."""
+"""Maximum depth to which an attribute such as `torch.nn.Linear.count` is followed into libraries."""
 _DRAWING_NAMES = frozenset(
     {
         "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
@@ -38,7 +38,7 @@ _DRAWING_NAMES = frozenset(
 def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to: closure cells, globals that its code names, defaults, its object and attributes.
 
-    The names are those of the variables. `name` is the name of the function, for what has none.
+    Each value is yielded with the name of its variable, or with one derived from `name`, the name of the function.
     """
     if isinstance(function, functools.partial):
         yield from ((f"{name}.{key}", value) for key, value in function.keywords.items())
@@ -49,7 +49,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         function = function.__func__
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_of_library(function):
-        # A decorator such as torch.no_grad: its own variables are those of the library.
+        # A library's decorator, such as torch.no_grad. Its own variables are not the user's.
         function = function.__wrapped__
     if not isinstance(function, types.FunctionType):
         if isinstance(function, CachedFunction):
@@ -62,7 +62,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         try:
             yield variable, cell.cell_contents
         except ValueError:
-            # The name is not bound yet.
+            # The variable is not assigned yet.
             continue
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
@@ -75,7 +75,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield a global, or those attributes of a module that the code names. Of libraries, only plain values."""
+    """Yield a global, or the attributes of a module that the code names; for libraries only plain values."""
     is_module = isinstance(value, types.ModuleType)
     if not is_module and not (isinstance(value, type) and is_library_class(value)):
         yield variable, value
@@ -94,7 +94,7 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
     while frame is not None:
         code, name = frame.f_code, frame.f_globals.get("__name__")
         if not is_skipped_package(name) and not is_installed(sys.modules.get(name or "")):
-            # The variables of a module are those that its own code names; all others belong to its functions.
+            # For a module, take only variables that its top-level code names; the others belong to its functions.
             is_module = code.co_name == "<module>"
             names = {*_code_names(code)}
             local = {} if is_module else frame.f_locals
@@ -105,7 +105,7 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
 
 
 def class_references(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield a class and its bases, as far as they are the user's."""
+    """Yield a class and its bases, without those of libraries."""
     yield from ((owner.__name__, owner) for owner in kind.__mro__ if not is_library_class(owner))
 
 
@@ -124,15 +124,15 @@ def class_attributes(kind: type, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def draws(function: Any) -> bool:
-    """Return whether the code of a function names something that returns another value each time."""
+    """Return whether a function may draw random numbers or read a clock, judged by the names in its code."""
     code = getattr(function, "__code__", None)
     return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
 
 
 def is_skipped_package(module: str | None) -> bool:
-    """Return whether a module belongs to a package whose state is left out."""
+    """Return whether a module belongs to a package whose state is ignored."""
     name = (module or "").partition(".")[0]
-    # The user's own script is `__main__`, which the standard library lists too.
+    # `__main__` is the user's own script.
     return name in _SKIPPED_PACKAGES and name != "__main__"
 
 

@@ -48,7 +48,7 @@ _MAX_DEPTH = 12
 _MAX_ITEMS = 4_096
 """Items of a container that are entered. A larger container of plain values is hashed as a whole."""
 _SAMPLE_ITEMS = 128
-"""Items of a container of which only a sample is compared, at its beginning and at its end together."""
+"""Items compared in a container that is only sampled: half from its start, half from its end."""
 # Their state is saved with the run, does not affect training, or cannot be read.
 _SKIPPED_TYPES = (Optimizer, types.CodeType, types.BuiltinFunctionType, types.FrameType, torch.dtype)
 _CData: Any = ctypes.Structure.__base__
@@ -60,13 +60,13 @@ class StateWalk:
     """A walk over the objects that are reachable from some roots. `digests` maps names of values to their hashes."""
 
     known: Mapping[int, Any] = field(default_factory=dict)
-    """Objects that checkpoints save anyway, by id. They are not entered."""
+    """Objects that checkpoints already save, by id. They are not entered."""
     follows_code: bool = True
-    """Whether functions and classes are entered, for what their code refers to."""
+    """Whether to follow functions and classes to the values that their code refers to."""
     is_sample: bool = False
     """Whether samples of containers and tensors are enough, as for the data, which is large and seldom changes."""
     partial: dict[str, None] = field(default_factory=dict)
-    """The names of what was compared in part, because it is too large."""
+    """Names of values that were too large to be compared in full, or could not be read."""
     digests: dict[str, bytes] = field(default_factory=dict)
     visited: dict[int, Any] = field(default_factory=dict)
     """Every object that was entered, by id. It is kept alive, so that its id is not reused during the walk."""
@@ -78,7 +78,7 @@ class StateWalk:
             return
         try:
             if type(value) in weakref.ProxyTypes:
-                # The object itself, which may be a known one. This raises if it is gone.
+                # Get the object behind the proxy: it may be a known one. Raises if it no longer exists.
                 value = value.__init__.__self__
             if id(value) in self.known or id(value) in self.visited:
                 return
@@ -93,17 +93,17 @@ class StateWalk:
                 # A subclass may have attributes too.
                 parts += self._object_parts(value, name)
         except ReferenceError:
-            # A proxy of an object that is gone.
+            # The object behind this weak proxy no longer exists.
             return
         except Exception:
-            # A container that reads a closed file, an attribute that raises.
+            # For example a container that reads a closed file, or an attribute that raises.
             self.partial[name] = None
             return
         for part, of_part in parts:
             self.walk(of_part, part, depth + 1)
 
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        """Record the value itself, and yield what it refers to with a name for each."""
+        """Record a value, and yield the objects that it refers to with their names."""
         if isinstance(value, Tensor):
             self._record(name, tensor_bytes(value, is_sample=self.is_sample))
         elif isinstance(value, np.ndarray):
@@ -129,7 +129,7 @@ class StateWalk:
             get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             keys = self._inspected(value, list(value), name)
             texts = [_key_text(key, index) for index, key in enumerate(keys)]
-            # With the order of the keys: a cache that forgets its oldest entry depends on it.
+            # Include the order of the keys: a cache that evicts its oldest entry depends on it.
             self._record(f"len({name})", f"{len(value)} {texts}".encode(errors="replace"))
             yield from ((f"{name}[{text}]", get(value, key)) for text, key in zip(texts, keys, strict=True))
         elif isinstance(value, list | tuple | collections.deque):
@@ -162,7 +162,7 @@ class StateWalk:
         return [*items[:half], *items[-half:]]
 
     def _record_iterator(self, value: Any, name: str) -> None:
-        """Record how far an iterator is. Most of itertools does not tell."""
+        """Record the position of an iterator. Most iterators of itertools do not expose it."""
         hint: Callable[[], int] | None = getattr(value, "__length_hint__", None)
         if isinstance(value, itertools.count):
             self._record(name, repr(value).encode())
@@ -172,16 +172,16 @@ class StateWalk:
             self.partial[name] = None
 
     def _library_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object of the standard library whose state is not in attributes, or of any other."""
+        """Yield the parts of an object. Some classes of the standard library keep their state outside attributes."""
         if isinstance(value, array.array | memoryview | _CData):
             self._record(name, bytes(value))
         elif isinstance(value, SynchronizedBase):
-            # multiprocessing.Value and Array: a common way to tell data workers the epoch.
+            # multiprocessing.Value and Array: commonly used to pass the epoch to data workers.
             yield name, value.get_obj()
         elif isinstance(value, os._Environ):
             yield name, dict(value)
         elif isinstance(value, io.BufferedReader | io.TextIOWrapper):
-            # Where a file is read. A file that is written is a log.
+            # Record the read position. A file opened for writing is treated as a log.
             file = value.buffer if isinstance(value, io.TextIOWrapper) else value
             is_read = not file.closed and file.readable() and not file.writable()
             self._record(name, str(file.tell()).encode() if is_read else b"")
@@ -198,7 +198,7 @@ class StateWalk:
         elif isinstance(value, weakref.WeakSet):
             yield name, list(value)
         elif isinstance(value, CachedFunction):
-            # The cache of a function that draws random numbers is state. That of others can be computed again.
+            # The cache of a function that draws random numbers is state. Other caches can be recomputed.
             if draws(value.__wrapped__):
                 self._record(name, str(value.cache_info().currsize).encode())
             yield name, value.__wrapped__
@@ -221,7 +221,7 @@ class StateWalk:
         yield from class_references(type(value)) if self.follows_code else ()
 
     def _record(self, name: str, data: bytes) -> None:
-        # Variables of two functions may have one name: their digests are combined.
+        # Two functions may have variables of the same name, so their digests are combined.
         before = self.digests.get(name, b"")
         self.digests[name] = hashlib.blake2b(before + data, digest_size=8).digest()
 

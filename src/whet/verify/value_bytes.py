@@ -1,4 +1,4 @@
-"""Bytes that tell values apart: scalars, tensors, arrays and generators. No whole tensor is copied from the device."""
+"""Bytes for comparing scalars, tensors, arrays and generators. No whole tensor is copied from the device."""
 
 import datetime as dt
 import random
@@ -17,21 +17,21 @@ from torch import Tensor
 from whet.distributed.strategies import local_tensor
 
 _MAX_ELEMENTS = 65_536
-"""Elements of a tensor whose bytes are hashed, evenly spread. Larger tensors have checksums of all elements too."""
+"""Maximum elements of a tensor that are hashed, evenly spaced. Larger tensors also get checksums of all elements."""
 _WORDS_PER_ROW = 1_024
 
 SCALARS = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic, Fraction, Decimal,
     dt.date, dt.time, dt.timedelta, PurePath, uuid.UUID,
 )  # fmt: skip
-"""Values whose text tells them apart."""
+"""Types whose values are compared by their repr."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def scalar_bytes(value: Any) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
-    # Objects without a stable representation are equal: their repr is an address.
+    # The repr of other objects may contain an address, so objects of one type count as equal.
     text = repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     return f"{type(value).__name__} {text}".encode(errors="replace")
 
@@ -39,10 +39,10 @@ def scalar_bytes(value: Any) -> bytes:
 def tensor_bytes(tensor: Tensor, *, is_sample: bool) -> bytes:
     about = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode()
     try:
-        # The rows of this rank: reading a sharded tensor would wait for the other ranks, which may not look.
+        # Read only this rank's rows: gathering a sharded tensor would wait for ranks that may not take part.
         flat = local_tensor(tensor.detach())
         if flat.layout is torch.strided and flat.numel() and not flat.untyped_storage().nbytes():
-            # FSDP frees the memory of gathered parameters between steps. Reading it would end the process.
+            # FSDP frees the memory of gathered parameters between steps. Reading it would crash the process.
             return about
         if flat.layout is not torch.strided:
             flat = flat.coalesce().values() if flat.layout is torch.sparse_coo else flat.values()
@@ -51,7 +51,7 @@ def tensor_bytes(tensor: Tensor, *, is_sample: bool) -> bytes:
             if not flat.is_contiguous():
                 flat = flat.flatten(0, -2)[:: max(1, flat.numel() // flat.shape[-1] // 64)]
             flat = flat.reshape(-1)[:: max(1, flat.numel() // _MAX_ELEMENTS)]
-        # A copy: a storage that is exported to NumPy can no longer be resized.
+        # Copy, because a storage that is exported to NumPy can no longer be resized.
         flat = flat.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1)
         return about + flat.view(torch.uint8).numpy().tobytes()
     except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError):
@@ -60,13 +60,13 @@ def tensor_bytes(tensor: Tensor, *, is_sample: bool) -> bytes:
 
 
 def _checksums(tensor: Tensor) -> bytes:
-    """Return sums of all elements as integers: those of the rows and those of the columns of their words.
+    """Return the row and column sums of a tensor's memory, read as a table of 64-bit words.
 
-    They take the time of reading the memory, which is a fraction of that of a hash.
+    This is limited by memory bandwidth, and takes a fraction of the time of a hash.
     """
     data = tensor.contiguous().reshape(-1)
     if data.storage_offset():
-        # Memory can be read as words from a multiple of eight bytes only.
+        # Words can be read only from an offset that is a multiple of eight bytes.
         data = data.clone()
     data = data.view(torch.uint8)
     size = len(data) // (8 * _WORDS_PER_ROW) * 8 * _WORDS_PER_ROW

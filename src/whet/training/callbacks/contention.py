@@ -1,4 +1,4 @@
-"""Let waiting threads sleep while other programs use the cores."""
+"""Watch for core contention during a training on the CPU."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CoreContention(Callback):
-    """Watches the cores during a training on the CPU, and says once what to export if torch was loaded before whet."""
+    """Starts the contention watch, and logs once what to export if torch was loaded before whet."""
 
     every_seconds = 1.0
 
