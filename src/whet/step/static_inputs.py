@@ -1,4 +1,4 @@
-"""Inputs of captured steps: tensors that stay in place, and what distinguishes one shape of a batch from another."""
+"""Inputs of captured steps: tensors at fixed addresses, and signatures of micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn

@@ -1,10 +1,10 @@
 """Run the blocks of a model from transformers on the real tokens of a padded batch.
 
-The user's call stays as it is: padded `input_ids` and `attention_mask` go in, padded hidden states come out. Between
-them the blocks get one row of all real tokens, because everything in them except attention treats each token alone.
-Attention, which transformers calls through its public `AttentionInterface`, computes each text by itself. Padding
-holds zeros after the last block. Nothing of the model or its config is changed; hooks and the registered attention are
-removed again. `verify/start/compiled.py` compares loss and gradients with those of the padded batch.
+The user's call stays as it is: padded `input_ids` and `attention_mask` go in, padded hidden states come out. In
+between, the blocks get one row of all real tokens, because everything in them except attention treats each token
+separately. Attention, which transformers calls through its public `AttentionInterface`, is computed text by text. After
+the last block, padding positions are zero. The model and its config are not changed; hooks and the registered attention
+are removed afterward. `verify/start/compiled.py` compares loss and gradients with those of the padded batch.
 """
 
 import inspect
@@ -20,29 +20,29 @@ from torch import Tensor, nn
 from whet.base.errors import WhetError
 
 _ATTENTION = "sdpa"
-"""The implementation of attention that is replaced: the default of transformers."""
-NO_TRANSFORMER = "it is no model of transformers"
+"""The attention implementation that is replaced: the default of transformers."""
+NO_TRANSFORMER = "it is not a transformers model"
 _MIN_PADDING = 0.1
-"""A batch with a smaller share of padding is computed as it is: taking it apart would cost as much as it saves."""
+"""Batches with a smaller share of padding stay padded: packing them would cost as much as it saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Where the real tokens of a batch lie. B texts of at most L tokens, padding included; T real tokens."""
+    """Positions of the real tokens of a batch: B texts padded to L tokens, with T real tokens in all."""
 
     shape: tuple[int, int]
     """(B, L)."""
     cells: Tensor
-    """(T): the cell of each real token in the padded batch."""
+    """(T): the index of each real token in the flattened padded batch."""
     places: Tensor
-    """(T): its cell in a rectangle of B x `longest`."""
+    """(T): its index in the flattened B x `longest` rectangle."""
     longest: int
     is_key: Tensor
-    """(B, 1, 1, longest): the real tokens of that rectangle."""
+    """(B, 1, 1, longest): which positions of that rectangle are real tokens."""
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> "_Layout | None":
-        """Return the layout; None if too little is padding, if a text has no token, or if padding comes before one."""
+        """Return the layout; None if there is too little padding, a text is empty, or padding precedes a token."""
         is_real = attention_mask != 0
         lengths = is_real.sum(1)
         if int(lengths.sum()) > (1 - _MIN_PADDING) * is_real.numel() or not bool(lengths.all()):
@@ -83,7 +83,7 @@ class _Layout:
 
 
 class UnpaddingError(WhetError):
-    """The blocks of a model got something that cannot be taken apart."""
+    """The blocks of a model got an argument that cannot be packed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class UnpaddingError(WhetError):
 
 
 def unpadding_obstacle(model: nn.Module) -> str | None:
-    """Return why the blocks of a model cannot skip padding; None if they can be tried."""
+    """Return why the blocks of a model cannot skip padding; None if it can be tried."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return NO_TRANSFORMER
@@ -104,15 +104,15 @@ def unpadding_obstacle(model: nn.Module) -> str | None:
         return "it takes no attention_mask"
     config = pretrained.config
     if getattr(config, "is_encoder_decoder", False):
-        return "an encoder and a decoder have lengths of their own"
+        return "its encoder and decoder have separate lengths"
     if getattr(config, "_attn_implementation", None) != _ATTENTION:
         return (
             f"its attention is {getattr(config, '_attn_implementation', None)}, and only {_ATTENTION} can be replaced"
         )
     if pretrained.is_gradient_checkpointing:
-        return "its own gradient checkpointing computes blocks again, later"
+        return "its own gradient checkpointing recomputes blocks in the backward pass"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
-        return "it returns the states of its blocks"
+        return "it returns hidden states or attention weights"
     if any(getattr(owner, "sliding_window", None) is not None for owner in (config, *pretrained.modules())):
         return "its attention has a sliding window"
     if any(isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) for module in pretrained.modules()):
@@ -147,7 +147,7 @@ class Unpadding:
         (pretrained,) = _outermost_pretrained(model, modeling.PreTrainedModel)
         self._interface = modeling.ALL_ATTENTION_FUNCTIONS
         self._blocks = _blocks(pretrained)
-        # The backbone inside a model with a head. A loss may call it by itself.
+        # The backbone inside a model with a head. A loss may call it directly.
         self._backbone = next(
             module
             for module in reversed(list(pretrained.modules()))
@@ -157,11 +157,11 @@ class Unpadding:
         self._layout: _Layout | None = None
         self._is_suspended = False
         self.num_unpadded = 0
-        """Number of calls of the model that were computed without padding."""
+        """Number of forward passes computed without padding."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Compute padding while entered, also inside `in_use`."""
+        """Compute padding while entered, even inside `in_use`."""
         self._is_suspended = True
         try:
             yield
@@ -214,14 +214,14 @@ class Unpadding:
         return tuple(inputs), named
 
     def _packed(self, layout: _Layout, value: Any, *, is_first: bool) -> Any:
-        """Return an argument of a block for the real tokens. Hidden states are packed before the first block only."""
+        """Return an argument of a block, packed. Hidden states are packed only before the first block."""
         if isinstance(value, tuple | list):
             return type(value)(self._packed(layout, item, is_first=is_first) for item in value)
         if not isinstance(value, Tensor) or not is_first:
             return value
         batch, length = layout.shape
         if value.dim() == 4 and value.shape[-1] == length:
-            # A mask of attention, which is computed text by text instead.
+            # An attention mask. It is not needed, because attention is computed text by text.
             return None
         if value.dim() >= 2 and value.shape[1] == length and value.shape[0] in (1, batch):
             return layout.pack(value)
@@ -240,12 +240,12 @@ class Unpadding:
 def _attend(
     layout: _Layout, attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Any:
-    """Compute attention text by text. Options that depend on positions are refused."""
+    """Compute attention text by text. Raises UnpaddingError for options that depend on positions."""
     for name in ("position_bias", "sliding_window", "cache", "s_aux"):
         if options.get(name) is not None:
             raise UnpaddingError(f"attention with {name}")
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == len(layout.cells):
-        raise UnpaddingError("attention to something else than the tokens of the batch")
+        raise UnpaddingError("attention to keys other than the tokens of the batch")
     is_causal = options.pop("is_causal", None)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Padding is on the right, so a causal query never sees the padding after its text.

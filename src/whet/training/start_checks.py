@@ -193,7 +193,7 @@ class StartChecks:
     def use_unpadded(self, loss: MicroLoss, micro: MicroBatch, *, step: int) -> Plan:
         """Let the blocks of the model skip padding if loss and gradients stay the same, and return the plan.
 
-        Only a batch with padding can be compared. A run that has begun without padding resumes without it.
+        Only a padded batch can be compared. A run that skipped padding before also skips it after a resume.
         """
         run, plan, start = self.run, self.run.plan, time.perf_counter()
         obstacle = unpadding_obstacle(run.model)

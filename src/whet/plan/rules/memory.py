@@ -155,9 +155,9 @@ def choose_lengths(context: RuleContext) -> Decision:
     took 15.5 s instead of 26.7 s for the same texts. On CUDA attention has a kernel for them in half precision (from
     torch 2.10 and compute capability 8.0 on). Where steps are captured or compiled, packed batches are filled up to one
     of about a dozen totals (packed_bucketed) with dummy texts that are ignored: 2 to 6 % more tokens. Models of
-    transformers take padded batches; on a CPU their blocks compute the real tokens only (unpadded), if loss and
-    gradients of the first batch agree with those of the padded one. It has to be padded on the right, by a tenth at
-    least; any other batch is computed as it is.
+    transformers take padded batches. On a CPU their blocks compute only the real tokens (unpadded), if loss and
+    gradients of the first batch agree with those of the padded computation. Batches padded on the left, or with less
+    than a tenth of padding, are computed with their padding.
     When wrong: where attention over packed samples is slower than the padding it saves. The lengths of a dataset that
     is read sample by sample are not known in advance; on MPS pad such samples to few lengths yourself.
     Override: lengths=sorted (also fixed, bucketed, packed, packed_bucketed) where the recipe has that key;
@@ -183,18 +183,18 @@ def choose_lengths(context: RuleContext) -> Decision:
 
 
 def _choose_padding(context: RuleContext, evidence: Mapping[str, Scalar]) -> Decision:
-    """Decide about padding that the user's own code adds, which only a model of transformers shows, by its mask."""
+    """Decide about padding that the user's code adds. Only the attention mask of a transformers model shows it."""
     workload = context.workload
     if not workload.can_unpad:
         obstacle = workload.unpad_obstacle
         reason = "all samples have one shape" if obstacle is None else f"padding is computed: {obstacle}"
         return Decision(value="fixed", reason=reason, evidence=evidence)
     if context.device_type != "cpu":
-        reason = "padding is computed: only the CPU knows the lengths without waiting"
+        reason = "padding is computed: reading the lengths would wait for the device"
     elif context.compile != "off" or context.activation_checkpointing == "on":
         reason = "padding is computed: compiled or recomputed blocks cannot skip it"
     else:
-        reason = "blocks of the model skip padding, as far as attention_mask shows it"
+        reason = "blocks of the model skip padding that attention_mask shows"
         return Decision(value="unpadded", reason=reason, evidence=evidence)
     return Decision(value="fixed", reason=reason, evidence=evidence)
 
