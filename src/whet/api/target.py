@@ -53,7 +53,7 @@ def load_training(target: str) -> Recipe | ScriptTraining:
 
 
 def measured_workload(training: ScriptTraining) -> "Workload":
-    """Return the workload of a script with the memory and the operations of a sample, for plans of other machines.
+    """Return the workload of a script, with the memory and FLOPs per sample, to plan for other machines.
 
     A few samples are computed on this machine. What cannot be measured stays unknown.
     """

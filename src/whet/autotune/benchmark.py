@@ -46,7 +46,7 @@ _MIN_PREPARE_SECONDS = 5.0
 
 # Thermal pressure levels of macOS, in increasing order.
 _THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
-# Visits in each third of the benchmark that are needed to compare the first third with the last.
+# Minimum visits in each third of the benchmark for comparing the first third with the last.
 _MIN_VISITS_PER_THIRD = 4
 # CPU use of other programs above which the benchmark reports them.
 _BUSY_PERCENT = 20.0

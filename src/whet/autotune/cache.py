@@ -18,7 +18,7 @@ from whet.run.disk import read_regular_file
 FORMAT_VERSION = 1
 # Entries expire because a machine changes in ways that the key does not cover.
 _MAX_DAYS = 90
-# The next search may have time for what this one lacked, since a part of it is compiled already.
+# The next search can try more in the same time, because part of the code is already compiled.
 _MAX_INCOMPLETE_DAYS = 1
 _MAX_FILES = 200
 # Only files with such names are removed. Anything else in the folder was not written by this cache.

@@ -50,7 +50,7 @@ class TuningResult(FrozenModel):
     trials: tuple[TuneTrial, ...] = ()
     spent_seconds: NonNegativeFloat = 0.0
     is_complete: bool = True
-    """Whether everything was tried. If not, for lack of time or of a process to compile in, it is soon tried again."""
+    """Whether everything was tried. If time or a process to compile in was lacking, the result expires sooner."""
     gain: ConfirmedGain | None = None
     """Speedup over the rule-based plan; None if that plan was kept."""
     step_seconds: NonNegativeFloat | None = None

@@ -60,7 +60,7 @@ def search(
 ) -> TuningResult:
     """Search for faster settings within the budget and return the confirmed result.
 
-    Compiling may take `compile_seconds` more: a run that uses the compiled code finds it in the cache. The result keeps
+    Compiling may take `compile_seconds` more, because the run finds the compiled code in the cache. The result keeps
     the rule-based plan if no gain is confirmed.
     """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds, compile_seconds=compile_seconds)
@@ -295,7 +295,7 @@ def _result(
 
 
 def _lacked_time_to_compile(state: _SearchState) -> bool:
-    """Whether another search may compile what this one could not: what it did compile is in the cache."""
+    """Return whether a later search could finish compiling what this one could not. Compiled code is cached."""
     is_cut_off = any(trial.setting == "compile" and trial.verdict == "cut off" for trial in state.trials)
     return is_cut_off or any(candidate.setting == "compile" for candidate in state.skipped)
 

@@ -220,7 +220,7 @@ def saved_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def has_encoding(value: Any) -> bool:
-    """Return whether checkpoints hold an attribute of this value."""
+    """Return whether a checkpoint can store an attribute with this value."""
     try:
         _num_bytes(value)
         StateEncoder().encode(value, "")

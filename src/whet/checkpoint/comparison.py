@@ -79,7 +79,7 @@ def _fact_changes(expected: Any, got: Any, path: tuple[str, ...]) -> list[str]:
     if path[:3] == ("model", "attributes", "now") and len(path) > 4:
         name = f"the attribute {describe_attribute(path[3], path[4])}"
         if len(path) > 5:
-            # A part of its encoding, such as whose memory it shares.
+            # Part of the encoding, such as the array that it shares memory with.
             return [name]
     values = [str(plain_value(value))[:60] for value in (expected, got)]
     return [f"{name} {values[0]} -> {values[1]}"]

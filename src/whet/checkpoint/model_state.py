@@ -77,7 +77,7 @@ def _max_bytes(model: nn.Module) -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is stored as it is: not a sparse one."""
+    """Return whether a tensor is dense. Sparse tensors are stored in another form."""
     return tensor.layout is torch.strided
 
 

@@ -97,7 +97,7 @@ def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer overrides what its state is."""
+    """Return whether an optimizer customizes its state dict, by a method or a hook."""
     names = ("state_dict", "load_state_dict")
     overrides = any(getattr(getattr(optimizer, n), "__func__", None) is not getattr(Optimizer, n) for n in names)
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -219,7 +219,7 @@ class OptimizerRestorer:
                 continue
             parameter = self._by_name[entry["parameter"]]
             for key, value in entry.get("items", ()):
-                # ASGD and some optimizers of users keep their step counts on the device in any case.
+                # ASGD and some user-defined optimizers always keep their step counts on the device.
                 is_own = isinstance(value, dict) and value.get("device", "cpu") != "cpu" and not was_on_device
                 self._prepare(parameter, entry["parameter"], key, value, steps_on_device=on_device or is_own)
             state[parameter] = self._values(entry)

@@ -140,7 +140,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_form(tensor: Tensor) -> Tensor:
-    """Return a tensor as a file holds it."""
+    """Return a tensor in the form that is written to a file."""
     # safetensors has no complex128.
     return torch.view_as_real(tensor.detach()) if tensor.dtype is torch.complex128 else tensor
 

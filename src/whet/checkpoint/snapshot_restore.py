@@ -31,7 +31,7 @@ from whet.distributed.strategies import local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
 
 MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same command again"
-"""What to try if the newest checkpoint cannot be restored: the run resumes from the one before it."""
+"""The hint if the newest checkpoint cannot be restored. The run then resumes from the one before it."""
 
 
 class RestoredState(NamedTuple):
@@ -116,7 +116,7 @@ def restore_registered(
 ) -> bool:
     """Restore an object of the user that was registered after the run was restored. Return whether it was saved.
 
-    No generator moves: the run has restored them already.
+    Random generators are not changed: the run has already restored them.
     """
     if name not in snapshot.facts["registered"]:
         return False
@@ -193,7 +193,7 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dic
         if before and before != now:
             differing.append(f"{name} is {_form(*before)} in the checkpoint and {_form(*now)} in the model")
     problems += [format_list(differing, most=5)] if differing else []
-    # All problems at once, and before anything is copied.
+    # Report all problems at once, before anything is copied.
     if problems:
         raise WhetError(
             f"the checkpoint does not fit this {role}",

@@ -212,7 +212,7 @@ class ValueEncoder:
         return {**facts, **self._sharing(value, path)}
 
     def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:  # noqa: ARG002
-        """Return whose memory an array shares. Fingerprints leave it out."""
+        """Return the path of the array whose memory this one shares. Fingerprints omit it."""
         return {}
 
     def _encode_generator(self, value: Any, path: str, depth: int) -> Any:
@@ -298,8 +298,8 @@ class StateEncoder(ValueEncoder):
             raise
 
     def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:
-        # Arrays are restored one by one. Those that begin to share memory during a run no longer do so after a resume;
-        # the comparison of the restored state with the checkpoint finds it by this entry.
+        # Arrays are restored separately, so arrays that share memory no longer do after a resume. This entry lets the
+        # comparison of the restored state with the checkpoint detect that.
         first = self._memory.setdefault(_address(value), path) if value.nbytes else path
         return {} if first == path else {"shares": first}
 
@@ -330,7 +330,7 @@ class StateEncoder(ValueEncoder):
 
 
 def _address(array: np.ndarray) -> int:
-    """Return where the memory begins that an array is a view of."""
+    """Return the start address of the memory that an array is a view of."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     if isinstance(array.base, Tensor):

@@ -64,7 +64,7 @@ class _LiveView:
                 self._is_suspend_requested = False
                 os.kill(os.getpid(), signal.SIGTSTP)
 
-    # Handlers only set flags: an exception while the alternate screen is being entered would not leave it again.
+    # Handlers only set flags: an exception raised while entering the alternate screen would leave the terminal in it.
     def _request_suspend(self, _number: int, _frame: FrameType | None) -> None:
         self._is_suspend_requested = True
 

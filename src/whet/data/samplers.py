@@ -29,7 +29,7 @@ _SAMPLER = 0x5A3B1E
 
 @final
 class SamplerOrder(SampleOrder):
-    """The order of a sampler, or of a batch sampler, with a length."""
+    """The sample order of a sampler or batch sampler that has a length."""
 
     def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
         """Divide the indices of `sampler` into batches. Without a batch size, `sampler` is a batch sampler."""

@@ -1,4 +1,4 @@
-"""Batches of an iterable in its own order, from any position, read one batch ahead."""
+"""Read batches from an iterable in its own order, starting at any position, one batch ahead."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -35,8 +35,8 @@ class StreamedBatch(Generic[T]):
 class StreamReader(Generic[T]):
     """Reads an iterable, such as a stream of samples, a DataLoader or a sampler, and saves its state.
 
-    A resume restores the state of the iterable. Without one, consumed batches are read again and dropped: that is exact
-    if the order is fixed.
+    A resume restores the state of the iterable. Without a state, consumed batches are read again and dropped, which is
+    exact if the order is fixed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StreamReader(Generic[T]):
         Args:
             iterate: Returns a new iterator for an epoch.
             read: Returns the next batch, or None at the end: read(iterator, epoch, number of its first sample, limit).
-                The limit is the number of samples that are still to be skipped; None if none are.
+                The limit is the number of samples still to skip; None if there are none.
             length: Returns the number of samples of a batch.
             epoch_owners: The objects whose `set_epoch` is called; by default the iterable.
         """
@@ -77,7 +77,7 @@ class StreamReader(Generic[T]):
             set_epoch(owner, epoch)
         restored, self._restored = self._restored, None
         if restored is not None:
-            # Again, because set_epoch may have moved the stream to the beginning of the epoch.
+            # Load the state again, because set_epoch may have moved the stream to the start of the epoch.
             self._iterable.load_state_dict(copy.deepcopy(restored))
         iterator = self._iterate(epoch)
         skipped = 0 if restored is None else start
@@ -92,8 +92,8 @@ class StreamReader(Generic[T]):
             got = f"{type(self._iterable).__name__} without samples"
             raise UsageError("the data is empty", got=got, try_="data with samples, which can be read again")
         while ahead is not None:
-            # The state is taken before the next batch is read, to know which batch is the last one. At the end of an
-            # epoch it is taken afterward: it may hold the number of the epoch.
+            # Reading ahead shows which batch is the last one, so the state is saved before it. At the end of an epoch
+            # it is saved afterward, because it may contain the epoch number.
             saved, end = self._current_state(), start + self._length(ahead)
             current, ahead = ahead, self._read(iterator, epoch, end, None)
             is_last = ahead is None
@@ -107,7 +107,7 @@ class StreamReader(Generic[T]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler or stream which epoch begins, if it has `set_epoch`."""
+    """Call `set_epoch` of a sampler or stream, if it has one."""
     for owner in (sampler, getattr(sampler, "sampler", None)):
         begin = getattr(owner, "set_epoch", None)
         if callable(begin):

@@ -8,7 +8,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-# A folder may have spaces in its name, as in "/Volumes/My disk/x.pt"; more than three would be a sentence.
+# A folder may have spaces in its name, as in "/Volumes/My disk/x.pt"; with more than three it is taken for a sentence.
 _FOLDER = r"/[^\s/:'\"<>,;()~]+(?: [^\s/:'\"<>,;()~]+){0,3}(?=/)"
 _PATH = re.compile(rf"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:(?:{_FOLDER})+|(?<=~))/[^\s/:'\"<>,;()]+/?")
 # A quoted path may contain spaces anywhere.

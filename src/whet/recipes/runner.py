@@ -65,7 +65,7 @@ def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -
 def limit_default_batch(resolved: ResolvedConfig[Any], data: Splits) -> ResolvedConfig[Any]:
     """Return a copy whose default global batch is not larger than the training data.
 
-    A size that the user has given is kept: it is refused before the first step (data/adapters.py).
+    A size given by the user is kept; one that is too large is refused before the first step (data/adapters.py).
     """
     num_samples = count_samples(data.train)
     if "global_batch_size" in resolved.given or not num_samples or num_samples >= resolved.config.global_batch_size:

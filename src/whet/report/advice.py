@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MIN_RUN_SECONDS = 60.0
 _MIN_SAVING = 0.05
-# Share of the time of the steps spent waiting for data. Workers rarely save all of it.
+# Share of step time spent waiting for data. Workers rarely save all of it.
 _HIGH_DATA_SHARE = 0.15
 _MIN_EVALUATIONS = 3
 # A trained model that is better than a trivial one by less has learned little.

@@ -197,7 +197,7 @@ class RunReport(RunStatus):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the steps by phase, longest first."""
+        """Seconds spent in each phase of the steps, longest first."""
         return {phase.name: phase.seconds for phase in sorted(self.phases, key=lambda phase: -phase.seconds)}
 
     def track(self, source: CurveSource) -> Track | None:

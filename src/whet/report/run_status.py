@@ -262,7 +262,7 @@ def _device(plan: Mapping[str, object]) -> str:
 
 
 def _speeds(history: History) -> tuple[float | None, float | None]:
-    """Return samples and steps per second over the last seconds, or None if there are too few steps."""
+    """Return samples and steps per second over the last few seconds, or None if there are too few steps."""
     recent = itertools.islice(history.backwards(kinds=("step", *SESSION_START_KINDS)), _MAX_SPEED_STEPS)
     last = first = next(recent, None)
     if last is None or first is None:

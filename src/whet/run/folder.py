@@ -240,7 +240,7 @@ def short_path(path: Path) -> str:
 
 
 def shell_path(path: Path) -> str:
-    """Return a path as `short_path`, quoted for a shell.
+    """Return `short_path(path)`, quoted for a shell.
 
     >>> shell_path(Path("-my run"))
     "'./-my run'"

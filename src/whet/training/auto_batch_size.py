@@ -1,4 +1,4 @@
-"""Find the global batch size of a training that asks for "auto", and scale the learning rate for it."""
+"""Measure the batch size for global_batch_size="auto", and scale the learning rate to it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

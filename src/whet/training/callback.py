@@ -171,9 +171,9 @@ class Callback:
     """
 
     every_seconds: float = 0.0
-    """Least time between two calls of `after_step`; 0 for a call after every step.
+    """Minimum seconds between two calls of `after_step`; 0 calls it after every step.
 
-    The first call comes within a second.
+    The first call comes within the first second, or after the first step if that takes longer.
     """
 
     def on_start(self, run: "RunContext") -> None:
@@ -183,7 +183,7 @@ class Callback:
         """Called before each step, before its batch is yielded."""
 
     def after_step(self, state: State, outcome: "Outcome") -> Action | None:  # noqa: ARG002
-        """Called after each optimizer step, or every `every_seconds`.
+        """Called after each optimizer step, or at most once every `every_seconds`.
 
         `outcome` holds device tensors; reading one waits for the device.
         """
@@ -220,7 +220,7 @@ class _Hook(NamedTuple):
 
 
 MAX_FIRST_SECONDS = 1.0
-"""The longest time until the first call of a timed `after_step`."""
+"""Maximum seconds before the first call of a timed `after_step` is due."""
 
 
 class CallbackList:

@@ -1,4 +1,4 @@
-"""Name the layer in which an exception was raised, and what it got, from the frames of its traceback."""
+"""Find the layer that raised an exception, and its arguments, in the traceback."""
 
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -10,7 +10,7 @@ _MAX_TENSORS = 4
 
 
 def note_failed_layer(error: BaseException | None, model: nn.Module) -> None:
-    """Add a note with the innermost layer and its arguments to an exception that passed a layer or a loss of torch.
+    """Add a note to an exception that names the innermost layer or torch.nn.functional function, and its arguments.
 
     Nothing is computed: the frames of the traceback still hold the arguments.
     """
@@ -34,7 +34,7 @@ def _describe_layer(error: BaseException, model: nn.Module) -> str | None:
 
 def _layer_name(name: str, module: Any) -> str:
     kind = type(module).__name__
-    # A container's text is a page long.
+    # The repr of a container is too long.
     what = kind if any(True for _ in module.children()) else f"{kind}({module.extra_repr()})"
     return f"layer {name}, {what}" if name else f"model {kind}"
 
@@ -60,7 +60,7 @@ def _tensor_arguments(frame: FrameType) -> str:
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     known = {name: values[name] for name in names if name in values}
-    # forward(self, *args, **kwargs) has its tensors in the rest.
+    # forward(self, *args, **kwargs) holds its tensors in args and kwargs.
     for value in (v for k, v in values.items() if k in ("args", "kwargs", "inputs")):
         items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
         known |= {str(key): item for key, item in items}

@@ -140,7 +140,7 @@ class GapDetector:
         run, schedule = self._run, self._run.config.training.schedule
         optimizers = [stepper.optimizer for stepper in run.steppers.values()]
         yield from optimizers
-        # The values of a group, such as a learning rate on the device, are often those in `defaults` too.
+        # Values of a group, such as a learning rate on the device, are often the same objects as in `defaults`.
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         yield from (value for group in groups for value in group.values() if isinstance(value, Tensor | list | dict))
         attributes = (value for module in run.model.modules() for _, value in module_attributes(module))
@@ -151,7 +151,7 @@ class GapDetector:
         yield from (one for one in schedules if isinstance(one, LRScheduler))
         data = run.config.data
         if hasattr(data, "state_dict") or isinstance(data, DataLoader):
-            # Whose sampler and collate function are roots of their own.
+            # Its sampler and collate function are separate roots.
             yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
@@ -168,7 +168,7 @@ class GapDetector:
             owner = f"the callback {type(callback).__qualname__}"
             yield owner, list(class_references(type(callback))) if _saves_state(callback) else [("self", callback)]
         for name, registered in run.registered.objects.items():
-            # It saves its attributes, but its code may refer to other variables.
+            # Its attributes are saved, but its code may refer to other variables.
             yield f"the registered {name}", list(class_references(type(registered)))
 
 
@@ -198,7 +198,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for prefix, one in (("", optimizer), *((f"{name}.", inner) for name, inner in inner_optimizers(optimizer))):
         if not is_library_class(type(one)):
-            # Optimizers of libraries complete theirs in the first step.
+            # Optimizers of libraries change their defaults in the first step.
             yield f"{prefix}defaults", one.defaults
         if not has_own_state(one):
             names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))

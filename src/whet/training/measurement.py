@@ -1,4 +1,4 @@
-"""What measurements before a training share: the bench in this process, and reports of progress and results."""
+"""Helpers for measurements before a training: the bench in this process, and progress reports."""
 
 from typing import Any
 

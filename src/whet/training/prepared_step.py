@@ -1,4 +1,4 @@
-"""A plan that is applied to a model and ready to run steps, one of several that take turns in a measurement."""
+"""Apply a plan to a model and prepare its steps. In a measurement, steps of several plans alternate."""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ Enough to represent the lengths in the data, and few enough that all of them run
 half-precision attention took 85 ms more in the first step of each new shape.
 """
 WARMUP_STEPS = 2
-"""Least number of warm-up steps."""
+"""Minimum number of warm-up steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

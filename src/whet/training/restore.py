@@ -103,8 +103,8 @@ def missing_state(info: CheckpointInfo, *, is_own_loop: bool) -> list[str]:
 def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
     """Describe how exactly a resumed run reproduces an uninterrupted one.
 
-    `reasons` say why it does not. `missing` is what the checkpoint may lack: then a short call claims no more than an
-    own loop does. Most of such variables are logs, but whether training reads one cannot be seen from outside.
+    `reasons` say why it does not. `missing` names variables that have changed and were not saved. Most are logs,
+    but whether training reads one is unknown, so `whet.train` then claims no more than a user-written loop does.
     """
     if reasons:
         return "not bit-exact: " + "; ".join([*reasons, *missing])

@@ -258,12 +258,12 @@ def _discard_if_refused(run: RunContext) -> None:
 def _is_refusal(error: BaseException | None) -> bool:
     """Return whether a call was refused. The exit stack is closed while the error is being handled."""
     is_refusal = isinstance(error, UsageError) or type(error) is WhetError
-    # After a disk error the same call resumes, and its subclasses (memory, NaN) are results worth keeping.
+    # After a disk error the same call resumes. Subclasses of WhetError (memory, NaN) are results worth keeping.
     return error is not None and is_refusal and not isinstance(error.__cause__, OSError)
 
 
 def _undo_if_refused(run: RunContext, step: int, parts: Mapping[Path, bytes], num_bytes: int) -> None:
-    """Undo what a resumed session has written if its first step was refused, such as for what the loss returns."""
+    """Undo the writes of a resumed session whose first step was refused, for example for an invalid loss."""
     if _is_refusal(sys.exc_info()[1]) and run.state.step == step:
         assert run.folder is not None
         AppendOnlyFile(run.folder.path / EVENTS_FILE, keep_bytes=num_bytes).close()
@@ -291,7 +291,7 @@ def _begin_writing(run: RunContext, *, is_new: bool) -> None:
         return
     names = (INDEX_FILE, "config.json", "plan.json")
     parts = {path: path.read_bytes() for name in names if (path := folder.path / name).exists()}
-    # It removes a torn last line.
+    # Opening the log removes an incomplete last line.
     log = EventLog(folder)
     if not is_new:
         # Registered before the log, so that it runs after the log is closed.

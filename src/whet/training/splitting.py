@@ -91,7 +91,7 @@ class BatchSplitting:
         if is_known or plan.workload.has_batchnorm or (plan.sharding == "full" and plan.workload.world_size > 1):
             return
         reason = self.obstacle(loss, batch, is_repeated=True)
-        # The check restores buffers, which counts as a change of them.
+        # The check restores buffers, which changes the model outside a step.
         run.executor.expect_changes()
         if reason is not None:
             raise WhetError(
@@ -161,7 +161,7 @@ class BatchSplitting:
         key = optimizer, loss_code(loss)
         if not is_first and key not in self._split_steps:
             self.check(loss, batch)
-            # The check restores buffers, which counts as a change of them.
+            # The check restores buffers, which changes the model outside a step.
             self._run.executor.expect_changes()
         count = self._split_steps[key] = self._split_steps.get(key, 0) + 1
         # Checked again at powers of two, because a loss may change during a run.

@@ -59,7 +59,7 @@ Five steps of a tiny model take a millisecond, in which one interruption would d
 _MIN_STEPS = 100
 """A run with fewer steps is not measured."""
 _MIN_STEPS_TO_ADVISE = 1_000
-"""A run with fewer steps is not told what a measurement could bring."""
+"""Runs with fewer steps get no advice to measure."""
 
 _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
 """Settings that a loop has fixed before its first step: it has read its first batch by then."""
@@ -181,7 +181,7 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
     try:
         plan = tuned_plan(config, loss, open_bench=open_bench)
     except KeyboardInterrupt:
-        # The traceback of a step inside a measurement helps nobody.
+        # Omit the traceback of the measured step, which does not help the user.
         message = "stopped by Ctrl-C while measuring: nothing was trained and nothing was written"
         emit_event(config.on_event, "stopping", {"step": 0, "message": message})
         raise KeyboardInterrupt(message) from None
@@ -189,7 +189,7 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
 
 
 def tune_first_step(run: RunContext, loss: LossFunction) -> None:
-    """Measure the plan of an own loop at its first step, when its loss is known. Its device and data stay."""
+    """Measure the plan of a user-written loop at its first step, when the loss is known. Keep its device and data."""
     config = run.config
     if not (config.is_own_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
         return
@@ -279,7 +279,7 @@ def _measure(
 
 
 def report_unmeasured(config: RunConfig) -> None:
-    """Say what a measurement could try, for a new run that is long enough to gain and has measure=False."""
+    """Report what a measurement could try, for a new run with measure=False that is long enough to benefit."""
     is_new = config.plan is None and not run_exists(config.path) and intercept.active() is None
     if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
         return
@@ -297,7 +297,7 @@ _GAINS = {
 
 
 def what_more(plan: Plan) -> str:
-    """Return what a measurement could try on this device, with the gains that were seen on others of its kind."""
+    """Return what a measurement could try on this device, with the gains measured on similar devices."""
     tried = {"precision": "bf16", "layout": "channels_last", "compile": "compile"}
     open_settings = {
         about: word

@@ -183,7 +183,7 @@ class TokenRow:
 
 
 class ChatSplit:
-    """One split: its documents, and rows of documents with up to `row_length` tokens."""
+    """One split: documents, grouped into rows of up to `row_length` tokens."""
 
     def __init__(self, arrays: dict[str, Array], facts: SplitFacts, *, row_length: int) -> None:
         self.facts = facts

@@ -115,7 +115,7 @@ _HELD_OUT_EVERY = 20
 
 
 class GenerationRecipe(HexRecipe):
-    """The Hex recipe on self-play games. The target of the policy is the fraction of visits."""
+    """The Hex recipe on self-play games. The policy target is the share of visits of each move."""
 
     def __init__(self, played: Sequence[SelfPlayGames], *, size: int, fingerprint: str) -> None:
         self._played = played

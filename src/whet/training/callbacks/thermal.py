@@ -226,7 +226,7 @@ class ThermalPolicy(Callback):
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         """Rest if needed, and act on new readings."""
         if self._is_pause_due:
-            # Due since an earlier call, which has requested a checkpoint. The loop has written it by now.
+            # An earlier call requested a checkpoint before this pause, and the loop has written it by now.
             self._is_pause_due = False
             self._pause(state.step)
         elif self._rest_share.value > 0:

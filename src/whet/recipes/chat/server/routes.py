@@ -75,7 +75,7 @@ class AnswerQueue:
     """Runs generators of text chunks one after another in a worker thread."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
-        # One request is answered while the others wait.
+        # Plus one, for the request that is being answered.
         self._capacity = max_waiting + 1
         self._num_pending = 0
         self._turn = asyncio.Lock()

@@ -48,7 +48,7 @@ class TextHashes:
         self.split.append(split)
 
     def skip(self, *, split: int) -> None:
-        """Add a row without a text to compare."""
+        """Add a row that has no text and is not compared."""
         self.add("", "", label=-1, split=split)
 
     def duplicates(self) -> Iterator[Duplicate]:
