@@ -209,7 +209,7 @@ class CommonConfig(TrainingOptions):
     )
     lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
     weight_decay: NonNegativeFloat = Field(
-        0.01, description="decay of weights; biases and norms are excluded, except with adam_atan2"
+        0.01, description="weight decay; biases and norms are excluded, except with adam_atan2"
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
     seeds: Annotated[int, Field(gt=0, le=MAX_SEEDS)] = Field(

@@ -106,7 +106,7 @@ class PuzzleConfig(CommonConfig):
         "global_batch_size": "puzzles worked on at once, each in its own slot; 768 for 9x9 and given data",
         "epochs": "passes over the training data; 60 for 9x9 and given data",
         "lr": "learning rate after the warm-up; 1e-4 for 9x9 and given data",
-        "weight_decay": "decay of weights; 1.0 for 9x9 and given data",
+        "weight_decay": "weight decay; 1.0 for 9x9 and given data",
         "warmup_steps": "steps until the full learning rate; 2,000 for 9x9 and given data",
     }
 

@@ -117,7 +117,7 @@ class TextConfig(CommonConfig):
     )
     weight_decay: NonNegativeFloat | Auto = Field(  # type: ignore[assignment]
         "auto",
-        description="decay of weights; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: 1 "
+        description="weight decay; biases and norms are excluded, except with adam_atan2; auto: 0.01; linear: 1 "
         "/ training texts, and more for a class with few of them",
     )
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -254,7 +254,7 @@ def class_strengths(counts: Sequence[int]) -> list[float]:
 
 
 def weight_decay(config: TextConfig, *, num_texts: int) -> float:
-    """Return the decay of weights. That of the linear classifier is for C = 1; its model scales it for each class."""
+    """Return the weight decay. For the linear classifier it is that of C = 1; the model scales it for each class."""
     if config.weight_decay != "auto":
         return config.weight_decay
     if config.is_linear:

@@ -144,14 +144,14 @@ class NgramClassifier(nn.Module):
     scale: Tensor
 
     def __init__(self, vocabulary: NgramVocabulary, *, strengths: Sequence[float]) -> None:
-        """Make weights of zero for each class. `strengths` are their values of C (config.py)."""
+        """Initialize all weights to zero. `strengths` are the values of C of the classes (config.py)."""
         super().__init__()
         self.num_words = vocabulary.num_words
         self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, len(strengths)))
         self.bias = nn.Parameter(torch.zeros(len(strengths)))
         self.register_buffer("idf", torch.tensor(vocabulary.weights()))
-        # Weights scaled by s have s^2 times the learning rate and 1 / s^2 of the decay, so their product is the same
-        # for all classes: SGD gets equally far with any C.
+        # Scaling logits by s multiplies the learning rate by s^2 and the decay by 1 / s^2. Their product is the same for
+        # all classes, so SGD converges equally fast for any C.
         self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:

@@ -140,16 +140,16 @@ class GameFolder:
         """Read a folder, and check its hash and its games."""
         manifest, arrays = read_manifest(folder), read_arrays(folder / GAMES)
         if arrays is None or {*arrays} != {"moves", "winners", "split"}:
-            raise _damaged(folder, "missing, or another hash than its content")
+            raise _damaged(folder, "missing, or its hash does not match its content")
         games = Games(manifest.size, arrays["moves"], arrays["winners"])
         counts = {name: int((arrays["split"] == index).sum()) for index, name in enumerate(SPLITS)}
         if (
             len({len(array) for array in arrays.values()}) > 1
             or not judge_games(games.moves, size=games.size).is_legal.all()
         ):
-            raise _damaged(folder, "games that are not legal")
+            raise _damaged(folder, "illegal games")
         if counts != {name: split.games for name, split in manifest.splits.items()}:
-            raise _damaged(folder, "other splits than in the manifest")
+            raise _damaged(folder, "splits that differ from the manifest")
         splits = {name: games.take(arrays["split"] == index) for index, name in enumerate(SPLITS)}
         return cls(manifest, splits, _digest(arrays))
 
