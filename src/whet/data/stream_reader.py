@@ -90,7 +90,7 @@ class StreamReader(Generic[T]):
             ahead = self._read(iterator, epoch, start, None)
         if ahead is None and start == 0:
             got = f"{type(self._iterable).__name__} without samples"
-            raise UsageError("the data is empty", got=got, try_="data with samples, which can be read again")
+            raise UsageError("the data is empty", got=got, try_="data with samples that can be read again")
         while ahead is not None:
             # Reading ahead shows which batch is the last one, so the state is saved before it. At the end of an epoch
             # it is saved afterward, because it may contain the epoch number.

@@ -199,7 +199,7 @@ class StartChecks:
         obstacle = unpadding_obstacle(run.model)
         if obstacle is not None:
             raise UsageError(
-                "this model cannot skip padding", got=f"lengths=unpadded, and {obstacle}", try_="no lengths"
+                "this model cannot skip padding", got=f"lengths=unpadded, and {obstacle}", try_="leave out lengths"
             )
         unpadding = Unpadding(run.model)
         with ExitStack() as undo:

@@ -28,6 +28,6 @@ class CoreContention(Callback):
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         if self._may_report and self._watch.was_contended:
             self._may_report = False
-            message = "other programs use the cores, so threads now sleep while they wait; to have it from the start"
+            message = "other programs use the cores, so threads now sleep while they wait; to start that way"
             self._run.log.event("plan", step=state.step, message=f"{message}: {env.brief_spin_export()}")
         return Action.NONE
