@@ -15,7 +15,7 @@ from whet.plan.render import format_value
 from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
 MAX_BUDGET_SECONDS = 60.0
-# Compiling a model for the first time takes longer than everything else that is tried.
+# A first compilation takes longer than all other trials.
 _MAX_COMPILE_SECONDS = 180.0
 # Maximum share of the run's time to spend on measuring.
 _SHARE_OF_RUN = 0.03

@@ -132,7 +132,7 @@ class Budget:
         return max(0.0, self.end - self.clock())
 
     def extend_for_compiling(self, seconds: float) -> None:
-        """Add time that was spent compiling, as far as it is allowed beyond the budget."""
+        """Extend the budget by time spent compiling, up to `compile_seconds`."""
         extra = min(seconds, self.compile_seconds)
         self.seconds += extra
         self.compile_seconds -= extra

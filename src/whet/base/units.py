@@ -96,5 +96,5 @@ def printable(text: str) -> str:
 
 
 def valid_utf8(text: str) -> str:
-    """Replace what UTF-8 cannot encode: JSON may contain lone surrogates, and a command line other bytes."""
+    """Replace characters that UTF-8 cannot encode, such as lone surrogates from JSON or from a command line."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -135,7 +135,7 @@ def _new_plan(
 
 
 def _check_no_settings(target: str, settings: list[str] | None, config: Path | None) -> None:
-    """Raise for settings beside a script, which has its own."""
+    """Raise if settings are given with a script, which sets its own."""
     if settings or config:
         raise UsageError(
             "a script has its settings in its code",

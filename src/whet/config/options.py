@@ -262,7 +262,7 @@ class CommonConfig(TrainingOptions):
         return tuple(Path(path) for path in (self.data, *self.data_paths) if path is not None)
 
     def count_steps(self, num_samples: int | None) -> int | None:
-        """Return the number of steps; None if it is unknown because the number of samples is."""
+        """Return the number of steps, or None if the number of samples is unknown."""
         if num_samples is None:
             return self.max_steps
         steps = self.epochs * -(-num_samples // self.global_batch_size)

@@ -39,7 +39,7 @@ class _StreamedSource(AbstractSource):
 
 @final
 class IterableSource(_StreamedSource):
-    """An iterable of samples, which decides their order."""
+    """A source that reads an iterable of samples in its own order."""
 
     def __init__(
         self,

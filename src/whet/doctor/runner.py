@@ -157,7 +157,7 @@ def _finding(response: dict[str, Any], worker: JsonWorker) -> CheckFinding:
     fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in METAL_FAILURES)), None)
     if fault is None:
         return finding
-    # The reason follows in a line of its own. The display's watchdog is no fault of the device.
+    # The reason follows on a separate line. A kill by the display's watchdog is not a fault of the device.
     if any(text in line for line in lines for text in WATCHDOG_TEXTS):
         fault = "macOS stopped its work for the display; try again with the display asleep, or through SSH"
     return failed(f"the GPU reported: {fault}", **{**finding.figures, "outcome": "silent fault"})

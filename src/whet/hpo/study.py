@@ -272,7 +272,7 @@ class SearchStudy:
         return self._set_state(number, TrialState.FAIL)
 
     def _set_state(self, number: int, state: "TrialState", value: float | None = None) -> bool:
-        """Set the state of a trial; return False if another process was faster, or the trial has ended."""
+        """Set the state of a trial. Return False if another process has set it, or if the trial has ended."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         values = None if value is None else [value]

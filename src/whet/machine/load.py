@@ -134,7 +134,7 @@ class ThreadTimes(NamedTuple):
     waiting: float
     """Seconds in which it was ready but had no core."""
     slices: int
-    """How often it was given a core."""
+    """Number of times that it was scheduled on a core."""
 
     @property
     def total(self) -> float:

@@ -34,7 +34,7 @@ INDEX_HEADER = b"whet events index 3\n"
 _SPOT_CHECKS = 16
 # A longer line means damage. The limit bounds the memory for reading an untrusted file.
 _MAX_LINE_BYTES = 16 * 1024**2
-# A step is written like this. Any other spelling of it is parsed, too.
+# The usual start of a step's line. Steps that start differently are parsed and then skipped.
 _STEP_START = b'{"kind":"step",'
 
 

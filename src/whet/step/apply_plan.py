@@ -122,7 +122,7 @@ def place_model(
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move state that the constructor of an optimizer has made, as that of Adagrad does, to its parameter."""
+    """Move state created by an optimizer's constructor, such as Adagrad's, to the device of its parameter."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(state, dict):
             # Scalars are step counts, whose device depends on the kernels.

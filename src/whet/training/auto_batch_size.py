@@ -46,7 +46,7 @@ def with_batch_size(keywords: SessionKeywords, size: int) -> SessionKeywords:
 def measure_batch_size(
     bench: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
 ) -> AutoBatch:
-    """Find the global batch size. The search starts from that of the bench, which the learning rates are tuned for."""
+    """Find the global batch size, starting from the bench's batch size, for which the learning rates are meant."""
     name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
     return choose_batch_size(
         bench, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch

@@ -123,7 +123,7 @@ class BatchLoop:
             # Write the outcomes that are still pending before the rollback: their steps will be repeated.
             run.log.read()
             if run.checkpointer is None:
-                # Nothing can be repeated. The bad batch is gone, but this one shows whether the data has NaN.
+                # No step can be repeated. The first bad batch is gone, but this one shows whether the data has NaN.
                 assert run.guard.first_non_finite is not None
                 number, how = run.guard.first_non_finite
                 how = f"{run.executor.with_bad_data(batch, how)}; no run folder, so there is no checkpoint"

@@ -189,7 +189,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        # The compiler marks parameters. It marks them again in the next process.
+        # Attributes that the compiler sets on parameters. It sets them again in the next process.
         yield from ((f"{name}.{key}", value) for key, value in vars(tensor).items() if not key.startswith("_dynamo"))
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         yield from class_references(kind)

@@ -144,7 +144,7 @@ class LocalPreparedStep:
 
 @contextmanager
 def compile_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a compilation in this process after this time, and drop what it has left in the compiler."""
+    """Interrupt a compilation in this process after this time, and reset the compiler's state."""
     try:
         with interrupt_after(seconds):
             yield

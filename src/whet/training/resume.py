@@ -48,12 +48,12 @@ class ResumeDecision:
 
 
 def run_exists(path: Path | None) -> bool:
-    """Return whether the folder holds a run to resume. One that failed before its first step is started anew."""
+    """Return whether the folder holds a run to resume. A run that failed before its first step starts over."""
     return path is not None and (path / RUN_FILE).exists() and not failed_before_first_step(path)
 
 
 def failed_before_first_step(path: Path) -> bool:
-    """Return whether a folder holds only a failed attempt to start, which its corrected program need not match."""
+    """Return whether a folder holds only a failed start. A corrected program need not match it."""
     if any(store.list_steps(path / CHECKPOINTS)) or foreign_files(path):
         return False
     try:

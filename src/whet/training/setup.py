@@ -225,7 +225,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
     run.folder = existing
     if existing is None and path is not None and group.is_rank_zero:
         if (path / RUN_FILE).exists():
-            # It failed before its first step. Another process may have begun to correct it too.
+            # The run failed before its first step. Another process may be restarting it as well.
             with lock.acquire(path):
                 durable.remove(path)
             run.replaced = path

@@ -60,7 +60,7 @@ from whet.verify.parity.compare import compare_precision
 from whet.verify.start.compiled import num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
 
-# More warm-up steps than the least number run only within this time.
+# Warm-up steps beyond the minimum run only within this time.
 _WARMUP_SECONDS = 2.0
 # Less time is not worth an attempt to compile in the user's process: small models took 10 to 40 s on two cores.
 _MIN_COMPILE_SECONDS = 10.0
@@ -113,7 +113,7 @@ class LocalStepBench:
             self.layout = WeightLayout(self.model, keep_addresses=True)
             self._exit_stack.callback(self.layout.use, "contiguous", self._users_optimizer)
             self._exit_stack.enter_context(preserve_num_threads())
-            # As in training: on a busy machine a step would take up to a hundred times as long.
+            # As in training: without it, a step on a busy machine could take a hundred times as long.
             self._exit_stack.enter_context(watch_contention())
             # Disabled as in training: a collection would be counted as part of a step.
             self._exit_stack.enter_context(gc_disabled())
@@ -339,7 +339,7 @@ class LocalStepBench:
         self._use_workload(workload.model_copy(update={"activation_bytes": needed}))
 
     def workload_for_other_machines(self) -> Workload:
-        """Return the workload with the operations of a sample, from which the speed of other machines is estimated."""
+        """Return the workload with FLOPs per sample, from which the speed of other machines is estimated."""
         built, workload = self._build(self.plan), self.plan.workload
         try:
             flops = count_flops(self.model, self.loss, built.first_samples(self.batch(0), 2), device=built.device)

@@ -52,7 +52,7 @@ _MAX_START_SHARE = 1 / 4
 _MIN_SEARCH_SHARE = 1 / 2
 """The smallest share of a budget that is left for the search, however long the process takes to start."""
 _TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
-"""Least and largest number of steps that estimate the duration of a run, and how long they take together.
+"""Minimum and maximum number of steps timed to estimate the duration of a run, and their minimum total seconds.
 
 Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
 """

@@ -121,14 +121,14 @@ def measure_activation_bytes(
 
 
 def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> float:
-    """Return the operations of one sample, forward and backward: of matrix products, convolutions and attention."""
+    """Return the FLOPs of matrix products, convolutions and attention for one sample, forward and backward."""
     buffers = BufferSnapshot(model)
     try:
         with preserve_rng(device), device.compute_context(), FlopCounterMode(display=False) as counter:
             loss(micro)
     finally:
         buffers.restore()
-    # The backward pass computes two products for each of the forward pass.
+    # The backward pass computes two products for each product of the forward pass.
     return 3.0 * counter.get_total_flops() / len(micro)
 
 

@@ -90,7 +90,7 @@ class StateWalk:
             self.visited[id(value)] = value
             parts = list(self._parts(value, name))
             if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray, *GENERATORS)):
-                # A subclass may have attributes too.
+                # An instance of a subclass may also have attributes.
                 parts += self._object_parts(value, name)
         except ReferenceError:
             # The object behind this weak proxy no longer exists.

@@ -44,7 +44,7 @@ class PuzzleModel(nn.Module):
     sines: Tensor
 
     def __init__(self, arch: PuzzleArch, sizes: Sizes, *, num_slots: int, seed: int) -> None:
-        """Make a model with `num_slots` puzzles in progress at once; `seed` is that of the exploration."""
+        """Create a model that works on `num_slots` puzzles at once. `seed` is the seed of the exploration."""
         super().__init__()
         self.arch = arch
         self.num_positions = arch.puzzle_emb_len + sizes.length

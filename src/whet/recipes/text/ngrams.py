@@ -150,8 +150,8 @@ class NgramClassifier(nn.Module):
         self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, len(strengths)))
         self.bias = nn.Parameter(torch.zeros(len(strengths)))
         self.register_buffer("idf", torch.tensor(vocabulary.weights()))
-        # Scaling logits by s multiplies the learning rate by s^2 and the decay by 1 / s^2. Their product is the same for
-        # all classes, so SGD converges equally fast for any C.
+        # Scaling logits by s multiplies the learning rate by s^2 and the decay by 1 / s^2. Their product is the same
+        # for all classes, so SGD converges equally fast for any C.
         self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:

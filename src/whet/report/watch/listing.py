@@ -43,7 +43,7 @@ class RunListing:
         self.scanned_at = 0.0
         self.groups: dict[str, int] = {}
         """Folders that contain runs, such as those of a search, with the numbers of runs."""
-        # Begin at the time, so that a page of an earlier server at this address gets all runs.
+        # Start from the current time, so that a page opened on an earlier server at this address gets all runs.
         self.version = int(time.time())
         """Increases with each scan that finds a change."""
         self._changed_at: dict[str, int] = {}

@@ -120,7 +120,7 @@ class RunCache:
         return hashlib.sha256(self._salt + state).hexdigest()[:20]
 
     def render(self, run: str) -> RenderedRun:
-        """Return the report of a run. It may be some seconds old, if rendering it takes long."""
+        """Return the report of a run. It may be some seconds old if rendering is slow."""
         with self._opened(run) as cached:
             if cached.rendered is not None and time.monotonic() < cached.paused_until:
                 return cached.rendered

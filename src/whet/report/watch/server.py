@@ -50,7 +50,7 @@ MAX_EVENTS = 500
 # Maximum blocks that are read for one page. If the requested kinds are rare, a page may be short or empty.
 _MAX_PAGE_BLOCKS = 400
 _HIDDEN_KINDS = frozenset(("step", "health"))
-# Runs are scanned at most this often, and longer pauses keep the share of a core small.
+# Minimum seconds between scans. Slow scans are followed by longer pauses, to limit the CPU share.
 _SCAN_SECONDS = 1.0
 _MAX_CORE_SHARE = 0.05
 _MAX_GROUPS = 20

@@ -81,7 +81,7 @@ class StatusReader:
         self._failed_stamp: RunStamp | None = None
         self._retry_at = 0.0
         self._history: LiveHistory | None = None
-        """History of a run that trains, which reads only new bytes. Thousands of others would take too much memory."""
+        """History of a running training, which reads only new bytes; None for other runs, to save memory."""
         self.status = RunStatus(path=folder, state="never started")
 
     def refresh(self, stamp: RunStamp) -> bool:
@@ -90,7 +90,7 @@ class StatusReader:
         if stamp == self._failed_stamp and begun < self._retry_at:
             return False
         try:
-            # A process may die without writing an end.
+            # A process may die without writing an end event.
             if stamp != self._stamp or (self.status.state == "running" and not is_locked(self._folder)):
                 self.status = self._read()
                 self._stamp = stamp

@@ -108,7 +108,7 @@ class CudaOnlyCode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace an attribute by a function of the original and the arguments while entered."""
+    """While entered, replace an attribute by a function that gets the original and the arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -143,7 +143,7 @@ class OperatorCall:
 
     @property
     def has_uneven_sizes(self) -> bool:
-        """Whether the last two dimensions of a pooled tensor are not divisible by those of the result, or inversely."""
+        """Whether in one of the last two dimensions neither the input size nor the output size divides the other."""
         sizes = zip(self.inputs[0].shape[-2:], self.outputs[0].shape[-2:], strict=True)
         return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
 

@@ -117,7 +117,7 @@ _OPERATOR_CONDITIONS: dict[str, Callable[[OperatorCall], bool]] = {
 
 
 def _linear_input(call: FunctionCall, *, has_bias: bool = False) -> list[Tensor]:
-    """Return the input of a linear layer, with `has_bias` of one that has a bias; none for other functions."""
+    """Return the input of a linear layer; with `has_bias` only if it has a bias. Empty for other functions."""
     if call.function is not functional.linear or not call.args:
         return []
     bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")

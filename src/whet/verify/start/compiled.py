@@ -147,7 +147,7 @@ def compare_with_reference(
     precision: str,
     reference: Callable[[], AbstractContextManager[object]],
 ) -> CompiledParity:
-    """Compare another way to compute the model with the `reference`, a context that turns that way off."""
+    """Compare the model's current execution with that inside the context `reference`, which restores the usual one."""
     with preserve_model(model), preserve_rng(device):
         return _Comparison(model, device, loss, micro, precision, reference=reference).run()
 

@@ -1,4 +1,4 @@
-"""Games to train on, on disk: arrays with a hash, splits, and the folder that `whet data hex` writes."""
+"""Training games on disk: arrays with a hash, splits, and the folder that `whet data hex` writes."""
 
 import hashlib
 import io

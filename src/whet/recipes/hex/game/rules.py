@@ -45,7 +45,7 @@ def legal(boards: Boards) -> NDArray[np.bool_]:
 
 
 def play(positions: Positions, moves: Cells) -> Positions:
-    """Return the positions after one legal move on each."""
+    """Return the positions after one legal move on each board."""
     cells = positions.boards.reshape(len(positions), positions.size**2).copy()
     cells[np.arange(len(positions)), moves] = positions.movers
     return Positions(cells.reshape(positions.boards.shape), (BLUE + RED - positions.movers).astype(np.int8))
