@@ -12,7 +12,7 @@ from whet.device.open import current_machine
 from whet.plan.environment import FINAL_SETTINGS
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar, Setting
-from whet.run.event import SESSION_START_KINDS
+from whet.run.event import SESSION_START_KINDS, Event
 from whet.run.events import History
 from whet.run.folder import CHECKPOINTS, RUN_FILE, Run, open_run
 from whet.run.prune import foreign_files
@@ -59,11 +59,16 @@ def failed_before_first_step(path: Path) -> bool:
     try:
         history = History(path)
         last = history.last(*SESSION_START_KINDS, "end")
-        losses = (event.number("loss") for event in history.events(kinds=("step",)))
-        has_trained = any(loss is not None and math.isfinite(loss) for loss in losses)
+        has_trained = any(map(_has_trained, history.events(kinds=("step",))))
     except (WhetError, OSError):
         return False
     return last is not None and last.get("state") == "failed" and not has_trained
+
+
+def _has_trained(step: Event) -> bool:
+    """Return whether a step has trained: its loss is finite, or a manual step has logged none."""
+    loss = step.number("loss")
+    return "loss" not in step.fields or (loss is not None and math.isfinite(loss))
 
 
 def decide_resume(requested: "RunConfig") -> ResumeDecision:
