@@ -146,6 +146,15 @@ def test_a_run_skips_padding_and_trains_the_same(tmp_path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_dropout_does_not_hide_a_difference(tmp_path) -> None:
+    model = bert(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train()
+    messages, plan = train(tmp_path / "run", model=model)
+    assert plan.lengths == "unpadded"
+    (message,) = (message for message in messages if message.startswith("unpadded: loss and gradients agree"))
+    assert float(message.partition("padded batch (")[2].partition(")")[0]) < 1e-4
+    assert all(module.training for module in model.modules())
+
+
 def test_a_loss_that_reads_padding_keeps_it(tmp_path) -> None:
     def mean_of_all_positions(model):
         return lambda batch: model.bert(batch.input_ids, batch.attention_mask).last_hidden_state.square().mean()

@@ -147,8 +147,14 @@ def compare_with_reference(
     precision: str,
     reference: Callable[[], AbstractContextManager[object]],
 ) -> CompiledParity:
-    """Compare the model's current execution with that inside the context `reference`, which restores the usual one."""
+    """Compare the model's current execution with that inside the context `reference`, which restores the usual one.
+
+    Nothing is compiled here, so dropout is disabled: it would hide small differences.
+    """
     with preserve_model(model), preserve_rng(device):
+        for module in model.modules():
+            # An overridden `eval()` may do more than `preserve_model` undoes.
+            module.training = False
         return _Comparison(model, device, loss, micro, precision, reference=reference).run()
 
 
