@@ -34,8 +34,30 @@ def test_the_corrected_program_starts_anew(tmp_path: Path, corrected: dict[str, 
     result = train(run, **corrected)
     assert (result.state, result.step) == ("done", 8)
     message = read_last(run, "plan").get("message")
-    assert message == f"{run} had failed before its first step; the run is started anew"
+    assert message == f"{run} had ended before its first step; the run is started anew"
     assert train(run, **corrected).reason == "all 2 epochs done"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_program_stopped_in_its_first_step_may_change(tmp_path: Path, error: type[BaseException]) -> None:
+    def loss(micro: Any) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(error):
+        train(tmp_path / "run", columns=12, loss=loss)
+    assert read_last(tmp_path / "run", "end").get("state") == "stopped"
+    assert train(tmp_path / "run", width=8).step == 8
+
+
+def test_a_run_stopped_after_its_first_step_is_kept(tmp_path: Path) -> None:
+    class Stop(whet.Callback):
+        def after_step(self, state: Any, outcome: Any) -> whet.Action:
+            return whet.Action.STOP("enough")
+
+    assert train(tmp_path / "run", callbacks=[Stop()]).step == 1
+    with pytest.raises(whet.WhetError, match="is not what the run was started with"):
+        train(tmp_path / "run", width=8)
+    assert train(tmp_path / "run").step == 8
 
 
 def test_data_with_nan_that_were_repaired_start_anew(tmp_path: Path) -> None:

@@ -48,12 +48,15 @@ class ResumeDecision:
 
 
 def run_exists(path: Path | None) -> bool:
-    """Return whether the folder holds a run to resume. A run that failed before its first step starts over."""
-    return path is not None and (path / RUN_FILE).exists() and not failed_before_first_step(path)
+    """Return whether the folder holds a run to resume. A run that ended before its first step starts over."""
+    return path is not None and (path / RUN_FILE).exists() and not ended_before_first_step(path)
 
 
-def failed_before_first_step(path: Path) -> bool:
-    """Return whether a folder holds only a failed start. A corrected program need not match it."""
+def ended_before_first_step(path: Path) -> bool:
+    """Return whether a folder holds only an attempt to start. A corrected program need not match it.
+
+    It failed, or was stopped in its first step.
+    """
     if any(store.list_steps(path / CHECKPOINTS)) or foreign_files(path):
         return False
     try:
@@ -62,7 +65,9 @@ def failed_before_first_step(path: Path) -> bool:
         has_trained = any(map(_has_trained, history.events(kinds=("step",))))
     except (WhetError, OSError):
         return False
-    return last is not None and last.get("state") == "failed" and not has_trained
+    if last is None or has_trained:
+        return False
+    return last.get("state") == "failed" or (last.get("state") == "stopped" and last.step == 0)
 
 
 def _has_trained(step: Event) -> bool:

@@ -126,7 +126,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         run.log.notify("settings", step=state.step, plan=run.plan, path=run.path, name=name)
     _start_or_resume(run, restored, is_new=is_new)
     if run.replaced is not None:
-        message = f"{run.replaced} had failed before its first step; the run is started anew"
+        message = f"{run.replaced} had ended before its first step; the run is started anew"
         run.log.event("plan", step=state.step, message=message)
     for note in override_notes(run.plan):
         # The head of the progress line shows the notes of the plan, so it leaves these events out.
@@ -225,7 +225,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
     run.folder = existing
     if existing is None and path is not None and group.is_rank_zero:
         if (path / RUN_FILE).exists():
-            # The run failed before its first step. Another process may be restarting it as well.
+            # The run ended before its first step. Another process may be restarting it as well.
             with lock.acquire(path):
                 durable.remove(path)
             run.replaced = path
