@@ -12,7 +12,7 @@ import whet
 from small_models import convnet, images
 from small_training import small_workload, train
 from whet.base.errors import WhetError
-from whet.data.streams import StatefulIterable
+from whet.data.stream_reader import StatefulIterable
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
