@@ -189,7 +189,11 @@ def data_hex(
     else:
         output.result("\n".join(import_lines(manifest)))
         if out is not None:
-            output.note(f"written to {out}; to train on it: whet train hex data={out}")
+            what_next = f"to train on it: whet train hex data={out}"
+            for name in ("train", "val"):
+                if not manifest.splits[name].games:
+                    what_next = f"the {name} split is empty: more games, or another --seed or --val-share"
+            output.note(f"written to {out}; {what_next}")
     if strict and manifest.rejected:
         raise typer.Exit(1)
 

@@ -22,6 +22,7 @@ _INSTEAD = {
     "eval_interval": "eval_every=STEPS; without it, once per epoch",
     "checkpoint_path": "--run DIR",
     "output_dir": "--run DIR",
+    "run": "--run DIR",
     "checkpoint_frequency": "checkpoint_epochs=N, checkpoint_steps=N or checkpoint_minutes=N",
     "dataset_type": "the recipe: whet train chat, text, puzzle or hex",
     "pytorch_enable_mps_fallback": "mps_fallback=on, which lists the operators that run on the CPU",

@@ -317,3 +317,13 @@ def test_samples_of_games_without_positions() -> None:
     assert len(samples) == 0
     assert transform(samples.positions, MIRRORED).boards.shape == (0, 3, 3)
     assert legal(samples.positions.boards).shape == (0, 9)
+
+
+def test_too_few_games_for_validation_are_noticed_when_they_are_prepared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "games.txt"
+    for count, words in ((1, "split is empty: more games, or another --seed or --val-share"), (60, "whet train hex")):
+        path.write_text("\n".join(written(moves, size=5) for moves in made(count, size=5)))
+        assert run(["data", "hex", str(path), "--out", str(tmp_path / f"{count}")]) == 0
+        assert words in capfd.readouterr().err
