@@ -9,8 +9,10 @@ script with whet.train, without and with measuring. Each runs in its own process
 computes at a time, in random order in each round. A model or loop whose package is missing is listed with the reason.
 
 "First step after" starts with a built model, loaded data and an initialized device; with measuring it includes it.
-"Second start" is the first step of the measured training in a new process with the caches of the first one. Ratios are
-computed within each round. Memory is a peak: of tensors on a GPU, of the process on a CPU. The losses of the first
+"Second start" is the first step of the measured training in a new process with the caches of the first one; with
+--warm there is a third start without the cached measurements, which measures again with cached compiled code. Ratios
+are computed within each round. Memory is the peak of a timed block, in brackets that since the start, with measuring
+and checks: of tensors on a GPU, of the process on a CPU. The losses of the first
 steps of these processes are compared with those of the first loop. `--small` is a smoke test; its times mean nothing.
 `--write` writes the result into docs/bench/.
 """
@@ -42,6 +44,7 @@ HEAD = (
     "first step after",
     "of it measuring",
     "second start",
+    "measuring again",
     "memory",
     "losses differ by",
 )
@@ -82,6 +85,7 @@ def report(given: argparse.Namespace) -> Iterator[str]:
                 # A user's script has none of whet's variables before it loads torch.
                 variables=dict.fromkeys(env.BRIEF_SPIN),
                 started_again=MEASURED,
+                measures_again=given.warm,
             )
         except NoLoopError as error:
             yield f"### {model}: {error}"
@@ -107,6 +111,8 @@ def table(model: str, comparison: LoopComparison) -> Iterator[str]:
     for times in comparison.times:
         if plan := times.notes.get("plan"):
             yield f"- {times.name}: " + ", ".join(f"{name}={value}" for name, value in plan.items())
+        for trial in times.notes.get("trials", []):
+            yield f"- {times.name}, measurement: {trial}"
         for change in times.notes.get("changes", []):
             yield f"- {times.name}: {change}"
     for name, why in comparison.missing.items():
@@ -116,7 +122,7 @@ def table(model: str, comparison: LoopComparison) -> Iterator[str]:
 
 def _row(times: LoopTimes, plain: LoopTimes | None, best: LoopTimes | None, comparison: LoopComparison) -> list[str]:
     seconds = median_interval(times.blocks)
-    again = comparison.second_start if times.loop == MEASURED else None
+    again, warm = (comparison.second_start, comparison.warm_measuring) if times.loop == MEASURED else (None, None)
     measuring = times.notes.get("measuring")
     return [
         times.name,
@@ -127,7 +133,8 @@ def _row(times: LoopTimes, plain: LoopTimes | None, best: LoopTimes | None, comp
         f"{times.first_step:.1f} s",
         "" if measuring is None else f"{measuring:.0f} s",
         "" if again is None else f"{again:.1f} s",
-        format_bytes(times.used),
+        "" if warm is None else f"{warm:.1f} s",
+        f"{format_bytes(times.used)} ({format_bytes(times.peak)})",
         _loss_difference(times, comparison),
     ]
 
@@ -158,6 +165,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, warmup=64)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loops", nargs="+", choices=list(FOREIGN_LOOPS), default=list(FOREIGN_LOOPS))
+    parser.add_argument("--warm", action="store_true", help="measure again with cached compiled code")
     return complete(parser.parse_args(args), smoke_warmup=NUM_LOSSES)
 
 

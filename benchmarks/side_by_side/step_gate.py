@@ -20,7 +20,7 @@ class StepGate:
         self._device, self._orders, self._answers = device, orders, answers
         self._records_losses, self._first_losses = records_losses, first_losses
         self._losses: list[Tensor] = []
-        self._left, self._asked, self._began = 1, 1, 0.0
+        self._left, self._asked, self._began, self._peak = 1, 1, 0.0, 0
         self.made: dict[str, Any] = {}
         """Facts about the workload."""
         self.notes: dict[str, Any] = {}
@@ -46,9 +46,10 @@ class StepGate:
             self._sync()
             seconds = time.perf_counter() - self._began
             held, used = self._memory()
+            self._peak = max(self._peak, used)
             if len(self._losses) == self._first_losses > 0:
                 self.notes["losses"] = [float(loss) for loss in self._losses]
-            self.answer(steps=self._asked, seconds=seconds, held=held, used=used, notes=self.notes)
+            self.answer(steps=self._asked, seconds=seconds, held=held, used=used, peak=self._peak, notes=self.notes)
             self._begin(self._order()["steps"])
 
     def end(self, losses: list[float] | None = None) -> None:
@@ -60,9 +61,11 @@ class StepGate:
         print(json.dumps(fields), file=self._answers, flush=True)
 
     def _memory(self) -> tuple[int, int]:
-        """Return peak memory: reserved by the process, and used by tensors."""
+        """Return peak memory: reserved by the process, and used by tensors; on CUDA since the last call."""
         if self._device == "cuda":
-            return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()  # noqa: TID251
+            memory = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()  # noqa: TID251
+            torch.cuda.reset_peak_memory_stats()  # noqa: TID251
+            return memory
         if self._device == "mps":
             return torch.mps.driver_allocated_memory(), torch.mps.current_allocated_memory()  # noqa: TID251
         whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import shutil
 import statistics
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -35,7 +36,9 @@ class LoopTimes:
     held: int = 0
     """Peak bytes reserved by the process."""
     used: int = 0
-    """Peak bytes of its tensors; on a CPU the resident set."""
+    """Peak bytes of its tensors in a timed block; on a CPU the resident set."""
+    peak: int = 0
+    """The same since the start, with measuring and checks."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,6 +66,8 @@ class LoopComparison:
     block_steps: int
     second_start: float | None = None
     """Seconds until the first step of `started_again`, in a new process with the same caches."""
+    warm_measuring: float | None = None
+    """The same without cached measurements, so that it measures again with cached compiled code."""
 
 
 class NoLoopError(SystemExit):
@@ -79,10 +84,12 @@ def compare_loops(
     has_ceiling: bool = True,
     variables: Mapping[str, str | None] | None = None,
     started_again: str | None = None,
+    measures_again: bool = False,
 ) -> LoopComparison:
     """Compare all loops; a block of the slowest takes `seconds`.
 
-    `variables` are environment variables of their processes, and `started_again` is a loop that is started twice.
+    `variables` are environment variables of their processes, and `started_again` is a loop that is started twice, and a
+    third time with `measures_again`.
     """
     specs = list(specs)
     missing: dict[str, str] = {}
@@ -121,6 +128,11 @@ def compare_loops(
                 except LoopFailedError as error:
                     missing[loops[name].spec.name] = f"in round {number + 1}: {error}"
                     del loops[name], times[name]
+        second = _start_again(loops[started_again], variables) if started_again in loops else None
+        warm = None
+        if measures_again and started_again in loops:
+            shutil.rmtree(loops[started_again].cache / "whet" / "evidence", ignore_errors=True)
+            warm = _start_again(loops[started_again], variables)
         return LoopComparison(
             spec=first.spec,
             description=str(first.made["description"]),
@@ -129,7 +141,8 @@ def compare_loops(
             times=list(times.values()),
             missing=missing,
             block_steps=block,
-            second_start=_start_again(loops[started_again], variables) if started_again in loops else None,
+            second_start=second,
+            warm_measuring=warm,
         )
 
 
@@ -189,7 +202,8 @@ def _ready(loop: LoopProcess, *, max_warmup: int) -> LoopTimes:
 def _block(loop: LoopProcess, steps: int, *, into: LoopTimes | None = None) -> float:
     answer = loop.steps(steps)
     if into is not None:
-        into.held, into.used, into.notes = int(answer["held"]), int(answer["used"]), answer["notes"]
+        into.held, into.used, into.peak = int(answer["held"]), int(answer["used"]), int(answer["peak"])
+        into.notes = answer["notes"]
     return float(answer["seconds"]) / steps
 
 

@@ -31,6 +31,11 @@ class GateCallback(whet.Callback):
             self._plan = self._run.plan
             settings = self._plan.settings
             self._gate.notes["plan"] = {name: settings[name].value for name in SHOWN_SETTINGS if name in settings}
+            self._gate.notes["trials"] = [
+                f"{trial.setting}={trial.settings.get(trial.setting, '')}: {trial.verdict}, {trial.note} "
+                f"({trial.spent_seconds:.1f} s, {trial.preparation_seconds or 0:.1f} s of it to prepare)"
+                for trial in self._plan.trials
+            ]
         self._gate.step(outcome.loss)
         return whet.Action.NONE
 
