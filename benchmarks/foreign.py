@@ -10,22 +10,26 @@ computes at a time, in random order in each round. A model or loop whose package
 
 "First step after" starts with a built model, loaded data and an initialized device; with measuring it includes it.
 "Second start" is the first step of the measured training in a new process with the caches of the first one; with
---warm there is a third start without the cached measurements, which measures again with cached compiled code. Ratios
-are computed within each round. Memory is the peak of a timed block, in brackets that since the start, with measuring
-and checks: of tensors on a GPU, of the process on a CPU. The losses of the first
-steps of these processes are compared with those of the first loop. `--small` is a smoke test; its times mean nothing.
-`--write` writes the result into docs/bench/.
+--warm there is a third start without the cached measurements, which measures again with cached compiled code. With
+--caches DIR, compiled code is kept there, and --fill only compiles: several models at once, before they are timed one
+after the other. --limit ends a loop whose steps take longer than that.
+
+Ratios are computed within each round. Memory is the peak of a timed block, in brackets that since the start, with
+measuring and checks: of tensors on a GPU, of the process on a CPU. The losses of the first steps of these processes are
+compared with those of the first loop. `--small` is a smoke test; its times mean nothing. `--write` writes the result
+into docs/bench/.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from side_by_side.losses import BOUND, largest_difference
 from side_by_side.options import complete, make_parser, print_and_exit, report_head
 from side_by_side.spec import FOREIGN_LOOPS, Spec
-from side_by_side.timing import LoopComparison, LoopTimes, NoLoopError, compare_loops
+from side_by_side.timing import LoopComparison, LoopTimes, NoLoopError, compare_loops, fill_caches
 from side_by_side.workloads.foreign import MODELS, OF_TRANSFORMERS
 
 from whet.autotune.statistics import median_interval, ratio_interval
@@ -73,7 +77,14 @@ def specs_of(model: str, given: argparse.Namespace) -> Iterator[Spec]:
 
 def report(given: argparse.Namespace) -> Iterator[str]:
     yield from report_head("Models that whet did not write", "foreign", given)
+    # A user's script has none of whet's variables before it loads torch.
+    variables: dict[str, str | None] = dict.fromkeys(env.BRIEF_SPIN)
     for model in given.model:
+        if given.fill:
+            specs = specs_of(model, given)
+            lines = fill_caches(specs, caches=given.caches, variables=variables, limit=given.limit)
+            yield from (f"{model}: {line}" for line in lines)
+            continue
         try:
             comparison = compare_loops(
                 specs_of(model, given),
@@ -82,8 +93,9 @@ def report(given: argparse.Namespace) -> Iterator[str]:
                 max_warmup=given.warmup,
                 log=lambda line, model=model: print(f"{model}: {line}", file=sys.stderr, flush=True),
                 has_ceiling=False,
-                # A user's script has none of whet's variables before it loads torch.
-                variables=dict.fromkeys(env.BRIEF_SPIN),
+                variables=variables,
+                caches=given.caches,
+                limit=given.limit,
                 started_again=MEASURED,
                 measures_again=given.warm,
             )
@@ -165,6 +177,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, warmup=64)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loops", nargs="+", choices=list(FOREIGN_LOOPS), default=list(FOREIGN_LOOPS))
+    parser.add_argument("--caches", type=Path, help="a folder for compiled code, kept between calls")
+    parser.add_argument("--limit", type=float, help="maximum seconds from a command to a loop until its answer")
+    parser.add_argument("--fill", action="store_true", help="only compile, with --caches")
     parser.add_argument("--warm", action="store_true", help="measure again with cached compiled code")
     return complete(parser.parse_args(args), smoke_warmup=NUM_LOSSES)
 

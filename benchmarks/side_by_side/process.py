@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,17 @@ class LoopProcess:
     """
 
     def __init__(
-        self, spec: Spec, *, variables: Mapping[str, str | None] | None = None, cache: Path | None = None
+        self,
+        spec: Spec,
+        *,
+        variables: Mapping[str, str | None] | None = None,
+        cache: Path | None = None,
+        limit: float | None = None,
     ) -> None:
         self.spec = spec
+        self.limit = limit
+        """Seconds after which an answer that was ordered is given up, and the process is killed."""
+        self._timer: threading.Timer | None = None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._stderr = Path(self._folder.name) / "stderr.txt"
         self.cache = cache or Path(self._folder.name)
@@ -62,6 +71,9 @@ class LoopProcess:
 
     def order(self, **command: Any) -> None:
         assert self._process.stdin is not None
+        if self.limit is not None:
+            self._timer = threading.Timer(self.limit, self._process.kill)
+            self._timer.start()
         try:
             print(json.dumps(command), file=self._process.stdin, flush=True)
         except OSError:
@@ -70,6 +82,8 @@ class LoopProcess:
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
+        if self._timer is not None:
+            self._timer.cancel()
         if not line:
             self._process.wait()
             raise LoopFailedError(self._error_line())

@@ -1,12 +1,14 @@
 """Time all loops: warm them up one after the other, then run blocks of the same batches in random order."""
 
 import contextlib
+import math
 import random
 import shutil
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from side_by_side.process import LoopFailedError, LoopProcess
@@ -85,11 +87,14 @@ def compare_loops(
     variables: Mapping[str, str | None] | None = None,
     started_again: str | None = None,
     measures_again: bool = False,
+    caches: Path | None = None,
+    limit: float | None = None,
 ) -> LoopComparison:
     """Compare all loops; a block of the slowest takes `seconds`.
 
     `variables` are environment variables of their processes, and `started_again` is a loop that is started twice, and a
-    third time with `measures_again`.
+    third time with `measures_again`. `caches` has compiled code of `fill_caches`. A loop that takes longer than `limit`
+    seconds to answer is ended.
     """
     specs = list(specs)
     missing: dict[str, str] = {}
@@ -97,7 +102,10 @@ def compare_loops(
         times: dict[str, LoopTimes] = {}
         # Imports and initialization are not timed, so all processes do them concurrently.
         started = [*([_ceiling_of(specs[0])] if has_ceiling else []), *specs]
-        loops = {spec.loop: LoopProcess(spec, variables=variables) for spec in started}
+        loops = {
+            spec.loop: LoopProcess(spec, variables=variables, cache=_cache_of(spec, caches), limit=limit)
+            for spec in started
+        }
         for loop in loops.values():
             exit_stack.callback(loop.close)
         _drop_absent(loops, missing)
@@ -131,7 +139,7 @@ def compare_loops(
         second = _start_again(loops[started_again], variables) if started_again in loops else None
         warm = None
         if measures_again and started_again in loops:
-            shutil.rmtree(loops[started_again].cache / "whet" / "evidence", ignore_errors=True)
+            _forget_measurements(loops[started_again].cache)
             warm = _start_again(loops[started_again], variables)
         return LoopComparison(
             spec=first.spec,
@@ -146,12 +154,50 @@ def compare_loops(
         )
 
 
+def fill_caches(
+    specs: Iterable[Spec], *, caches: Path, variables: Mapping[str, str | None] | None, limit: float | None
+) -> Iterator[str]:
+    """Run the first step of each loop, all at once, to fill its cache of compiled code. Yields what each one did."""
+    missing: dict[str, str] = {}
+    loops = {
+        spec.loop: LoopProcess(spec, variables=variables, cache=_cache_of(spec, caches), limit=limit) for spec in specs
+    }
+    _drop_absent(loops, missing)
+    for loop in loops.values():
+        loop.order(steps=1)
+    for loop in loops.values():
+        try:
+            answer = loop.answer()
+            yield f"{loop.spec.name}: first step after {answer['seconds']:.1f} s"
+            yield from answer["notes"].get("trials", [])
+        except LoopFailedError as error:
+            yield f"{loop.spec.name}: {error}"
+            yield from loop.output.strip().splitlines()[-30:]
+        _forget_measurements(loop.cache)
+        loop.close()
+    yield from (f"{name}: {why}" for name, why in missing.items())
+
+
+def _cache_of(spec: Spec, caches: Path | None) -> Path | None:
+    if caches is None:
+        return None
+    folder = caches / spec.workload / spec.loop
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _forget_measurements(cache: Path) -> None:
+    shutil.rmtree(cache / "whet" / "evidence", ignore_errors=True)
+
+
 def _start_again(loop: LoopProcess, variables: Mapping[str, str | None] | None) -> float:
     """Return the seconds until the first step of the same training in a new process with the same caches."""
-    again = LoopProcess(loop.spec, variables=variables, cache=loop.cache)
+    again = LoopProcess(loop.spec, variables=variables, cache=loop.cache, limit=loop.limit)
     try:
         again.wait_made()
         return float(again.steps(1)["seconds"])
+    except LoopFailedError:
+        return math.nan
     finally:
         again.close()
 

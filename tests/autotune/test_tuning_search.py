@@ -403,6 +403,52 @@ def test_simulated_winner_is_kept_if_the_final_comparison_fails() -> None:
     assert bench.alive == 0
 
 
+GPU_PLAN = make_plan(load_machine("h200"), TEXT)
+
+
+def faster_compiled(plan: Plan) -> float:
+    return {"off": 0.06, "blocks": 0.04, "on": 0.03}[str(plan.compile)]
+
+
+def test_simulated_gpu_compiles_the_whole_model_and_not_its_blocks() -> None:
+    bench = SimulatedStepBench(
+        GPU_PLAN, faster_compiled, preparation=lambda plan: 20.0 if plan.compile != "off" else 0.2, noise=gaussian(0.01)
+    )
+    actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=60)
+    assert actual.settings["compile"] == "on"
+    assert of(actual, "compile") == ["faster"]
+    # Nothing compiles the model again but a graph, which captures compiled code.
+    compiled = [settings for settings in bench.prepared if settings.get("compile") == "on"]
+    assert all(settings.keys() <= {"compile", "graph", "precision", "lengths"} for settings in compiled)
+    assert len(compiled) <= 3
+
+
+def test_simulated_gpu_compiles_blocks_if_the_whole_model_takes_too_long() -> None:
+    takes = {"off": 0.2, "blocks": 8.0, "on": 1000.0}
+    bench = SimulatedStepBench(
+        GPU_PLAN, faster_compiled, preparation=lambda plan: takes[str(plan.compile)], noise=gaussian(0.01)
+    )
+    actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=60)
+    assert of(actual, "compile") == ["cut off", "faster"]
+    assert actual.settings["compile"] == "blocks"
+
+
+def test_simulated_compiled_code_that_differs_is_not_used() -> None:
+    bench = SimulatedStepBench(
+        GPU_PLAN, faster_compiled, noise=gaussian(0.01), compiles_correctly=lambda plan: plan.compile != "on"
+    )
+    actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=60)
+    assert of(actual, "compile") == ["failed", "faster"]
+    assert actual.settings["compile"] == "blocks"
+    assert "differs from the eager model" in next(t.note for t in actual.trials if t.verdict == "failed")
+
+
+def test_simulated_gpu_with_bf16_does_not_try_fp16() -> None:
+    bench = SimulatedStepBench(GPU_PLAN, lambda plan: 0.06, noise=gaussian(0.01))
+    actual = search(GPU_PLAN, bench, budget_seconds=60)
+    assert "fp16" not in {trial.settings.get("precision") for trial in actual.trials}
+
+
 def test_simulated_compile_must_pay_within_the_run() -> None:
     def found_with(num_steps: int) -> TuningResult:
         plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"num_steps": num_steps}))

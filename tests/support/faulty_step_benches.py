@@ -77,6 +77,9 @@ class Prepared:
             os.abort()
         return 0.1 + index
 
+    def check(self) -> None:
+        pass
+
     def peak_bytes(self) -> int | None:
         return 7
 

@@ -78,6 +78,9 @@ class SimulatedSweepStep:
         self._bench.visited.append((micro_batch, index))
         return taken
 
+    def check(self):
+        pass
+
     def peak_bytes(self):
         return self._bench.memory(self._plan)
 

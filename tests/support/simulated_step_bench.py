@@ -49,6 +49,10 @@ class SimulatedPreparedStep:
         self.bench._recover()
         return self.bench.make_step(self.settings, index)
 
+    def check(self) -> None:
+        if not self.bench.compiles_correctly(self.bench.planned(self.settings)):
+            raise ProbeFailedError("the loss differs from the eager model", kind="error")
+
     def peak_bytes(self) -> int | None:
         return self.bench.bytes(self.bench.planned(self.settings))
 
@@ -68,6 +72,7 @@ class SimulatedStepBench:
     bytes: Callable[[Plan], int | None] = lambda _plan: None
     predicted: Callable[[Plan], int | None] = lambda _plan: None
     agrees: Callable[[Plan], bool] = lambda _plan: True
+    compiles_correctly: Callable[[Plan], bool] = lambda _plan: True
     agreement_seconds: float = 0.1
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing fails; a "timeout" uses all the seconds it was given."""

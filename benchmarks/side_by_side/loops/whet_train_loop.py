@@ -3,6 +3,7 @@
 The default plan has the precision of the other loops, as a user asks for it. A measured plan chooses its own.
 """
 
+import sys
 import time
 from typing import Any
 
@@ -46,11 +47,17 @@ class EventNotes:
     def __init__(self, gate: StepGate) -> None:
         self._gate = gate
         self._measuring_since: float | None = None
+        self._start, self._line = time.perf_counter(), ""
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         record_change(self._gate, kind, fields)
+        now = time.perf_counter()
+        # Shown if this process is ended before its first step.
+        line = str(fields.get("doing") or fields.get("message"))
+        if kind in ("measuring", "plan", "estimate") and line != self._line:
+            self._line = line
+            print(f"{now - self._start:.1f} s: {line}", file=sys.stderr, flush=True)
         if kind == "measuring":
-            now = time.perf_counter()
             self._measuring_since = self._measuring_since or now
             self._gate.notes["measuring"] = now - self._measuring_since
 

@@ -17,7 +17,7 @@ from side_by_side.spec import Spec
 from side_by_side.workload import Batch, ForWhet, PeerWorkload, resident_columns
 from side_by_side.workloads import foreign_nets as nets
 
-BYTES = {"full": 2 << 30, "cpu": 128 << 20, "tiny": 1 << 20}
+BYTES = {"full": 1 << 30, "cpu": 128 << 20, "tiny": 1 << 20}
 """How much data an epoch has at most, besides `STEPS`."""
 STEPS = (8, 512)
 """How many steps an epoch has at least and at most."""

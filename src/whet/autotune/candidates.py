@@ -121,7 +121,7 @@ def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
         return _only("precision", "bf16", "fp16", "fp32")
     generation = (accelerator.capability or "").partition(".")[0]
     has_tf32 = generation.isdecimal() and int(generation) >= _MIN_TF32_CAPABILITY
-    return _only("precision", *(("bf16", "fp16", "tf32") if has_tf32 else ("fp16",)), "fp32")
+    return _only("precision", *(("bf16", "tf32", "fp16") if has_tf32 else ("fp16",)), "fp32")
 
 
 def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
@@ -255,7 +255,10 @@ def _attention_kernels(plan: Plan) -> Iterator[PlanCandidate]:
 
 def _compiles(plan: Plan) -> Iterator[PlanCandidate]:
     # If the number of steps is unknown, so is whether compiling pays.
-    return _only("compile", *(("blocks", "on") if plan.workload.num_steps else ()))
+    if not plan.workload.num_steps:
+        return _only("compile")
+    # Triton kernels are compiled in parallel and faster than the C++ of a CPU, so the whole model comes first there.
+    return _only("compile", *(("on", "blocks") if device_kind(plan) == "cuda" else ("blocks", "on")))
 
 
 def memory_limit(plan: Plan) -> int | None:

@@ -208,6 +208,11 @@ class ProcessPreparedStep:
         self._peak_bytes = response["bytes"]
         return float(response["seconds"])
 
+    def check(self) -> None:
+        """Compare compiled code in the child. Raises ProbeFailedError."""
+        timeout = max(_STEP_SECONDS, 2 * self.preparation_seconds)
+        self._bench.request(timeout, do="check", number=self._number)
+
     def peak_bytes(self) -> int | None:
         """Return the peak memory at the last response. Valid after the process has ended."""
         return self._peak_bytes
@@ -251,6 +256,9 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
             case "step":
                 seconds = prepared[number].step(request["index"])
                 return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}
+            case "check":
+                prepared[number].check()
+                return {}
             case _:
                 prepared.pop(number).close()
                 return {}

@@ -37,8 +37,10 @@ _FIRST_SHARE = 0.5
 # Maximum share of the remaining time for preparing one candidate. Settings known to prepare slowly may use all of it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
-# Maximum share of that time for compiling the blocks of a model, so that time is left to compile the whole model.
-_BLOCKS_SHARE = 0.4
+# Maximum share of that time for the first of two ways to compile, so that time is left for the other.
+_FIRST_COMPILE_SHARE = 0.5
+# Settings to try on top of compiled code. Any other would compile the model again, and was tried before.
+_ON_COMPILED_CODE = ("compile", "graph", "micro_batch")
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
@@ -148,6 +150,15 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return False for a change that lost by far, and for a micro-batch beyond one that lost."""
+    if state.best.plan.compile != "off" and not _suits_compiled_code(state.best.plan, candidate):
+        return False
+    if candidate.changes == {"compile": "blocks"}:
+        # The whole model is compiled to more fused kernels. Its blocks are for a model that cannot be compiled in time.
+        return state.best.plan.compile != "on" and not state.speedups.get(frozenset([("compile", "on")]))
+    precision = candidate.changes.get("precision")
+    if precision == "fp16" and device_kind(state.best.plan) == "cuda" and _has_tried(state, "bf16"):
+        # The tensor cores are as fast in both, and fp16 needs loss scaling.
+        return False
     alone = state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
     if len(candidate.changes) > 1:
         together = state.speedups.get(frozenset(candidate.changes.items()), 1.0)
@@ -159,6 +170,17 @@ def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     # Assume that throughput has a single peak over the micro-batch: sizes beyond a slower one are slower still.
     between = range(min(wanted, best) + 1, max(wanted, best))
     return all(state.speedups.get(frozenset([("micro_batch", size)]), 1.0) >= _FLAT for size in between)
+
+
+def _has_tried(state: _SearchState, precision: str) -> bool:
+    tried = (trial.settings.get("precision") for trial in state.trials if trial.verdict != "failed")
+    return precision in (state.base.plan.precision, *tried)
+
+
+def _suits_compiled_code(best: Plan, candidate: PlanCandidate) -> bool:
+    """Whether a candidate may be worth compiling again. Compiled code needs less memory, so more samples may fit."""
+    larger = candidate.setting != "micro_batch" or candidate.value > best.micro_batch  # type: ignore[operator]
+    return candidate.setting in _ON_COMPILED_CODE and larger
 
 
 def _try(state: _SearchState, candidate: PlanCandidate) -> None:
@@ -181,7 +203,8 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     if left < expected + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
-    prepare_seconds = _BLOCKS_SHARE * left if candidate.value == "blocks" else left
+    is_first = candidate.setting == "compile" and not any(trial.setting == "compile" for trial in state.trials)
+    prepare_seconds = _FIRST_COMPILE_SHARE * left if is_first else left
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU

@@ -56,6 +56,9 @@ class PreparedStep(Protocol):
         Any `index` from 0 on is valid. The same index selects the same batch under all settings.
         """
 
+    def check(self) -> None:
+        """Raise ProbeFailedError if compiled code differs from the code of the model."""
+
     def peak_bytes(self) -> int | None:
         """Return the peak memory since the preparation began; None if unknown. Valid after `close`."""
 

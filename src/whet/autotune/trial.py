@@ -202,7 +202,12 @@ def _judge(
     cost = break_even(ready, best, timing)
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
-    # The comparison with fp32 is expensive, so only winners are compared.
+    # These comparisons are expensive, so only winners are compared.
+    try:
+        if candidate.setting == "compile":
+            ready.prepared.check()
+    except ProbeFailedError as error:
+        return "failed", f"{name}: {error.kind}, {error.reason}", timing
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:
         verdict, note = objection

@@ -79,7 +79,7 @@ class LocalPreparedStep:
         # denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
-    def check_compiled(self) -> None:
+    def check(self) -> None:
         """Raise if the compiled model differs from eager execution, or is not compiled at all."""
         if self._compiled is None or skip_reason(self.plan) is not None:
             return

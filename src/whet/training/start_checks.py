@@ -14,7 +14,7 @@ import torch
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.version import VERSION
-from whet.data.batch import GlobalBatch, MicroBatch
+from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
 from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
@@ -134,7 +134,7 @@ class StartChecks:
             return plan
         start = time.perf_counter()
         check = ModelCheck(run, loss, batch)
-        key = self._cache_key(check)
+        key = self._cache_key(loss, shapes=check.shapes)
         # A run that moved to another device is verified even if the result is cached.
         before = cache.load_verified(key) if key and plan.verify == "on" and moved_from is None else None
         if before is not None:
@@ -162,12 +162,18 @@ class StartChecks:
         if obstacle is not None:
             self._log(f"not compiled: {obstacle}", start=start, step=step, error=None, **self._eager_since(step))
             return uncompiled_plan(plan, reason=obstacle, step=step)
+        key = self._cache_key(loss, shapes=micro_batch_shapes(micro), compile=plan.compile, threads=plan.threads)
+        before = cache.load_verified(key) if key and plan.verify == "on" else None
         with ExitStack() as undo:
             undo.enter_context(CompiledCalls(model, plan).in_use())
             why_not = skip_reason(plan)
             if why_not is not None:
                 until.push(undo.pop_all())
                 run.log.event("plan", step=step, message=f"compiled: {_NOT_COMPARED}: {why_not}")
+                return plan
+            if not any(run.group.all_reduce_max([float(before is None)])):
+                until.push(undo.pop_all())
+                run.log.event("plan", step=step, message=f"compiled, verified before: {before}")
                 return plan
             parity, problem = run_check(
                 lambda: compiled.compare_compiled_with_eager(
@@ -183,6 +189,8 @@ class StartChecks:
             if not any(run.group.all_reduce_max([float(is_unusable)])):
                 until.push(undo.pop_all())
                 error = None if parity is None else parity.largest
+                if key and parity is not None:
+                    cache.store_verified(key, str(parity))
                 self._log(f"compiled: {problem or parity}", start=start, step=step, error=error)
                 return plan
         reason = str(parity) if is_unusable else "on another rank it computes something else, or is not compiled"
@@ -298,9 +306,10 @@ class StartChecks:
             fields["difference"] = error
         self.run.log.event("plan", step=step, message=f"{message}  ({seconds:.1f} s)", seconds=seconds, **fields)
 
-    def _cache_key(self, check: ModelCheck) -> str | None:
+    def _cache_key(self, loss: MicroLoss, **facts: Any) -> str | None:
+        """Return the key of a check's result; None if the code of the model cannot be read."""
         plan, machine, outputs = self.run.plan, self.run.plan.machine, self.run.config.outputs
-        facts = {
+        facts |= {
             "machine": [machine.name, machine.chip, machine.os.as_json(), [a.as_json() for a in machine.accelerators]],
             "torch": str(torch.__version__),
             "whet": VERSION,
@@ -310,9 +319,8 @@ class StartChecks:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "causal_mask": plan.causal_mask,
             "is_causal": outputs is not None,
-            "shapes": check.shapes,
         }
-        return cache.cache_key(facts, self.run.model, (check.loss, outputs))
+        return cache.cache_key(facts, self.run.model, (loss, outputs))
 
 
 def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:

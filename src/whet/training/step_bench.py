@@ -67,6 +67,8 @@ _MIN_COMPILE_SECONDS = 10.0
 # torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that is still compiled for
 # several batches after the first ones is compiled for every new shape.
 _NUM_SETTLED, _MAX_LATE_GRAPHS = 3, 3
+# Large batches of images would take longer to send than to compute.
+_MAX_RECORDED_BYTES = 512 << 20
 
 
 class LocalStepBench:
@@ -186,7 +188,6 @@ class LocalStepBench:
         gc.collect()
         with probe_errors(), compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
             prepared = LocalPreparedStep(self, self._build(plan))
-            prepared.check_compiled()
             graphs = [num_graphs()]
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
@@ -227,8 +228,12 @@ class LocalStepBench:
     def record(self) -> tuple[RecordedBatches, float]:
         """Return the batches that the steps cycle through, and the seconds that reading one of them takes."""
         source, seconds = self._source(self.plan), []
+        workload, num_batches = self.plan.workload, NUM_BATCHES
+        if workload.sample_bytes:
+            batch_bytes = workload.sample_bytes * workload.global_batch_size
+            num_batches = max(WARMUP_STEPS, min(NUM_BATCHES, _MAX_RECORDED_BYTES // batch_bytes))
         batches, before = [], time.perf_counter()
-        for batch in islice(source.batches(Position()), NUM_BATCHES):
+        for batch in islice(source.batches(Position()), num_batches):
             batches.append(batch)
             seconds.append(time.perf_counter() - before)
             before = time.perf_counter()
