@@ -443,10 +443,11 @@ def test_simulated_compiled_code_that_differs_is_not_used() -> None:
     assert "differs from the eager model" in next(t.note for t in actual.trials if t.verdict == "failed")
 
 
-def test_simulated_gpu_with_bf16_does_not_try_fp16() -> None:
+def test_simulated_gpu_with_tensor_cores_tries_neither_fp16_nor_fp32() -> None:
     bench = SimulatedStepBench(GPU_PLAN, lambda plan: 0.06, noise=gaussian(0.01))
     actual = search(GPU_PLAN, bench, budget_seconds=60)
-    assert "fp16" not in {trial.settings.get("precision") for trial in actual.trials}
+    tried = {trial.settings["precision"] for trial in actual.trials if "precision" in trial.settings}
+    assert tried | {GPU_PLAN.precision} == {"bf16", "tf32"}
 
 
 def test_simulated_compile_must_pay_within_the_run() -> None:

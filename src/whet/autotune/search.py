@@ -39,6 +39,9 @@ _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 # Maximum share of that time for the first of two ways to compile, so that time is left for the other.
 _FIRST_COMPILE_SHARE = 0.5
+# Precisions of a GPU that need not be tried after another one: tensor cores are as fast in bf16 as in fp16, which needs
+# loss scaling, and faster in tf32 than fp32 without them.
+_AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
 # Settings to try on top of compiled code. Any other would compile the model again, and was tried before.
 _ON_COMPILED_CODE = ("compile", "graph", "micro_batch")
 _MIN_PREPARE_SECONDS = 2.0
@@ -155,9 +158,8 @@ def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     if candidate.changes == {"compile": "blocks"}:
         # The whole model is compiled to more fused kernels. Its blocks are for a model that cannot be compiled in time.
         return state.best.plan.compile != "on" and not state.speedups.get(frozenset([("compile", "on")]))
-    precision = candidate.changes.get("precision")
-    if precision == "fp16" and device_kind(state.best.plan) == "cuda" and _has_tried(state, "bf16"):
-        # The tensor cores are as fast in both, and fp16 needs loss scaling.
+    other = _AS_FAST.get(str(candidate.changes.get("precision")))
+    if other is not None and device_kind(state.best.plan) == "cuda" and _has_tried(state, other):
         return False
     alone = state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
     if len(candidate.changes) > 1:

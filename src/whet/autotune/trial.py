@@ -252,9 +252,12 @@ def _is_likely(timing: PairedTiming) -> bool:
 
 def break_even(ready: PreparedSettings, against: PreparedSettings, timing: PairedTiming) -> BreakEven:
     """Return the extra preparation time of settings, and the time they save in each step."""
+    result = timing.estimate
+    # Ratios within pairs, because the medians of both sides may be of different moments on a busy machine.
+    saved = timing.baseline_seconds * (1 - 1 / result.speedup) if result else 0.0
     return BreakEven(
         cost_seconds=max(0.0, ready.prepared.preparation_seconds - against.prepared.preparation_seconds),
-        saved_seconds=timing.baseline_seconds - timing.candidate_seconds,
+        saved_seconds=saved,
         num_steps=ready.plan.workload.num_steps,
     )
 
