@@ -272,18 +272,19 @@ def main() -> None:
             getattr(transformers, name)
         cases |= {n: lambda one=one: model_training(*one) for n, one in models}
     lines = ["| training | result | the resume said |", "| --- | --- | --- |"]
-    bad = 0
+    bad = untrained = 0
     with tempfile.TemporaryDirectory() as temporary:
         for number, (name, make) in enumerate(cases.items()):
             folder = Path(temporary) / str(number)
             folder.mkdir()
             result, claim = examine(name, make, folder, steps=given.steps, device=device)
             is_bad = result.startswith("DOES") or (result.startswith("DIFF") and "not bit-exact" not in claim)
+            untrained += result.startswith("does not train")
             bad += is_bad
             lines.append(f"| {name} | {result} | {claim} |")
             print(lines[-1], flush=True)
     where = f"virtual {given.virtual_mac} (simulated)" if given.virtual_mac else device
-    summary = f"{len(cases)} trainings on {where}: {bad} called exact and different, or not restored"
+    summary = f"{len(cases)} trainings on {where}: {bad} called exact and different, or not restored; {untrained} did not train"
     print(summary)
     if given.markdown:
         given.markdown.write_text("\n".join([*lines, "", summary, ""]))

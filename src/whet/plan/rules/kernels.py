@@ -28,9 +28,10 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     Why: torch's default on MPS and CPU is a Python loop over parameters with ten and more kernels each; the fused
     update is the same arithmetic. On MPS it cut a step from 916 to 493 operations; on a CPU AdamW took 2.1 ms
     instead of 3.6 ms.
-    An optimizer object of yours gets fused kernels too, if it is torch's own Adam, AdamW, SGD or Adagrad (except
-    on MPS) and you left `fused`, `foreach` and `capturable` open. The update rule is the same, but not every bit: after
-    100 steps of AdamW on a CPU the loss differed by 2.4e-7. Its flags are restored when the session ends.
+    An optimizer object of yours gets fused kernels too, if it is torch's own Adam, AdamW, SGD or Adagrad (not on MPS,
+    and on CUDA from torch 2.13 on) and you left `fused`, `foreach` and `capturable` open. The update rule is the same,
+    but not every bit: after 100 steps of AdamW on a CPU the loss differed by 2.4e-7. Its flags are restored when the
+    session ends.
     When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients in another
     memory layout than their parameters, which torch's fused kernels on the CPU read wrongly without an error; these are
     detected, and your optimizer keeps its own kernels. On MPS with torch before 2.13, together with fp16 loss scaling.
@@ -43,8 +44,10 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     if context.workload.optimizer_obstacle is not None:
         reason = context.workload.optimizer_obstacle
         return Decision(value="yours", reason=reason, evidence={**evidence, "optimizer": context.workload.optimizer})
-    if context.workload.optimizer == "Adagrad" and device == "mps":
-        reason = "torch has no fused Adagrad for MPS"
+    # Seen to fail on an H200 with torch 2.11; the source of 2.13 allows it. An unknown version counts as an old one.
+    has_no_adagrad = device == "mps" or (device == "cuda" and torch.is_before(2, 13) is not False)
+    if context.workload.optimizer == "Adagrad" and has_no_adagrad:
+        reason = "torch has no fused Adagrad for MPS" + ("" if device == "mps" else ", nor for CUDA before 2.13")
         return Decision(value="yours", reason=reason, evidence={**evidence, "optimizer": "Adagrad"})
     # `is not False`: treat an unknown version (None) as an old one.
     if device == "mps" and context.precision == "fp16" and torch.is_before(2, 13) is not False:
