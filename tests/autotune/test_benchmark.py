@@ -1,6 +1,5 @@
 """Benchmarks on simulated benches: ratios under drift, budgets, failures as rows, tables and the picture."""
 
-import json
 import math
 import random
 import xml.etree.ElementTree as ET
@@ -12,14 +11,14 @@ from whet.autotune.benchmark import BenchmarkContext, disturbances, measure_swee
 from whet.autotune.statistics import StepTimings, median_interval
 from whet.autotune.step_bench import ProbeFailedError
 from whet.autotune.sweeps import Variant, plain_loop, select_sweeps, sweep_variants
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError
 from whet.machine.facts import SystemState
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.report import bench_report
-from whet.report.bench_report import bench_chart, merged_notes, merged_table
+from whet.report.bench_report import bench_chart
 from whet.report.svg import ChartPanel, ChartPoint, draw_chart, round_ticks
-from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep, encode_bench, read_bench
+from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 
 
 def micro(plan) -> int:
@@ -284,20 +283,6 @@ def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> Be
     )
 
 
-def test_page_escapes_values_and_links_the_picture():
-    sweep = BenchSweep(
-        setting="micro_batch", rows=(measured("a|b<script>", note="*loud*\x1b[2J"), measured(32, is_plan=True))
-    )
-    page = bench_report.bench_markdown(result(sweep), command="whet bench `x`", picture="p.svg")
-    assert "a\\|b\\<script\\>" in page
-    other = result(sweep).model_copy(update={"workload": WORKLOAD.model_copy(update={"recipe": "<script>\n# x"})})
-    assert bench_report.bench_markdown(other, command="whet bench x").startswith("# Benchmark of \\<script\\> \\# x")
-    assert "\\*loud\\*" in page
-    assert "\x1b" not in page
-    assert "](p.svg)" in page
-    assert "32 \\*" in page
-
-
 def test_final_table_has_speed_memory_and_stability():
     bench = SimulatedSweepBench(seconds=lambda plan, now: 0.1 if plan.optimizer_kernels == "loop" else 0.05)
     table = BenchmarkContext(bench=bench, rule_plan=bench.plan, own={})
@@ -376,69 +361,3 @@ def test_ticks_are_few_and_round(top):
 def test_file_name_is_portable():
     odd = result(BenchSweep(setting="plan"), workload=WORKLOAD.model_copy(update={"recipe": "../my model*"}))
     assert bench_report.bench_file_stem(odd) == "my-model_linux-2core_2026-11-15"
-
-
-# --- results of several machines -------------------------------------------------------------------------------------
-
-
-def test_results_are_read_back_and_merged_into_one_table(tmp_path):
-    here = result(BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, is_plan=True, rate=100.0))))
-    gpu = BenchSweep(
-        setting="device", rows=(measured("cuda", rate=900, is_plan=True, device="cuda"), measured("cpu", rate=50))
-    )
-    h200 = load_machine("h200")
-    there = result(gpu, machine=h200.model_copy(update={"origin": "probed"}))
-    virtual = result(
-        BenchSweep(setting="plan", rows=(measured("plan", is_plan=True),)), machine=load_machine("m2-air-8gb")
-    )
-    results = []
-    for name, one in (("a", here), ("b", there), ("c", virtual)):
-        (tmp_path / f"{name}.json").write_bytes(encode_bench(one))
-        results.append(read_bench(tmp_path / f"{name}.json"))
-        assert results[-1] == one
-    table = merged_table(results)
-    assert [(line[1], line[5]) for line in table[1:]] == [
-        ("cuda", "18.0x"),
-        ("cpu", "2.0x"),
-        ("cpu", "2.0x"),
-        ("cpu", "1.0x"),
-    ]
-    assert any("m2-air-8gb (simulated)" in line[0] for line in table)
-    assert any("simulated, not measured" in note for note in merged_notes(results))
-
-
-def test_merging_rejects_other_workloads_and_notes_other_data():
-    one = result(BenchSweep(setting="plan", rows=(measured("plan", is_plan=True),)))
-    other = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"global_batch_size": 64})})
-    with pytest.raises(UsageError, match=r"different workloads.*\n.*global batch 32.*global batch 64"):
-        merged_table([one, other])
-    alike = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"num_samples": 9})})
-    assert len(merged_table([one, alike])) == 3
-    assert any("num_samples" in note for note in merged_notes([one, alike]))
-    empty = result(BenchSweep(setting="plan"))
-    assert len(merged_table([one, empty])) == 2
-    assert any("not listed" in note for note in merged_notes([one, empty]))
-    with pytest.raises(UsageError, match="nothing was measured"):
-        merged_table([result(BenchSweep(setting="plan"))])
-
-
-def test_foreign_result_files_are_rejected(tmp_path):
-    path = tmp_path / "a.json"
-    good = json.loads(encode_bench(result(BenchSweep(setting="plan", rows=(measured(1),)))))
-    for content, error in (
-        ("{", UsageError),
-        ("[]", UsageError),
-        ('{"kind": "other"}', UsageError),
-        (json.dumps({**good, "format_version": 9}), WhetError),
-        (json.dumps({**good, "extra": 1}), UsageError),
-        (json.dumps({**good, "spent_seconds": -1}), UsageError),
-        (json.dumps({**good, "spent_seconds": math.inf}), UsageError),
-        ("[" * 100_000, UsageError),
-    ):
-        path.write_text(content)
-        with pytest.raises(error) as refused:
-            read_bench(path)
-        assert len(str(refused.value).splitlines()) == 3
-    for odd in (tmp_path / "absent.json", tmp_path):
-        with pytest.raises(WhetError):
-            read_bench(odd)

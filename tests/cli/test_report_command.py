@@ -1,7 +1,6 @@
 """`whet report` as HTML, Markdown, text and JSON, and its errors, on simulated runs."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,48 +9,8 @@ import pytest
 
 from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 from whet.cli.main import run as whet
-from whet.report.markdown import escape_markdown, run_markdown
 from whet.report.page.html import is_report
-from whet.report.run_report import summarize
-from whet.run.events import EventLog
-from whet.run.folder import create_run
-
-MARKDOWN = """\
-# small
-
-text on AMD EPYC, unknown cores, unknown memory, Linux, torch unknown.
-
-| figure | value |
-| --- | --- |
-| state | done |
-| steps | 2 of 2, 64 samples |
-| training loss | 0.5 |
-| accuracy | 0.75 |
-| speed | 320 samples/s |
-| training time | 4.0 s |
-
-(curves)
-
-## Where the time went
-
-| phase | share | time | what it is |
-| --- | --- | --- | --- |
-| data | 50.0 % | 100 ms | waiting for the next samples |
-| forward | 50.0 % | 100 ms | computing the loss |
-
-## What happened
-
-| when | step | event | details |
-| --- | --- | --- | --- |
-| 4.0 s | 2 | end | done |
-
-## How to reproduce it
-
-- command: `whet train text`
-- seed: 7
-- data: no fingerprint
-- versions: torch 2.13.0
-"""
+from whet.report.table import markdown_page
 
 
 @pytest.fixture
@@ -138,7 +97,7 @@ def test_comparison_as_text_markdown_and_json(runs: Path, capsys: pytest.Capture
     assert "configuration  a   b\nseed           97  98" in text
     assert "settings of the plan: no differences" in text
     assert whet(["report", *both, "--markdown"]) == 0
-    assert "| `seed` | 97 | 98 |" in capsys.readouterr().out
+    assert capsys.readouterr().out == markdown_page("a / b", text)
     assert whet(["report", *both, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["labels"] == ["a", "b"]
 
@@ -150,34 +109,22 @@ def test_one_run_as_text_and_json(runs: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["path"] == str(runs / "a")
 
 
-def test_text_of_the_markdown_page(tmp_path: Path) -> None:
-    now = iter(range(1000, 2000))
-    run = create_run(
-        tmp_path / "small",
-        recipe="text",
-        config={"seed": 7},
-        plan={},
-        machine={"name": "here", "chip": "AMD EPYC", "os": {"name": "Linux"}},
-        versions={"torch": "2.13.0"},
-        command=["whet", "train", "text"],
-    )
-    with EventLog(run, clock=lambda: float(next(now))) as log:
-        log.append("start", step=0, total_steps=2, goal="accuracy", mode="max")
-        for step in (1, 2):
-            log.append("step", step=step, loss=1 / step, samples=32 * step, seconds={"data": 0.05, "forward": 0.05})
-        log.append("eval", step=2, accuracy=0.75)
-        log.append("end", step=2, state="done")
-    page = run_markdown(summarize(run))
-    assert re.sub(r"````text\nloss \(lower is better\) by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
+def test_one_run_as_markdown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet(["report", str(runs / "a"), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["# `a`", "", "```text"]
+    assert lines[3].startswith("run       a: text, done at step 60 of 60")
+    assert lines[-1] == "```"
 
 
-def test_markdown_has_no_mentions_and_no_remote_content() -> None:
-    nasty = "![x](http://evil.example/p.png) [l](javascript:1) <img src=x> @everyone `a` | b\n# c &lt; \x1b[2J"
-    text = escape_markdown(nasty)
-    assert "\n" not in text
-    for sign in ("![", " <img", " | ", "@everyone", "\x1b", "http://", " &lt;"):
-        assert sign not in text
-    assert not re.search(r"(?<!\\)[\]\[<>`|]", text), "every sign of Markdown is escaped"
+def test_nothing_ends_the_block_of_a_markdown_page() -> None:
+    nasty = "![x](http://evil.example/p.png) @everyone `a`\n```\n# c \x1b[2J"
+    lines = markdown_page(nasty, nasty).splitlines()
+    assert lines[2] == "```text"
+    assert lines[-1] == "```"
+    assert not [line for line in lines[3:-1] if "`" in line or not line.isprintable()]
+    assert lines[0].startswith("# `")
+    assert lines[0].count("`") == 2
 
 
 def test_all_runs_are_validated_before_the_first_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

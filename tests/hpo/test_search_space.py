@@ -13,7 +13,7 @@ from whet.hpo.space import Choices, NumberRange, read_space
 from whet.hpo.worker import devices_for
 from whet.machine.facts import Accelerator, Machine
 from whet.recipes.text.config import TextConfig, describe
-from whet.report.search_report import render_search, search_charts, search_markdown, search_page, winner_text
+from whet.report.search_report import render_search, winner_text
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial, read_search, write_search
 
 
@@ -202,37 +202,29 @@ RESULT = SearchResult(
 )
 
 
-def test_result_renders_as_text_markdown_and_page(tmp_path):
+def test_result_renders_as_text(tmp_path):
     write_search(tmp_path, RESULT)
     assert read_search(tmp_path) == RESULT
     assert "not clearly ahead of trial 0" in winner_text(RESULT)
     assert "0.805, 0.74 to 0.87 with 2 seeds" in winner_text(RESULT)
     assert "infeasible on m: oom" in render_search(RESULT)
-    assert "<b>" not in search_markdown(RESULT)
-    page = search_page(RESULT)
-    assert "<b>s</b>" not in page
-    assert page.count("<svg") == 2
-    assert "script-src ;" in page, "no script may run"
-    # Only trials with a value are drawn, and a line shows the best so far.
-    assert search_charts(RESULT)["History"].count("<circle") == 3
-    assert search_charts(RESULT)["History"].count('class="best"') == 1
 
 
 def test_interval_of_a_fraction_is_clipped_to_0_and_1():
     wide = RESULT.candidates[0].model_copy(update={"mean": 0.21, "low": -0.1906, "high": 1.6179})
     result = RESULT.model_copy(update={"candidates": (wide, RESULT.candidates[1])})
-    logged = (winner_text(result), render_search(result), search_markdown(result), search_page(result))
+    logged = (winner_text(result), render_search(result))
     assert all("0 to 1" in one and "-0.1906" not in one for one in logged)
     assert "-0.1906 to 1.618" in winner_text(result.model_copy(update={"goal": "reward"}))
     percent = wide.model_copy(update={"mean": 87.0, "low": 85.0, "high": 89.0})
     assert "85 to 89" in winner_text(result.model_copy(update={"candidates": (percent,)}))
 
 
-def test_all_trials_are_drawn_and_omitted_rows_counted():
+def test_omitted_rows_are_counted():
     trials = tuple(SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": "7"}) for n in range(45))
     result = RESULT.model_copy(update={"trials": trials, "candidates": ()})
-    assert search_charts(result)["History"].count("<circle") == 45
     assert "and 5 more" in render_search(result)
+    assert " more; " not in render_search(result, max_rows=None)
 
 
 def test_clear_winner_is_named_also_if_lower_is_better():

@@ -1,4 +1,4 @@
-"""Benchmark a recipe or a function that trains: its plan, sweeps over settings, and presets, within one time budget."""
+"""Benchmark a recipe or a function that trains: its plan and sweeps over settings, within one time budget."""
 
 import datetime as dt
 import time
@@ -16,9 +16,8 @@ from whet.autotune.process_bench import ProcessStepBench
 from whet.autotune.search import search
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, Settings
 from whet.autotune.sweeps import Variant, batch_sizes_to_sweep, plain_loop, select_sweeps, sweep_variants
-from whet.base.errors import UsageError, WhetError
-from whet.base.units import format_count
-from whet.config.resolve import ResolvedConfig, resolve_config
+from whet.base.errors import WhetError
+from whet.config.resolve import ResolvedConfig
 from whet.machine.load import cpu_percent
 from whet.machine.pressure import SystemStateReader
 from whet.plan.plan import Plan
@@ -36,11 +35,8 @@ _BATCH_SHARE = 0.25
 # Fraction of the remaining time for a sweep of global batch sizes beside other sweeps.
 _BATCH_SWEEP_SHARE = 0.5
 BATCH = "global_batch_size"
-# Fraction of the budget for the presets: every model size needs its own process, so this is the largest part.
-_PRESET_SHARE = 0.5
 # Relative time per sweep (default 1): these sweeps have more values or matter more.
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
-_PRESETS_HINT = 'presets = {"small": {"arch.layers": 2}} in the recipe, or another --sweep'
 
 LogLine = Callable[[str], None]
 
@@ -54,9 +50,6 @@ class BenchRequest:
     training: Recipe | ScriptTraining
     resolved: ResolvedConfig[Any] | None = None
     """The config of a recipe; None for a function."""
-    args: Sequence[str] = ()
-    """The key=value arguments. The arguments of a preset are appended."""
-    config_file: Any = None
     device: str = "auto"
     sweeps: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
     """The settings to sweep, with the values that the user names; without values, whet chooses them."""
@@ -69,11 +62,6 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
     """Start a process for the training and measure it. The budget starts when this function is called."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
-    sizes = presets(request.training) if "arch" in request.sweeps else {}
-    if "arch" in request.sweeps and not sizes:
-        raise UsageError(
-            "this training has no sizes to sweep", got=f"{request.what} declares no presets", try_=_PRESETS_HINT
-        )
     sweeps: list[BenchSweep] = []
     chosen: AutoBatch | None = None
     own: Settings = {}
@@ -85,8 +73,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             _log_all(chosen.lines, log)
             sweeps.append(_batch_sweep(chosen.points, steps.plan, note="one batch size after another"))
         if BATCH in request.sweeps:
-            end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
-            sweeps.append(_sweep_batch_sizes(request, steps, ends_at=end, log=log, on_progress=on_progress))
+            sweeps.append(_sweep_batch_sizes(request, steps, ends_at=ends_at, log=log, on_progress=on_progress))
         if request.is_searched:
             log("searching for the fastest plan first ...")
             budget = _SEARCH_SHARE * (ends_at - steps.clock())
@@ -94,15 +81,12 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             own = result.settings
             _log_all(result.summary, log)
         context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_system_state=SystemStateReader())
-        sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
         # Measure the load before and after the sweeps: load from other processes distorts the numbers and is reported.
         context.cpu_use.append(cpu_percent() or 0.0)
-        sweeps += _measure_sweeps(request, context, ends_at=sweeps_end, log=log)
+        sweeps += _measure_sweeps(request, context, ends_at=ends_at, log=log)
         context.cpu_use.append(cpu_percent() or 0.0)
         plan = plan_with(steps.plan, own)
         noted = tuple(disturbances(context))
-    if sizes:
-        sweeps.append(_sweep_presets(request, sizes, chosen, ends_at=ends_at, log=log))
     return BenchResult(
         created=dt.datetime.now(tz=dt.UTC).date().isoformat(),
         machine=plan.machine,
@@ -117,14 +101,6 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
         # Leave the platform out: `machine` already describes the system.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
     )
-
-
-def presets(training: Recipe | ScriptTraining) -> Mapping[str, Mapping[str, object]]:
-    """Return the model sizes of a recipe by name; empty if it has none."""
-    sizes = {} if isinstance(training, ScriptTraining) else training.presets
-    if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping) for changes in sizes.values()):
-        raise UsageError("presets of a recipe must be a dict of dicts", got=repr(sizes)[:200], try_=_PRESETS_HINT)
-    return sizes
 
 
 def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> BenchSweep:
@@ -209,46 +185,13 @@ def _planned_sweeps(request: BenchRequest, context: BenchmarkContext) -> Iterato
     itself = Variant(value="plan", settings=context.own, is_plan=True)
     if request.is_against_naive:
         yield "against", [plain_loop(context.rule_plan, context.own), itself]
-    requested = [name for name in request.sweeps if name not in ("arch", BATCH)]
+    requested = [name for name in request.sweeps if name != BATCH]
     is_default = not request.sweeps and not request.is_against_naive
     names = select_sweeps(plan, requested) if requested or is_default else []
     for name in names:
         yield name, sweep_variants(context.rule_plan, context.own, name, request.sweeps.get(name, ()))
     if not names and not request.is_against_naive and BATCH not in request.sweeps:
         yield "plan", [itself]
-
-
-def _sweep_presets(
-    request: BenchRequest,
-    sizes: Mapping[str, Mapping[str, object]],
-    chosen: AutoBatch | None,
-    *,
-    ends_at: float,
-    log: LogLine,
-) -> BenchSweep:
-    """Measure the presets, each with its own plan and process."""
-    assert isinstance(request.training, Recipe)
-    rows: list[BenchRow] = []
-    for number, (name, changes) in enumerate(sizes.items()):
-        log(f"measuring arch: {name} ...")
-        args = [*request.args, *(f"{key}={value}" for key, value in changes.items())]
-        resolved = resolve_config(request.training.Config, args, file=request.config_file, can_measure=True)
-        resolved = resolved.with_batch(chosen) if chosen else resolved
-        # Divide the remaining time evenly among the remaining presets.
-        until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)
-        steps = recipe_bench(request.what, resolved, device=request.device)
-        steps.ends_at = until
-        try:
-            with steps:
-                context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own={})
-                variants = [Variant(value=name, settings={}, is_plan=True)]
-                row = measure_sweep(context, "arch", variants, until=until).rows[0]
-                size = f"{format_count(steps.plan.workload.num_parameters)} parameters"
-                text = "; ".join(filter(None, (size, row.note)))
-                rows.append(row.model_copy(update={"is_plan": False, "note": text}))
-        except ProbeFailedError as error:
-            rows.append(BenchRow(value=name, execution={}, outcome="failed", note=error.reason))
-    return BenchSweep(setting="arch", rows=tuple(rows))
 
 
 def _log_all(lines: Sequence[str], log: LogLine) -> None:

@@ -1,4 +1,4 @@
-"""`whet bench`: measure the speed of a recipe, and compare settings, a plain loop and machines."""
+"""`whet bench`: measure the speed of a recipe, and compare settings and a plain loop."""
 
 import shlex
 import sys
@@ -16,23 +16,18 @@ if TYPE_CHECKING:
     from whet.plan.setting import Scalar
     from whet.run.bench_result import BenchResult
 
-_PAGES = Path("docs/bench")
-_RESULTS = Path("bench")
-
 
 def bench(
     target: Annotated[
         str,
         typer.Argument(
             metavar="RECIPE|FILE",
-            help="text, chat, puzzle, hex, a Python file with recipe() or main(), FILE.py:function, or a FILE.json.",
+            help="text, chat, puzzle, hex, a Python file with recipe() or main(), or FILE.py:function.",
         ),
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="Settings of the recipe, such as global_batch_size=64; or more FILE.json."
-        ),
+        typer.Argument(metavar="KEY=VALUE", help="Settings of the recipe, such as global_batch_size=64."),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="naive", help="Compare the plan with a plain PyTorch loop: fp32, no workers.")
@@ -41,8 +36,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="SETTING[=A,B]",
-            help="Compare values of global_batch_size, micro_batch, device, precision, workers, threads or arch; "
-            "repeatable.",
+            help="Compare values of global_batch_size, micro_batch, device, precision, workers or threads; repeatable.",
         ),
     ] = None,
     config: ConfigFile = None,
@@ -53,11 +47,8 @@ def bench(
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", min=5, help="Time limit of the whole measurement.")
     ] = 120.0,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge results of several machines into one table.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Write a page with a chart to docs/bench.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write FILE.json, FILE.svg or FILE.md (with both).")
-    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Also write a page with the chart.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the results.")] = Path("bench"),
     json: Json = False,
 ) -> None:
     """Measure real steps: speed, memory, variation.
@@ -69,32 +60,26 @@ def bench(
     whet bench text --sweep global_batch_size=16,32,64,128 --sweep micro_batch
     whet bench my_recipe.py global_batch_size=64 --markdown
     whet bench train.py:main --against naive
-    whet bench mac.json workstation.json
 
     Every value is timed alternately with the plan's own, on the same batches, in a separate process that may crash. The
-    result is written to bench/ as JSON with a chart, unless --out, --markdown or --json is given.
+    result is written to a folder as JSON with a chart. With --json it is printed instead.
     """
     from whet.report.bench_report import render_bench
 
     sweeps = _parse_sweeps(sweep or [])
-    _validate(against, out)
-    files = [target, *(settings or [])]
-    if merge or target.endswith(".json"):
-        if against or sweep or measure or markdown:
-            raise UsageError(
-                "merging results takes no measuring options",
-                got=" ".join(sys.argv[2:]),
-                try_=f"whet bench {' '.join(files)}",
-            )
-        _merge(files, out=out, is_json=json)
-        return
+    if against not in (None, "naive"):
+        raise UsageError(
+            "the plan can only be compared with a plain loop", got=f"--against {against}", try_="--against naive"
+        )
+    if out.exists() and not out.is_dir():
+        raise UsageError("the results cannot be written there", got=f"--out {out}", try_="--out DIR")
     result = _measure(target, settings or [], config, device, against, sweeps, is_searched=measure, budget=budget)
     if json:
         output.result_json(result.as_json())
     else:
         output.result(render_bench(result))
-    for path in _write(result, out=out, is_page=markdown, is_silent=json):
-        output.note(f"written: {path}")
+        for path in _write(result, out, is_page=markdown):
+            output.note(f"written: {path}")
     # Nothing could be measured: every process failed or ran out of time.
     if not any(row.samples_per_second for sweep_result in result.sweeps for row in sweep_result.rows):
         raise typer.Exit(1)
@@ -106,7 +91,7 @@ def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
     from whet.config.options import ALIASES
     from whet.config.sources import parse_value
 
-    known, sweeps = ("global_batch_size", *SWEEPS, "arch"), {}
+    known, sweeps = ("global_batch_size", *SWEEPS), {}
     for word in words:
         given, _, text = word.partition("=")
         name = ALIASES.get(given, given)
@@ -114,22 +99,9 @@ def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
             close = closest_match(name, known)
             hint = f"--sweep {close}" if close else "--sweep " + " or ".join(known)
             raise UsageError("no such setting to sweep", got=f"--sweep {word}", try_=hint)
-        if text and name == "arch":
-            raise UsageError("the sizes of a recipe are its presets", got=f"--sweep {word}", try_="--sweep arch")
         items = [item.strip() for item in text.strip("[]").split(",")]
         sweeps[name] = [parse_value(item, word) for item in items if item]
     return sweeps
-
-
-def _validate(against: str | None, out: Path | None) -> None:
-    if against not in (None, "naive"):
-        raise UsageError(
-            "the plan can only be compared with a plain loop", got=f"--against {against}", try_="--against naive"
-        )
-    if out is not None and out.suffix not in (".json", ".svg", ".md"):
-        raise UsageError("unknown file type", got=str(out), try_="--out FILE.json or FILE.svg or FILE.md")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UsageError("the file cannot be written there", got=str(out), try_="a file in an existing folder")
 
 
 def _measure(
@@ -162,8 +134,6 @@ def _measure(
         what=target,
         training=training,
         resolved=resolved,
-        args=settings,
-        config_file=config,
         device=device,
         sweeps=sweeps,
         is_against_naive=against is not None,
@@ -174,77 +144,27 @@ def _measure(
         return bench(request, log=output.note, on_progress=watch)
 
 
-def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent: bool) -> list[Path]:
-    """Write the requested files and return their paths."""
-    from whet.report import bench_report
-    from whet.report.bench_report import bench_chart
+def _write(result: "BenchResult", folder: Path, *, is_page: bool) -> list[Path]:
+    """Write the result and its chart, and a page if requested, into a folder. Return their paths."""
+    from whet.report.bench_report import bench_chart, bench_file_stem, render_bench
+    from whet.report.table import markdown_page
     from whet.run import durable
     from whet.run.bench_result import encode_bench
 
-    chart = bench_chart(result)
-    paths: list[Path] = []
+    stem, chart = _unused(folder, bench_file_stem(result)), bench_chart(result)
+    files = {".json": encode_bench(result).decode()}
+    if chart is not None:
+        files[".svg"] = chart
     if is_page:
-        stem = _unused(_PAGES, bench_report.bench_file_stem(result))
-        paths += [_PAGES / f"{stem}{suffix}" for suffix in (".md", ".svg", ".json")]
-    if out is not None:
-        paths += [out, *([out.with_suffix(suffix) for suffix in (".svg", ".json")] if out.suffix == ".md" else [])]
-    if not paths and not is_silent:
-        stem = _unused(_RESULTS, bench_report.bench_file_stem(result))
-        paths = [_RESULTS / f"{stem}{suffix}" for suffix in (".json", ".svg")]
-    written = []
-    for path in paths:
-        durable.make_directory(path.parent)
-        if path.suffix == ".json":
-            data = encode_bench(result)
-        elif path.suffix == ".svg":
-            if chart is None:
-                continue
-            data = chart.encode()
-        else:
-            chart_name = path.with_suffix(".svg").name if chart else None
-            data = bench_report.bench_markdown(result, command=_command(), picture=chart_name).encode()
-        durable.write_file(path, data=data)
-        written.append(path)
-    return written
+        page = markdown_page(shlex.join(["whet", *sys.argv[1:]]), render_bench(result))
+        files[".md"] = page + (f"\n![Speed and memory of each value]({stem}.svg)\n" if chart else "")
+    durable.make_directory(folder)
+    for suffix, data in files.items():
+        durable.write_file(folder / f"{stem}{suffix}", data=data.encode())
+    return [folder / f"{stem}{suffix}" for suffix in files]
 
 
 def _unused(folder: Path, stem: str) -> str:
     """Return the name, with a number if it exists: measurements are never overwritten."""
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return next(
-        name for name in names if not any((folder / f"{name}{suffix}").exists() for suffix in (".md", ".svg", ".json"))
-    )
-
-
-def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
-    from whet.report.bench_report import (
-        markdown_cells,
-        merged_notes,
-        merged_table,
-    )
-    from whet.report.table import align_columns, escape_markdown
-    from whet.run import durable
-    from whet.run.bench_result import read_bench
-
-    if out is not None and out.suffix != ".md":
-        raise UsageError("a merged table is written as Markdown", got=str(out), try_="--out FILE.md")
-    results = [read_bench(Path(name)) for name in files]
-    table, notes = merged_table(results), list(merged_notes(results))
-    if is_json:
-        output.result_json([dict(zip(table[0], line, strict=True)) for line in table[1:]])
-    else:
-        output.result("\n".join([*align_columns(table), "", *notes]))
-    if out is not None:
-        page = [
-            "# Machines compared",
-            "",
-            markdown_cells(table),
-            "",
-            *(f"- {escape_markdown(note)}" for note in notes),
-        ]
-        durable.write_file(out, data=("\n".join(page) + "\n").encode())
-        output.note(f"written: {out}")
-
-
-def _command() -> str:
-    return shlex.join(["whet", *sys.argv[1:]])
+    return next(name for name in names if not (folder / f"{name}.json").exists())

@@ -1,13 +1,17 @@
 """`whet report`: report on a run, a comparison of runs, or a search."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whet.base.errors import UsageError
 from whet.cli import output
 from whet.cli.options import Json
+
+if TYPE_CHECKING:
+    from whet.report.comparison import RunComparison
+    from whet.report.run_report import RunReport
 
 
 def report(
@@ -41,6 +45,8 @@ def report(
         return
     # A folder may be a run, a group of seeds (handled above) or a search.
     is_one_search = len(runs) == 1 and is_search(runs[0].expanduser())
+    if is_one_search and html:
+        raise UsageError("a search has no HTML report", got=str(runs[0]), try_=f"whet report {runs[0]} --markdown")
     for run in runs if not is_one_search else ():
         _check_no_search(run.expanduser())
         read_header(run.expanduser().absolute())
@@ -120,35 +126,38 @@ def _check_output(out: Path) -> Path:
 
 
 def _search_text(folder: Path, *, format_: str) -> "str | dict[str, object]":
-    from whet.report.search_report import render_search, search_markdown, search_page
+    from whet.report.search_report import render_search
+    from whet.report.table import markdown_page
     from whet.run.search_result import read_search
 
     result = read_search(folder)
     if format_ == "--json":
         return result.as_json()
-    return {"--html": search_page, "--markdown": search_markdown}.get(format_, render_search)(result)
+    return markdown_page(result.name, render_search(result, max_rows=None)) if format_ else render_search(result)
 
 
 def _runs_text(runs: list[Path], *, format_: str) -> "str | dict[str, object]":
     from whet.report.comparison import compare_runs, render_comparison
-    from whet.report.markdown import comparison_markdown, run_markdown
     from whet.report.page.html import report_page
     from whet.report.run_report import summarize
+    from whet.report.table import markdown_page
     from whet.report.text import render_text
 
     reports = [summarize(run) for run in runs]
     if len(reports) > 1:
         comparison = compare_runs(reports)
-        if format_ == "--json":
-            return comparison.as_json()
-        renderers = {"--html": report_page, "--markdown": comparison_markdown}
-        return renderers.get(format_, render_comparison)(comparison)
-    (report,) = reports
+        title, text = " / ".join(comparison.labels), render_comparison(comparison)
+        report: RunReport | RunComparison = comparison
+    else:
+        report = reports[0]
+        is_terminal = not format_
+        width, unicode = (output.width(), output.supports_unicode()) if is_terminal else (100, True)
+        title, text = report.name, render_text(report, width=width, unicode=unicode)
     if format_ == "--json":
         return report.as_json()
-    if not format_:
-        return render_text(report, width=output.width(), unicode=output.supports_unicode())
-    return report_page(report) if format_ == "--html" else run_markdown(report)
+    if format_ == "--html":
+        return report_page(report)
+    return markdown_page(title, text) if format_ == "--markdown" else text
 
 
 def _encode(text: "str | dict[str, object]") -> bytes:

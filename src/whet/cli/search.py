@@ -70,8 +70,7 @@ def search(
     the test split is used only by the final training.
     """
     from whet.api.search import prepare_search, run_search
-    from whet.report.search_report import render_search, search_page
-    from whet.run import durable
+    from whet.report.search_report import render_search
     from whet.run.folder import short_path
 
     prepared = prepare_search(
@@ -100,9 +99,6 @@ def search(
             on_trial=_print_trial,
             stop=stop,
         )
-    # The page is written even if the search was interrupted: it shows the trials so far.
-    page = prepared.folder / "report.html"
-    durable.write_file(page, data=search_page(result).encode())
     if json:
         output.result_json(result.as_json())
     else:
@@ -125,7 +121,7 @@ def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str 
     elif result.winner is not None:
         command = f"whet train {target} --from-search {shlex.quote(folder.name)}"
         output.note(f"next      {command}   (all training data, and the test)")
-    output.note(f"report    {short_path(folder / 'report.html')} shows the search in a browser")
+    output.note(f"report    whet report {shlex.quote(short_path(folder))} prints it again")
 
 
 def _print_trial(trial: "FinishedTrial") -> None:

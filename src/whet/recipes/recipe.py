@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from whet.base.errors import DataChangedError, UsageError, WhetError, closest_match
 from whet.config.options import CommonConfig
@@ -74,8 +74,6 @@ class Recipe:
     """The metric that selects the best checkpoint. A key `goal` in the Config lets the user choose another one."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the goal is minimized ("min") or maximized ("max"). "auto" follows from its name (config/goal.py)."""
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """Model sizes by name for `whet bench --sweep arch`: {"small": {"arch.layers": 2}}."""
     resource: str | None = None
     """The budget of a search trial, "epochs" or "steps"; None to use steps if max_steps is set."""
     single_process_reason: str | None = None

@@ -1,15 +1,14 @@
-"""Benchmark results as text, Markdown and a chart; results of several machines in one table."""
+"""Benchmark results as text and a chart."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from whet.base.errors import UsageError
-from whet.base.units import format_bytes, format_count, format_seconds
+from whet.base.units import format_bytes, format_seconds
 from whet.machine.facts import Machine
 from whet.machine.render import machine_line
 from whet.plan.render import format_value, workload_line
 from whet.report.svg import ChartPanel, ChartPoint, draw_chart
-from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
+from whet.report.table import align_columns
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 
 # The header of a table and its rows.
@@ -39,22 +38,6 @@ def render_bench(result: BenchResult) -> str:
         ]
         lines += [f"note: {sweep.note}"] if sweep.note else []
     return "\n".join([*lines, "", *_method_notes(result)])
-
-
-def bench_markdown(result: BenchResult, *, command: str, picture: str | None = None) -> str:
-    """Return the benchmark as Markdown. `picture` is the name of a chart file in the same folder."""
-    title = f"{bench_title(result)}, {bench_machine_name(result)}, {result.created}"
-    facts = [line.split(maxsplit=1) for line in _bench_head(result)]
-    lines = [f"# {escape_markdown(title)}", "", f"As printed by {code_span(command)}.", ""]
-    lines += [f"- {name}: {escape_markdown(line)}" for name, line in (*facts, ("plan", _plan_line(result)))]
-    if picture is not None:
-        lines += ["", f"![Speed and memory of each value, the plan's choice and the limit]({picture})"]
-    for sweep in result.sweeps:
-        table = markdown_cells(sweep_table(sweep, result.workload.global_batch_size))
-        lines += ["", f"## {escape_markdown(_sweep_title(result, sweep))}", "", table]
-        lines += ["", escape_markdown(sweep.note)] if sweep.note else []
-    lines += ["", "## How it was measured", ""]
-    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _method_notes(result))]) + "\n"
 
 
 def bench_title(result: BenchResult) -> str:
@@ -102,12 +85,6 @@ def sweep_table(sweep: BenchSweep, global_batch_size: int) -> TableCells:
     lines = [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row, int(row.value or 1)) for row in sweep.rows)]
     shown = [index for index, name in enumerate(lines[0]) if name not in ("vs. plan", "slow steps")]
     return [tuple(line[index] for index in shown) for line in lines]
-
-
-def markdown_cells(cells: TableCells) -> str:
-    """Return the cells as a Markdown table."""
-    header, *rows = [tuple(map(escape_markdown, row)) for row in cells]
-    return markdown_table(header, rows)
 
 
 def format_rate(rate: BenchInterval | None) -> str:
@@ -169,7 +146,7 @@ def _sweep_title(result: BenchResult, sweep: BenchSweep) -> str:
         return "the plan against a plain loop, measured in alternation"
     has_limit = result.limit_bytes and sweep.setting in ("micro_batch", "global_batch_size")
     limit = f"; limit {format_bytes(result.limit_bytes or 0)}" if has_limit else ""
-    return f"{sweep.setting} (* is the plan{limit})" if sweep.setting != "arch" else "arch, one after another"
+    return f"{sweep.setting} (* is the plan{limit})"
 
 
 def _bench_head(result: BenchResult) -> Iterator[str]:
@@ -216,88 +193,7 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# These must be equal on all machines. Otherwise a step is not the same amount of work.
-_MUST_MATCH = ("recipe", "num_parameters", "global_batch_size", "max_length")
-# These may differ with the data of a machine. A note below the table lists them.
-_MAY_DIFFER = ("num_samples", "mean_length", "lengths_vary", "has_dropout")
-
-
-def merged_table(results: Sequence[BenchResult]) -> TableCells:
-    """Return a table with one line per device of each machine, fastest first. The workloads must be equal."""
-    first = results[0]
-    for other in results[1:]:
-        differing = [name for name in _MUST_MATCH if getattr(other.workload, name) != getattr(first.workload, name)]
-        if differing:
-            raise UsageError(
-                "cannot compare benchmarks of different workloads",
-                got=f"{describe_workload(first)} and {describe_workload(other)}",
-                try_=f"the same {', '.join(differing)} on each machine",
-            )
-    measured = [
-        (result, row, row.samples_per_second)
-        for result in results
-        for row in result.best_by_device()
-        if row.samples_per_second is not None
-    ]
-    if not measured:
-        raise UsageError("nothing was measured in these benchmarks", got="no row", try_="whet bench RECIPE again")
-    slowest = min(speed.median for _, _, speed in measured)
-    lines = [
-        (
-            bench_machine_name(result),
-            format_value(row.execution.get("device")),
-            format_value(row.execution.get("precision")),
-            format_value(row.execution.get("micro_batch")),
-            format_rate(speed),
-            f"{speed.median / slowest:.1f}x",
-            format_memory(row),
-            result.machine.torch.version or "unknown",
-            result.created,
-        )
-        for result, row, speed in sorted(measured, key=lambda one: -one[2].median)
-    ]
-    return [_MERGED_HEADER, *lines]
-
-
-_MERGED_HEADER = (
-    "machine",
-    "device",
-    "precision",
-    "micro-batch",
-    "samples/s",
-    "relative",
-    "memory",
-    "torch",
-    "measured",
-)
-
-
-def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
-    yield f"workload: {describe_workload(results[0])}; relative: against the slowest line"
-    yield "machines were measured separately, not in pairs: their ratios contain the noise of both"
-    simulated = dict.fromkeys(result.machine.name for result in results if result.is_simulated)
-    if simulated:
-        yield f"simulated, not measured on the real machine: {', '.join(simulated)}"
-    empty = [bench_machine_name(result) for result in results if not any(result.best_by_device())]
-    if empty:
-        yield f"nothing measured, so not listed: {', '.join(empty)}"
-    differing = [name for name in _MAY_DIFFER if len({getattr(result.workload, name) for result in results}) > 1]
-    if differing:
-        yield f"the data is not the same on all machines: {', '.join(differing)} differ"
-    if len({result.versions.get("whet") for result in results}) > 1:
-        yield "measured with different versions of whet"
-
-
-def describe_workload(result: BenchResult) -> str:
-    """Return the properties of a workload that must be equal on all machines."""
-    workload = result.workload
-    return (
-        f"{workload.recipe}, {format_count(workload.num_parameters)} parameters, "
-        f"global batch {workload.global_batch_size}, lengths up to {workload.max_length}"
-    )
-
-
-_CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "arch", "against")
+_CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "against")
 
 
 def bench_chart(result: BenchResult) -> str | None:

@@ -1,14 +1,6 @@
-"""Tables as plain text and as Markdown.
+"""Tables as plain text, and plain text as Markdown."""
 
-Names and logs may be untrusted, so all Markdown syntax in them is escaped. They cannot embed images, create links or
-mention users.
-"""
-
-import re
-from collections.abc import Iterable, Sequence
-
-_SYNTAX = re.compile(r"([\\`*\[\]<>|~&#])")
-_MAX_TEXT = 400
+from collections.abc import Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -17,28 +9,15 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, or an empty text if there are no rows. The cells must already be Markdown."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    if not lines:
-        return ""
-    return "\n".join([f"| {' | '.join(header)} |", "|" + " --- |" * len(header), *lines])
+def markdown_page(title: str, text: str) -> str:
+    """Return plain text as Markdown, under a heading.
 
-
-def escape_markdown(text: str) -> str:
-    """Escape text, so that Markdown shows it unchanged on one line.
-
-    >>> escape_markdown("![x](http://y) a|b @you")
-    '!\\\\[x\\\\](http:\\u200b//y) a\\\\|b @\\u200byou'
+    Names and logs may be untrusted. In a block of code they cannot embed images, create links or mention users, and
+    without backticks they cannot end the block.
     """
-    line = one_line(text[:_MAX_TEXT])
-    return re.sub(r"@(?=\w)", "@\u200b", _SYNTAX.sub(r"\\\1", line)).replace("://", ":\u200b//") if line else ""
-
-
-def code_span(text: str) -> str:
-    """Return a code span. Backticks in the text, which would end the span, are replaced."""
-    line = one_line(text).replace("`", "'")
-    return f"`{line.replace('|', chr(92) + '|')}`" if line else ""
+    lines = ["".join(char if char.isprintable() else " " for char in line) for line in text.splitlines()]
+    block = "\n".join(lines).replace("`", "'")
+    return f"# `{one_line(title).replace('`', chr(39))}`\n\n```text\n{block}\n```\n"
 
 
 def one_line(text: str) -> str:

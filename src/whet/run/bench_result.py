@@ -1,21 +1,17 @@
 """The result of `whet bench` on one machine."""
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
 from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run.disk import read_regular_file
 
 FORMAT_VERSION = 1
-KIND = "whet bench"
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # "far slower" means that one or two steps were enough to see the difference.
@@ -62,7 +58,7 @@ class BenchSweep(FrozenModel):
     """One setting varied, all others as in the plan."""
 
     setting: str
-    """Name of the varied setting, "against" for a comparison of whole plans, or "arch" for other models."""
+    """Name of the varied setting, or "against" for a comparison of whole plans."""
     rows: tuple[BenchRow, ...] = ()
     note: str = ""
 
@@ -97,37 +93,6 @@ class BenchResult(FrozenModel):
         """Return the sweep of one setting, or None if it was not varied."""
         return next((sweep for sweep in self.sweeps if sweep.setting == setting), None)
 
-    def best_by_device(self) -> Iterator[BenchRow]:
-        """Yield one row per device: that of the plan, or that of the device sweep."""
-        # Skip the sweep over global batches: its values are not timed in alternating pairs.
-        sweeps = [sweep for sweep in self.sweeps if sweep.setting != "global_batch_size"]
-        rows = [row for sweep in sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
-        measured = [row for row in rows if row.samples_per_second is not None]
-        for device in dict.fromkeys(row.execution.get("device") for row in measured):
-            own = [row for row in measured if row.execution.get("device") == device]
-            yield max(own, key=lambda row: row.samples_per_second.repeats if row.samples_per_second else 0)
-
 
 def encode_bench(result: BenchResult) -> bytes:
     return (json.dumps(result.as_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
-
-
-def read_bench(path: Path) -> BenchResult:
-    try:
-        fields = json.loads(read_regular_file(path, follows_links=True))
-    except FileNotFoundError:
-        raise UsageError("no such benchmark", got=str(path), try_="check the path") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError("cannot read the benchmark", got=f"{path}: {error}"[:300], try_=_TRY) from None
-    if not isinstance(fields, dict) or fields.get("kind") != KIND:
-        raise UsageError("not a benchmark result of whet", got=str(path), try_=_TRY)
-    if fields.get("format_version") != FORMAT_VERSION:
-        raise WhetError(
-            f"{path} was written by another version of whet",
-            got=f"format {fields.get('format_version')!r}; this one reads {FORMAT_VERSION}"[:200],
-            try_="the same version of whet on all machines",
-        )
-    return BenchResult.from_json(fields, where=path)
-
-
-_TRY = "a file that whet bench RECIPE --out FILE.json wrote"

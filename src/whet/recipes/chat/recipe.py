@@ -4,12 +4,11 @@ Methods import torch lazily, so that a plan can be made without it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import DataChangedError, UsageError
 from whet.base.version import VERSION
 from whet.plan.workload import Workload
-from whet.recipes.chat.architecture import PRESETS
 from whet.recipes.chat.config import ChatConfig, data_facts, data_folders, describe_chat
 from whet.recipes.recipe import EmbeddedData, Recipe, explain_data_change
 from whet.run.folder import open_run
@@ -37,7 +36,6 @@ class ChatRecipe(Recipe):
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
-    presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
     # The data that was read last. An evaluation shows answers to its questions.
     _data: "ChatData | None" = None
 

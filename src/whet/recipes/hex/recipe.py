@@ -5,10 +5,9 @@ Methods import torch lazily, so that a plan can be made without it.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from whet.plan.workload import Workload
-from whet.recipes.hex.architecture import PRESETS
 from whet.recipes.hex.config import HexConfig, check_board_size, check_data_path, check_splits, describe_hex
 from whet.recipes.recipe import Recipe
 
@@ -28,7 +27,6 @@ class HexRecipe(Recipe):
     name = "hex"
     Config = HexConfig
     goal = "policy_top1"
-    presets: ClassVar = {str(name): {"arch.preset": name} for name in PRESETS}
     _weights: "LossWeights | None" = None
 
     def describe(self, config: HexConfig, data: "HexData | None" = None) -> Workload:
