@@ -171,7 +171,7 @@ def draw_terminal(stage: Stage) -> None:
     """Take a screenshot of `whet watch --terminal` for the same runs."""
     console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
     board = BoardReader(stage.runs).read(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
-    console.print(*render_board(board, TerminalArea(width=110, height=34), has_keys=True), sep="\n")
+    console.print(*render_board(board, TerminalArea(width=110, height=34)), sep="\n")
     visit = Visit(stage.browser, stage.pictures, home="data:", size=(1120, 700), scheme="dark")
     visit.page.set_content(console.export_html(inline_styles=True, theme=MONOKAI))
     visit.picture("terminal", of="pre")

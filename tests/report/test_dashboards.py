@@ -177,7 +177,7 @@ def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
     assert forward_run(run, SimulatedDashboard(refuses=range(1, 1000)), stop=stop).rows == 0
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Whet, name: str) -> None:
     with EventLog(run) as log:
         steps(log, 1, 60)
@@ -220,11 +220,11 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
 
 def test_a_missing_or_unknown_library_is_reported(run: Run, tmp_path: Path, whet: Whet) -> None:
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "trackio.py").write_text("raise ImportError('not here')")
+    (tmp_path / "broken" / "mlflow.py").write_text("raise ImportError('not here')")
     path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
-    missing = whet("forward", "runs/r", "--to", "trackio", PYTHONPATH=path)
+    missing = whet("forward", "runs/r", "--to", "mlflow", PYTHONPATH=path)
     assert missing.returncode == 1
-    assert missing.stderr == "error: cannot import trackio\n  got: not here\n  try: pip install trackio\n"
+    assert missing.stderr == "error: cannot import mlflow\n  got: not here\n  try: pip install mlflow\n"
     unknown = whet("forward", "runs/r", "--to", "wandbb")
     assert (unknown.returncode, "try: --to wandb" in unknown.stderr) == (2, True)
 
@@ -272,14 +272,13 @@ def test_real_mlflow_holds_each_point_once(run: Run, tmp_path: Path, whet: Whet)
     assert read.stdout.strip() == f"{list(range(9, 31))} FINISHED"
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_real_libraries_take_a_run_twice(run: Run, tmp_path: Path, whet: Whet, name: str) -> None:
-    pytest.importorskip(name, reason=f"{name} is not installed")
+def test_real_wandb_takes_a_run_twice(run: Run, tmp_path: Path, whet: Whet) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
     with EventLog(run) as log:
         steps(log, 1, 20)
         log.append("end", step=20, state="done")
-    places = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    first = whet("forward", "runs/r", "--to", name, **places)
+    places = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    first = whet("forward", "runs/r", "--to", "wandb", **places)
     assert first.stdout == "forwarded 20 steps, up to step 20; the run is done\n", first.stderr
-    again = whet("forward", "runs/r", "--to", name, **places)
+    again = whet("forward", "runs/r", "--to", "wandb", **places)
     assert again.stdout == "forwarded 0 steps; the run is done\n", again.stderr

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from whet.base.errors import WhetError
 from whet.cli import main
 from whet.report import run_status
 from whet.report.run_status import list_runs
 from whet.report.watch.listing import RunListing
-from whet.run import durable, lock
-from whet.run import prune as prune_module
+from whet.run import lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, run_folders, run_groups
-from whet.run.prune import prune
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,66 +109,6 @@ def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
     assert time.process_time() - began < 3
 
 
-def test_only_runs_without_training_are_pruned(tmp_path: Path) -> None:
-    for name in ("empty", "young", "locked", "stepped", "saved", "noted", "broken", "begun"):
-        make(tmp_path, name)
-    train(Run.model_validate(make(tmp_path, "stepped-too")), steps=1)
-    with EventLog(tmp_path / "stepped") as log:
-        log.append("step", step=1, loss=1.0)
-    with EventLog(tmp_path / "begun") as log:
-        log.append("start", step=0)
-    (tmp_path / "saved" / "checkpoints" / "step-000000003").mkdir()
-    (tmp_path / "begun" / "checkpoints" / "step-000000000").mkdir()
-    (tmp_path / "noted" / "notes.txt").write_text("mine")
-    (tmp_path / "broken" / "run.json").write_text("{")
-    (tmp_path / "stepped" / "checkpoints" / ".tmp-step-000000002-1-aaaaaaaa").mkdir()
-    (tmp_path / ".tmp-half-1-bbbbbbbb").mkdir()
-    (tmp_path / ".tmp-thesis").mkdir()
-    make_old(tmp_path / ".tmp-thesis")
-    (tmp_path / ".tmp-half-1-bbbbbbbb" / "big").write_bytes(b"x" * 9000)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "empty")
-    for child in tmp_path.iterdir():
-        if child.name not in ("young", "elsewhere"):
-            make_old(child)
-    (tmp_path / ".tmp-young-1-cc").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    expected = {".tmp-half-1-bbbbbbbb", ".tmp-step-000000002-1-aaaaaaaa", "empty", "begun"}
-    with lock.acquire(tmp_path / "locked"):
-        make_old(tmp_path / "locked")
-        preview = prune(tmp_path, dry=True)
-        assert {*tmp_path.rglob("*")} == {*before, tmp_path / "locked" / "lock"}
-        assert {p.path.name for p in preview} == expected
-        removed = prune(tmp_path)
-    assert removed == preview
-    assert all(p.reason for p in removed)
-    assert next(p.size_bytes for p in removed if p.path.name == ".tmp-half-1-bbbbbbbb") >= 9000
-    gone = set(before) - set(tmp_path.rglob("*"))
-    assert {p.name for p in gone if p.name in expected} == expected
-    kept = {p.name for p in tmp_path.iterdir()}
-    assert kept == {
-        *("young", "locked", "stepped", "stepped-too", "saved", "noted", "broken", "folder", "elsewhere"),
-        ".tmp-thesis",
-        ".tmp-young-1-cc",
-    }
-    assert prune(tmp_path) == ()
-
-
-def test_a_run_that_starts_during_pruning_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(tmp_path, "r")
-    make_old(run.path)
-    real = lock.acquire
-
-    def acquire(folder: Path) -> lock.RunLock:
-        with EventLog(folder) as log:
-            log.append("step", step=1, loss=1.0)
-        return real(folder)
-
-    monkeypatch.setattr(lock, "acquire", acquire)
-    assert prune(tmp_path) == ()
-    assert run.path.exists()
-
-
 def test_folders_that_contain_runs_are_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "several/seed-0", "several/seed-1"):
         make(tmp_path, name)
@@ -181,22 +118,6 @@ def test_folders_that_contain_runs_are_listed(tmp_path: Path, capfd: pytest.Capt
     several = tmp_path / "several"
     assert len(listed.splitlines()) == 2
     assert noted == f"{several} contains 2 more: whet runs {several}\n"
-
-
-def test_a_change_in_the_future_counts_as_young(tmp_path: Path) -> None:
-    make_old(make(tmp_path, "r").path, seconds=-3600.0)
-    assert prune(tmp_path) == ()
-
-
-def test_a_failed_removal_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_old(make(tmp_path, "r").path)
-
-    def fail(path: Path) -> None:
-        raise PermissionError(13, "no")
-
-    monkeypatch.setattr(durable.disk, "unlink", fail)
-    with pytest.raises(WhetError, match="cannot remove"):
-        prune(tmp_path)
 
 
 def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
@@ -212,10 +133,7 @@ def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         return result
 
-    for module in (run_status, prune_module):
-        monkeypatch.setattr(module, "run_folders", remove)
-    assert prune(tmp_path, dry=True) == ()
-    train(make(tmp_path, "gone"), steps=2)
+    monkeypatch.setattr(run_status, "run_folders", remove)
     assert [(run.path.name, run.state) for run in list_runs(tmp_path)] == [("bare", "stopped"), ("kept", "stopped")]
 
 

@@ -21,7 +21,7 @@ from whet.hpo import results, samplers
 from whet.hpo.results import collect_results
 from whet.hpo.search_config import SearchConfig, check_same_search, read_search_config, write_search_config
 from whet.hpo.space import SearchSpace, read_space
-from whet.hpo.storage import check_address, is_sqlite, open_storage, without_password
+from whet.hpo.storage import check_address, open_storage, without_password
 from whet.hpo.study import ClaimedTrial, SearchStudy
 from whet.hpo.worker import (
     FinishedTrial,
@@ -93,8 +93,7 @@ def search(
             ("epochs=2").
         trials: Trials in total, over all processes.
         timeout: Seconds after which no further trial starts.
-        storage: None for a journal file in the search's folder, "postgresql+psycopg://..." for several machines, or
-            "sqlite:///FILE" for a single process.
+        storage: None for a journal file in the search's folder, or "postgresql+psycopg://..." for several machines.
         jobs: Trials that train at the same time.
         file: A config file with options and ranges.
         name: The folder's name below `root`.
@@ -198,8 +197,6 @@ def run_search(
     saved = read_search_config(folder)
     if saved is not None:
         check_same_search(saved, config, where=str(folder))
-    if jobs > 1 and is_sqlite(storage):
-        raise UsageError("SQLite allows one process only", got=f"--jobs {jobs}", try_="no --storage: the journal file")
     check_address(storage)
     if (folder / RUN_FILE).exists():
         raise UsageError("the folder contains a run, not a search", got=str(folder), try_="another --name")

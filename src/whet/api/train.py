@@ -16,7 +16,7 @@ from whet.plan.workload import Workload
 from whet.training import loop
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
+from whet.training.callbacks.progress import ProgressLine
 from whet.training.loop import TrainResult
 from whet.training.tune import OpenStepBench
 
@@ -41,7 +41,6 @@ def train(
     val: Any = None,
     test: Any = None,
     on_event: EventHandler | Literal["line"] | None = "line",
-    notify: bool = False,
     measure: bool = True,
     open_bench: OpenStepBench | None = None,
     # begin generated keywords (tools/keywords.py)
@@ -90,7 +89,6 @@ def train(
     device: str = "auto",
     allow: Collection[str] = (),
     on_event: EventHandler | Literal["line"] | None = "line",
-    notify: bool = False,
     measure: bool = True,
     config: str | Path | None = None,
     **settings: Any,
@@ -134,7 +132,6 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         val: Data that is evaluated during training.
         test: Data that is evaluated once after the last step, with the weights of the best `goal` on `val`.
         on_event: Called with every event. "line" draws a progress line on standard error; None is silent.
-        notify: Send a desktop notification when the run ends or needs attention.
         measure: Let a new run that is long enough measure first which plan is fastest. The measured steps do not affect
             training (docs/measure.md).
         open_bench: Opens the same training in a separate process for measuring.
@@ -193,7 +190,6 @@ def train_by_name(
     device: str = "auto",
     allow: Collection[str] = (),
     on_event: EventHandler | Literal["line"] | None = "line",
-    notify: bool = False,
     measure: bool = True,
     config: str | Path | None = None,
     **settings: Any,
@@ -219,8 +215,6 @@ def train_by_name(
             raise UsageError("this is for the command line: it trains several runs", got=got, try_=shlex.join(command))
     line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
     handler = line if on_event == "line" else on_event
-    if notify:
-        handler = DesktopNotifier(recipe.name, on_event=handler, print_line=line.print_line)
     if resolved.is_batch_open:
         resolved = _resolve_batch(what, resolved, path, device=device, measure=measure)
     result = train_recipe(

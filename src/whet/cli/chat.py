@@ -96,7 +96,7 @@ def generate(
     """Print a trained chat model's answers to prompts.
 
     \b
-    whet generate runs/chat-001 --prompt "What does whet probe do?"
+    whet generate runs/chat-001 --prompt "What does shutil.copy do?"
     whet generate runs/chat-001 --prompt "Hello!" --temperature 0 --max-new-tokens 50
     whet generate runs/chat-001 --json < questions.txt
     whet generate --checkpoint runs/chat-001/checkpoints/step-000001000 --prompt "Hello!"

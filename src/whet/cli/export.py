@@ -21,7 +21,7 @@ def export(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="Metrics: csv, parquet or tensorboard. The model: safetensors, transformers or onnx.",
+            help="Metrics: csv or tensorboard. The model: safetensors, transformers or onnx.",
         ),
     ],
     out: Annotated[
@@ -135,14 +135,14 @@ def _import_trm(file: Path, out: Path, *, format_: str | None, settings: list[st
 
 def forward(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of a running or a finished run.")],
-    to: Annotated[str, typer.Option("--to", metavar="DASHBOARD", help="wandb, trackio or mlflow.")],
+    to: Annotated[str, typer.Option("--to", metavar="DASHBOARD", help="wandb or mlflow.")],
     project: Annotated[str, typer.Option(metavar="NAME", help="The project or experiment on the dashboard.")] = "whet",
     once: Annotated[bool, typer.Option("--once", help="Forward what exists now and exit.")] = False,
 ) -> None:
-    """Forward a run to W&B, Trackio or MLflow.
+    """Forward a run to W&B or MLflow.
 
     \b
-    whet forward runs/text-001 --to trackio
+    whet forward runs/text-001 --to mlflow
     WANDB_MODE=offline whet forward runs/text-001 --to wandb --project reviews
 
     Works during and after training. Reads the run folder from a separate process, so that a slow dashboard cannot slow

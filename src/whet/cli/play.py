@@ -14,7 +14,6 @@ from whet.cli.options import Device, Json, JsonLine, NoBrowser, Port
 
 if TYPE_CHECKING:
     from whet.recipes.hex.game.players import Player
-    from whet.recipes.hex.play.terminal import TerminalGame
 
 _SHORT_SECONDS = 10.0
 
@@ -27,25 +26,21 @@ def play(
         int | None, typer.Option(metavar="N", help="Board size. Default: 7, or the size that the run was trained on.")
     ] = None,
     color: Annotated[str, typer.Option(metavar="COLOR", help="Your color: blue (moves first) or red.")] = "blue",
-    terminal: Annotated[bool, typer.Option("--terminal", help="Play in the terminal.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="In the terminal: varies the player's first moves.")] = 0,
     device: Device = "auto",
     port: Port = 8322,
     no_browser: NoBrowser = False,
     json: JsonLine = False,
 ) -> None:
-    """Play Hex in the browser or the terminal.
+    """Play Hex in the browser.
 
     \b
     whet play two-distance
-    whet play two-distance --size 7 --color red --terminal
+    whet play two-distance --size 7 --color red
     whet play runs/hex-001
 
     The page shows winning chances and suggested moves, and has undo and the swap rule.
     """
-    from whet.recipes.hex.game.board import BLUE, RED
     from whet.recipes.hex.play.server import serve_game
-    from whet.recipes.hex.play.terminal import TerminalGame
 
     if color not in ("blue", "red"):
         raise UsageError("unknown color", got=color, try_="--color blue or --color red")
@@ -54,10 +49,6 @@ def play(
     if size not in sizes:
         possible = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         raise UsageError(f"{player_name} does not play on this board", got=f"--size {size}", try_=f"--size {possible}")
-    if terminal:
-        _play_in_terminal(TerminalGame(player, size, BLUE if color == "blue" else RED, seed))
-        return
-    note = "the link works once; Ctrl-C stops the server, --terminal plays in the terminal"
     code = serve_game(
         player,
         sizes=sizes,
@@ -65,7 +56,9 @@ def play(
         color=color,
         port=port,
         open_browser=not no_browser,
-        on_ready=lambda running: output.link(running, as_json=json, note_text=note),
+        on_ready=lambda running: output.link(
+            running, as_json=json, note_text="the link works once; Ctrl-C stops the server"
+        ),
         on_failure=output.failed_request,
     )
     raise typer.Exit(code)
@@ -82,22 +75,6 @@ def _load_player(name: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
 
     opponent = load_opponent(name, device=open_device(device).device)
     return opponent.player, PLAYABLE_SIZES if opponent.size is None else (opponent.size,)
-
-
-def _play_in_terminal(game: "TerminalGame") -> None:
-    """Play line by line until the user quits or closes standard input."""
-    output.result("\n".join(game.begin()))
-    while not game.is_over:
-        sys.stdout.write("> ")
-        sys.stdout.flush()
-        # stdin is None if it was closed before the start.
-        line = "" if sys.stdin is None else sys.stdin.readline(200)
-        if not line:
-            output.result("")
-            return
-        answer = game.enter(line)
-        if answer:
-            output.result("\n".join(answer))
 
 
 def arena(

@@ -19,33 +19,23 @@ _CURVE_WIDTH = 12
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that contains the runs.")] = Path("runs"),
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Delete runs without a single step, and leftovers of interrupted deletions.")
-    ] = False,
     json: Json = False,
 ) -> None:
     """List the runs of a folder.
 
     \b
     whet runs
-    whet runs experiments --prune
+    whet runs experiments
     """
     from whet.report.run_status import list_runs
     from whet.run.folder import run_groups, shell_path
-    from whet.run.prune import prune as prune_runs
 
     if folder.exists() and not folder.is_dir():
         raise UsageError("not a folder", got=str(folder), try_="whet runs DIR")
-    removed = prune_runs(folder) if prune and folder.exists() else ()
     listed = list_runs(folder) if folder.exists() else ()
     if json:
-        result = {"runs": [run.as_json() for run in listed]}
-        if prune:
-            result["pruned"] = [entry.as_json() for entry in removed]
-        output.result_json(result)
+        output.result_json({"runs": [run.as_json() for run in listed]})
         return
-    for entry in removed:
-        output.note(f"removed {entry.path}: {entry.reason}")
     groups = run_groups(folder)
     if listed:
         header = ("run", "state", "step", "loss", "curve", "goal", "age", "size")

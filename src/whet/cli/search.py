@@ -42,7 +42,7 @@ def search(
     ] = 3,
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="postgresql+psycopg://... or sqlite:///FILE. Default: a journal file."),
+        typer.Option(metavar="URL", help="postgresql+psycopg://... Default: a journal file."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel trials: on the CPU, or one per GPU.")] = 1,
     name: Annotated[

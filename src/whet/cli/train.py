@@ -29,7 +29,6 @@ class _TrainOptions:
     allow: str
     fresh: bool
     measure: bool
-    notify: bool
     max_restarts: int
     nproc: int
 
@@ -40,7 +39,7 @@ class _TrainOptions:
     def child_command(self, settings: list[str], run: Path | None) -> list[str]:
         """Return the arguments of a process that trains the run."""
         options = [*self._common(), *(["--allow", self.allow] if self.allow else [])]
-        options += [*([] if self.measure else ["--no-measure"]), *(["--notify"] if self.notify else [])]
+        options += [] if self.measure else ["--no-measure"]
         return [
             "train",
             self.target,
@@ -80,9 +79,6 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Restarts after the training process was killed; 0 trains in this process.")
     ] = 3,
-    notify: Annotated[
-        bool, typer.Option("--notify", help="Send a desktop notification when the run ends or needs attention.")
-    ] = False,
     from_search: Annotated[
         str | None, typer.Option("--from-search", metavar="NAME", help="Use the best settings of a whet search.")
     ] = None,
@@ -127,7 +123,6 @@ def train(
         allow=allow,
         fresh=fresh,
         measure=not no_measure,
-        notify=notify,
         max_restarts=max_restarts,
         nproc=nproc,
     )
@@ -152,7 +147,6 @@ def train(
 def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) -> int:
     """Train one run, in child processes that may be restarted or in this process; return the exit code."""
     from whet.cli import ranks
-    from whet.cli.train_output import restart_notifier
     from whet.recipes.recipe import load_recipe
     from whet.run.folder import next_run_path
     from whet.training import supervisor
@@ -163,16 +157,17 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
     # A training process is supervised already; a simulated Mac exists only in this process and cannot be restarted.
     is_parent = not supervisor.is_supervised() and not ranks.has_virtual_mac()
     if options.nproc > 1 or (options.max_restarts and is_parent and not ranks.is_distributed()):
-        with (
-            _set_aside(run) if options.fresh and run else contextlib.nullcontext(),
-            restart_notifier(options.target, is_enabled=options.notify) as notify,
-        ):
+        with _set_aside(run) if options.fresh and run else contextlib.nullcontext():
             if options.nproc == 1:
-                return supervisor.supervise(child_command, max_restarts=options.max_restarts, notify=notify)
+                return supervisor.supervise(child_command, max_restarts=options.max_restarts, notify=output.note)
             # The folder is chosen here, so that restarted processes find it.
             folder = run or next_run_path(Path("runs"), recipe=load_recipe(options.target).name)
             return ranks.launch(
-                child_command, folder, num_processes=options.nproc, max_restarts=options.max_restarts, notify=notify
+                child_command,
+                folder,
+                num_processes=options.nproc,
+                max_restarts=options.max_restarts,
+                notify=output.note,
             )
     # From here on this process trains: as one of several ranks, as the supervised child, or alone.
     if ranks.is_distributed():
@@ -237,7 +232,7 @@ def _run_training(
     # torch is imported from here on, unless a user's recipe has done so.
     from whet.api.autotune import recipe_bench
     from whet.recipes.runner import train_recipe
-    from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
+    from whet.training.callbacks.progress import ProgressLine
 
     line = ProgressLine(recipe.name, epochs=config.epochs)
     on_event = event_printer(line, path)
@@ -253,9 +248,7 @@ def _run_training(
             run=path,
             device=options.device,
             command=command,
-            on_event=DesktopNotifier(recipe.name, on_event=on_event, print_line=line.print_line)
-            if options.notify
-            else on_event,
+            on_event=on_event,
             allow=tuple(word.strip() for word in options.allow.split(",") if word.strip()),
             open_bench=partial(recipe_bench, options.target, resolved, device=options.device) if measure else None,
         )
@@ -293,8 +286,7 @@ def _is_done(path: Path, config: dict[str, Any]) -> bool:
 def _set_aside(path: Path) -> Iterator[None]:
     """Move an old run away; delete it on exit if a new one exists in its place, else move it back."""
     from whet.run import durable, lock
-    from whet.run.folder import open_run
-    from whet.run.prune import foreign_files
+    from whet.run.folder import foreign_files, open_run
 
     path = path.resolve()
     if not path.exists():

@@ -1,8 +1,7 @@
-"""What `whet train` prints: events, notifications about restarts, and the closing summary."""
+"""What `whet train` prints: events and the closing summary."""
 
-import contextlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,36 +31,6 @@ def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
             line(kind, fields)
 
     return show
-
-
-@contextlib.contextmanager
-def restart_notifier(name: str, *, is_enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints a note and, if enabled, sends a notification; also notify of the final kill."""
-    from whet.training.supervisor import KilledError
-
-    if not is_enabled:
-        yield output.note
-        return
-
-    def notify(text: str) -> None:
-        output.note(text)
-        _send_notification(f"whet: {name} needs attention", text)
-
-    try:
-        yield notify
-    except KilledError as error:
-        _send_notification(f"whet: {name} failed", f"{error.what}: {error.got}")
-        raise
-
-
-def _send_notification(title: str, text: str) -> None:
-    import sys
-
-    from whet.machine.desktop import notify
-
-    problem = notify(title, text, terminal=sys.stderr)
-    if problem is not None:
-        output.note(f"no notification: {problem}")
 
 
 def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:

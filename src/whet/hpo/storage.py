@@ -1,4 +1,4 @@
-"""Trial storage: a journal file, PostgreSQL or SQLite."""
+"""Trial storage: a journal file or PostgreSQL."""
 
 import fcntl
 import os
@@ -22,11 +22,6 @@ _PAUSE_SECONDS = 0.5
 _MAX_ATTEMPTS = 20
 
 
-def is_sqlite(url: str | None) -> bool:
-    """Return whether trials are stored in SQLite, which supports only one process here."""
-    return url is not None and url.startswith("sqlite:")
-
-
 def without_password(url: str | None) -> str:
     """Return the URL without its password, for display and for saving."""
     if url is None:
@@ -43,60 +38,32 @@ def check_address(url: str | None) -> None:
         return
     if path is None and not re.match(r"postgresql(\+\w+)?://.", url):
         raise UsageError(
-            "trials are stored in a journal file, PostgreSQL or SQLite",
+            "trials are stored in a journal file or PostgreSQL",
             got=without_password(url),
             try_="postgresql+psycopg://USER@HOST/DATABASE",
         )
-    if path is not None and (str(path) in (".", ":memory:") or path.is_dir()):
-        raise UsageError("trials are stored in a file", got=url, try_="sqlite:///trials.db")
+    if path is not None and path.is_dir():
+        raise UsageError("trials are stored in a file", got=url, try_="journal:trials.log")
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError("no such folder for the trials", got=str(path.parent), try_=f"mkdir -p {path.parent}")
 
 
 def _local_file(url: str | None) -> Path | None:
     """Return the file of a URL, or None for a database server."""
-    if url is None or not url.startswith(("journal:", "sqlite:")):
-        return None
-    if url.startswith("journal:"):
-        return Path(url.removeprefix("journal:").removeprefix("//"))
-    return Path(url.partition("?")[0].removeprefix("sqlite:").removeprefix("//").removeprefix("/"))
+    return Path(url.removeprefix("journal:").removeprefix("//")) if url and url.startswith("journal:") else None
 
 
 @contextmanager
 def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
     """Open a storage. Without a URL, open the journal in the folder."""
     check_address(url)
-    with _sqlite_lock(url):
-        storage = _open(url, folder=folder)
-        try:
-            yield storage
-        finally:
-            engine = getattr(storage, "engine", None)
-            if engine is not None:
-                engine.dispose()
-
-
-@contextmanager
-def _sqlite_lock(url: str | None) -> Iterator[None]:
-    """Lock a SQLite file against other searches."""
-    path = _local_file(url)
-    if path is None or not is_sqlite(url):
-        yield
-        return
-    # flock is released by the kernel when the process dies, so a kill leaves no stale lock.
-    descriptor = os.open(f"{path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    storage = _open(url, folder=folder)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                "SQLite allows one process only",
-                got=f"another one uses {path}",
-                try_="wait, or no --storage: the journal file",
-            ) from None
-        yield
+        yield storage
     finally:
-        os.close(descriptor)
+        engine = getattr(storage, "engine", None)
+        if engine is not None:
+            engine.dispose()
 
 
 def _open(url: str | None, *, folder: Path) -> "BaseStorage":
@@ -140,10 +107,9 @@ def _database(url: str) -> "BaseStorage":
     from sqlalchemy.exc import IntegrityError, ProgrammingError
 
     # pool_pre_ping detects connections that a restarted server has closed.
-    kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
     for tries_left in reversed(range(_MAX_ATTEMPTS)):
         try:
-            storage = RDBStorage(url, engine_kwargs=kwargs)
+            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
             break
         except ImportError as error:
             raise WhetError(

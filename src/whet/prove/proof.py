@@ -200,7 +200,7 @@ class _ProofRun:
 
 @contextlib.contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """Create a folder on the disk of `path` and remove it at the end. `whet runs --prune` recognizes its name.
+    """Create a folder on the disk of `path` and remove it at the end.
 
     SIGTERM ends the proof like Ctrl-C does. Results must be moved out of the folder before it is removed.
     """

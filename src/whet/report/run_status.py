@@ -1,5 +1,6 @@
 """The status of a run: the part of its report that is cheap enough for lists and live views."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from whet.run.curve import Curve, downsample_curve
 from whet.run.event import SESSION_START_KINDS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run, open_run, resume_command, run_folder, run_folders
-from whet.run.prune import disk_usage
 from whet.run.strict_json import StrictModel
 
 RunState = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
@@ -226,7 +226,7 @@ def machine_load(history: History, *, is_running: bool) -> MachineLoad:
 
 
 def _list_entry(path: Path) -> RunStatus:
-    size, changed = disk_usage(path)
+    size, changed = _disk_usage(path)
     try:
         history = History(run := open_run(path))
         status = read_status(run, history=history)
@@ -235,6 +235,17 @@ def _list_entry(path: Path) -> RunStatus:
     except (WhetError, OSError) as error:
         problem = describe_problem(error)
         return RunStatus(path=path, state="unreadable", updated=changed, size_bytes=size, problem=problem)
+
+
+def _disk_usage(path: Path) -> tuple[int, float]:
+    """Return the disk usage of a run in bytes, and the unix time of its newest change. Links are not followed."""
+    size, newest = 0, 0.0
+    # Another process may remove files meanwhile.
+    for place in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):
+            stat = place.lstat()
+            size, newest = size + stat.st_blocks * 512, max(newest, stat.st_mtime)
+    return size, newest
 
 
 def _finite_numbers(value: object) -> dict[str, float]:

@@ -9,6 +9,5 @@ events          writing and reading events.jsonl
 event_index     the index of a long log; event_block: statistics of 256 events
 follow          the history of a running run
 curve           curves of a few hundred points from a million steps; downsample: the numpy code behind it
-prune           removing runs without any training
 proof, bench_result, search_result    the results that `whet prove`, `bench` and `search` write
 """

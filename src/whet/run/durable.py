@@ -68,7 +68,7 @@ def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
 
 def _advice(code: int | None, *, path: Path) -> str:
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space on this disk (`whet runs --prune`), or name a folder on another one"
+        return "free some space on this disk, or name a folder on another one"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "another folder that you may write to"
     if code == errno.EFBIG:

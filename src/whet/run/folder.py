@@ -31,6 +31,8 @@ from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.run import durable, strict_json
 from whet.run.disk import read_regular_file
+from whet.run.lock import LOCK_FILE
+from whet.run.proof import PROOF_FILE
 
 FORMAT_VERSION = 1
 
@@ -44,6 +46,13 @@ RECIPE_FILE = "recipe.json"
 PYTHON_RECIPE = "session"
 # Parts of a run that have separate JSON files.
 RUN_PARTS = ("config", "plan", "machine", "versions")
+
+_OWN_FILES = frozenset(
+    (
+        *(RUN_FILE, EVENTS_FILE, INDEX_FILE, RECIPE_FILE, PROOF_FILE, CHECKPOINTS, LOCK_FILE),
+        *(f"{part}.json" for part in RUN_PARTS),
+    )
+)
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
 # The usual limit of a file system.
@@ -273,6 +282,11 @@ def run_folder(run: Run | Path) -> Path:
 def run_folders(root: Path) -> list[Path]:
     """Return the run folders in `root` by name, including damaged ones. Unreadable folders are skipped."""
     return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
+
+
+def foreign_files(path: Path) -> list[str]:
+    """Return the files in a run folder that whet did not write."""
+    return sorted(c.name for c in path.iterdir() if c.name not in _OWN_FILES and not durable.is_leftover(c))
 
 
 def run_groups(root: Path) -> dict[Path, int]:

@@ -24,7 +24,7 @@ from whet.training import checks, intercept
 from whet.training.auto_batch_size import resolve_auto_batch_size
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import DesktopNotifier, ProgressLine
+from whet.training.callbacks.progress import ProgressLine
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
 from whet.training.progress import BestStep
@@ -66,7 +66,6 @@ def train(
     val: Any = None,
     test: Any = None,
     on_event: EventHandler | Literal["line"] | None = "line",
-    notify: bool = False,
     measure: bool = True,
     open_bench: OpenStepBench | None = None,
     # begin generated keywords (tools/keywords.py)
@@ -118,7 +117,6 @@ def train(
         val=val,
         test=test,
         on_event=on_event,
-        notify=notify,
         measure=measure,
         open_bench=open_bench,
     )
@@ -135,7 +133,6 @@ def train_run(
     val: Any = None,
     test: Any = None,
     on_event: EventHandler | Literal["line"] | None = None,
-    notify: bool = False,
     measure: bool = False,
     open_bench: OpenStepBench | None = None,
 ) -> TrainResult:
@@ -159,8 +156,6 @@ def train_run(
     handler = line if on_event == "line" else on_event
     if not is_rank_zero:
         handler = None
-    elif notify:
-        handler = DesktopNotifier("train", on_event=handler, print_line=line.print_line)
     resolved = resolve_auto_batch_size(
         model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )

@@ -14,8 +14,7 @@ from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar, Setting
 from whet.run.event import SESSION_START_KINDS, Event
 from whet.run.events import History
-from whet.run.folder import CHECKPOINTS, RUN_FILE, Run, open_run
-from whet.run.prune import foreign_files
+from whet.run.folder import CHECKPOINTS, RUN_FILE, Run, foreign_files, open_run
 
 if TYPE_CHECKING:
     from whet.training.run_config import RunConfig

@@ -1,9 +1,6 @@
-"""Playing against a player: in the terminal, and the API of the page."""
+"""Playing against a player: the view of a game, and the API of the page."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from whet.recipes.hex.game.board import EMPTY, RED, SWAP, parse_cell
 from whet.recipes.hex.game.game import replay
 from whet.recipes.hex.game.players import NETLESS_PLAYERS, Analysis, best_moves
 from whet.recipes.hex.game.rules import Positions, legal
-from whet.recipes.hex.play.terminal import TerminalGame
 from whet.recipes.hex.play.view import view_game
 
 PLAYER = NETLESS_PLAYERS["two-distance"]
@@ -80,56 +76,6 @@ def test_first_moves_vary_with_the_seed_alone() -> None:
     assert len({view_game(PLAYER, moves, size=7, seed=seed).reply for seed in range(5)}) == 1
 
 
-def test_complete_game_in_the_terminal() -> None:
-    talk = TerminalGame(Sure(), 3)
-    assert "you are blue" in talk.begin()[0]
-    assert talk.enter("") == []
-    assert talk.enter("b2")[0] == "sure: swap"
-    assert talk.enter("undo")[-1].startswith("your move")
-    assert "no such cell" in talk.enter("z9")[0]
-    assert "not legal" in talk.enter("swap")[0]
-    assert "take back" in talk.enter("undo")[0]
-    assert talk.enter("hint")[-1] == "sure suggests a1 100 %"
-    assert talk.enter("c1")[0] == "sure: swap"  # Its stone is now at a3.
-    assert talk.enter("b1")[0] == "sure: a1"
-    assert talk.enter("b2")[0] == "sure: c1"
-    assert talk.enter("b2")[0] == "move 7 is not legal: the cell is occupied"
-    assert talk.enter("b3")[-1] == "you win"
-    assert talk.enter("c3")[0] == "the game is over"
-    assert talk.enter("undo")[-1].startswith("your move")
-    assert "resigned" in talk.enter("resign")[0]
-    assert "you are red" in talk.enter("new red")[0]
-    assert talk.enter("hint")[-1].startswith("sure suggests a swap; else ")
-    assert talk.enter("swap")[0].startswith("sure: ")
-    assert "no such color" in talk.enter("new green")[0]
-    assert not talk.is_over
-    assert talk.enter("quit") == []
-    assert talk.is_over
-
-
-def test_the_board_is_drawn_with_the_last_stone_marked() -> None:
-    talk = TerminalGame(PLAYER, 11, RED)
-    drawn = [line for line in talk.begin() if line.lstrip()[:1].isdigit()]
-    assert len(drawn) == 11
-    assert drawn[9].index("R") == drawn[8].index("R") + 1 == drawn[7].index("R") + 2
-    assert sum(line.count("(B)") for line in drawn) == 1
-
-
-def test_play_in_the_terminal(tmp_path: Path) -> None:
-    """As a process: lines in, lines out, and closed input ends the game."""
-    command = [sys.executable, "-m", "whet", "play", "two-distance", "--size", "4", "--terminal"]
-    done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("your move (blue)") == 2
-    assert "two-distance suggests" in done.stdout
-
-
-def test_closed_input_ends_the_game(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    assert run(["play", "random", "--size", "3", "--terminal"]) == 0
-    assert "your move (blue)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
@@ -139,7 +85,7 @@ def test_closed_input_ends_the_game(capsys: pytest.CaptureFixture[str], monkeypa
     ],
 )
 def test_invalid_options_are_errors(words: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["play", "random", *words, "--terminal"]) == 2
+    assert run(["play", "random", *words]) == 2
     assert reported in capsys.readouterr().err
 
 

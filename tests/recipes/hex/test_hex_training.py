@@ -21,6 +21,8 @@ from whet.recipes.hex.data import split_games
 from whet.recipes.hex.game.game_folder import game_keys
 from whet.recipes.hex.game.games import play_games
 from whet.recipes.hex.game.players import TwoDistancePlayer
+from whet.recipes.hex.net_players import load_opponent
+from whet.recipes.hex.play.view import view_game
 from whet.recipes.hex.recipe import recipe as hex_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -117,13 +119,13 @@ def test_arena_command_reports_rating_and_openings(place: Place, whole: Path) ->
     assert f"won       {2 * won + shared} of 40" in out
 
 
-def test_a_user_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("b2\nhint\nquit\n"))
-    code, out, errors = place.run("play", "runs/whole@8", "--terminal", "--device", "cpu")
-    assert code == 0, errors
-    assert out.count("your move (blue)") == 2
-    assert "runs/whole@8 suggests" in out
-    code, _, errors = place.run("play", "runs/whole", "--size", 5, "--terminal", "--device", "cpu")
+def test_a_user_plays_against_a_run(place: Place, whole: Path) -> None:
+    player = load_opponent("runs/whole@8", device=torch.device("cpu")).player
+    view = view_game(player, [0], size=4)
+    assert view.player == "runs/whole@8"
+    assert view.reply is not None
+    assert view.suggestions
+    code, _, errors = place.run("play", "runs/whole", "--size", 5, "--device", "cpu")
     assert (code, "--size 4" in errors) == (2, True)
 
 
@@ -146,7 +148,7 @@ def test_damaged_run_is_an_error(place: Place, whole: Path, name: str, content: 
         (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
         (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
         (("arena", "hex", "n" * 5_000, "random"), "no such player"),
-        (("play", "two-distance@64", "--terminal"), "two-distance does not search"),
+        (("play", "two-distance@64"), "two-distance does not search"),
         (("arena", "text", "random", "random"), "text is not a game"),
         (("train", "hex", "--run", "runs", "--max-restarts", "0"), "not a run, and not empty"),
         (("plan", "hex", "data=absent"), "the data does not exist"),

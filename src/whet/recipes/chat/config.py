@@ -14,10 +14,10 @@ from whet.recipes.chat.architecture import ChatArch
 if TYPE_CHECKING:
     from whet.recipes.chat.manifest import ChatManifest
 
-EMBEDDED_SIZES = 4096, 180, 232_000
+EMBEDDED_SIZES = 4096, 157, 121_000
 """Vocabulary size, longest conversation and total tokens of the embedded data.
 
-The numbers are approximate: the texts are generated from the help of whet and Python, which differs between versions.
+The numbers are approximate: most texts are docstrings of Python, which differ between versions.
 """
 # Round numbers of positions suit the kernels better.
 _SEQ_LEN_MULTIPLE = 64

@@ -16,7 +16,6 @@ from whet.recipes.chat.embedded_facts import python_facts, whet_facts
 from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.run import durable
 
-PYTHON_FACTS = 1_200
 _MAX_CHARACTERS = 600
 """The limit for conversations with several questions: the longest conversation determines the length of all rows."""
 _SYSTEM = "You answer questions about whet and Python, briefly."
@@ -26,7 +25,7 @@ _BRIDGES = ("{}", "Thanks. {}", "And another question: {}", "I see. {}", "{}", "
 def embedded_conversations() -> list[tuple[Turn, ...]]:
     """Generate all conversations. The result depends only on the versions of whet and Python."""
     whet = list(whet_facts())
-    python = sorted(python_facts(), key=lambda fact: _hash_number(fact.questions[0]))[:PYTHON_FACTS]
+    python = list(python_facts())
     conversations: list[tuple[Turn, ...]] = []
     # Facts about whet are few but the most frequent topic, so they occur twice: alone and in longer conversations.
     for round_number, (facts, longest) in enumerate(((whet, 1), (whet, 3), (python, 3))):
@@ -59,11 +58,6 @@ def _hash_number(text: str) -> int:
 OPTIONS = PrepareOptions(format="openai", vocab_size=4096, max_length=512, train_split=0.96, max_bad=0)
 
 
-_PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("cli", "config", "plan/rules", "recipes/chat")
-"""The folders of whet that determine the conversations."""
-
-
 def open_embedded() -> ChatDataset:
     """Open the cached conversations. Generate them if they are missing, damaged or of another version."""
     folder = env.home() / "chat" / f"embedded-{_key()}"
@@ -76,9 +70,8 @@ def open_embedded() -> ChatDataset:
 def _key() -> str:
     """Return a hash of everything that the conversations depend on."""
     digest = hashlib.sha256(platform.python_version().encode())
-    for name in _SOURCES:
-        for path in sorted((_PACKAGE / name).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

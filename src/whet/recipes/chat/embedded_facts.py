@@ -1,17 +1,12 @@
-"""Questions and answers about whet and the standard library, extracted from help texts and docstrings."""
+"""Questions about whet, and about the standard library with answers from its docstrings."""
 
 import ast
 import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from whet.config.options import CommonConfig
-from whet.config.resolve import known_keys
-from whet.plan.rules import ALL_RULES
+from typing import NamedTuple
 
 MAX_CHARACTERS = 320
 """The maximum length of an answer."""
@@ -36,8 +31,6 @@ def first_sentences(text: str, *, limit: int = MAX_CHARACTERS) -> str:
     ends = [match.end() for match in re.finditer(r"[.!?](?= [A-Z`])", flat) if match.end() <= limit]
     return flat[: ends[-1]] if ends else ""
 
-
-# --- Python ---------------------------------------------------------------------------------------------------------
 
 MODULES = (
     *("argparse", "ast", "base64", "bisect", "calendar", "collections", "concurrent.futures.thread", "configparser"),
@@ -99,135 +92,11 @@ def _summary(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Cla
     return text if len(text) >= _MIN_CHARACTERS and text.isascii() else ""
 
 
-# --- whet -----------------------------------------------------------------------------------------------------------
-
-_COMMANDS = Path(__file__).parents[2] / "cli"
-
-
 def whet_facts() -> Iterator[Fact]:
-    """Yield facts from commands, options and rules, in a fixed order."""
-    yield from _basic_facts()
-    yield from _command_facts()
-    yield from _option_facts()
-    yield from _rule_facts()
-
-
-def _basic_facts() -> Iterator[Fact]:
+    """Yield facts about whet, in a fixed order."""
     for questions, answer in BASICS.items():
         yield Fact(answer, tuple(questions.split(" / ")))
 
-
-def _command_facts() -> Iterator[Fact]:
-    """Yield facts from the help of commands. The source is parsed, not imported, because cli is a higher layer."""
-    for path in sorted(_COMMANDS.glob("*.py")):
-        for node in ast.parse(path.read_bytes()).body:
-            # Only the help of a command has examples, after a \b that keeps their line breaks.
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and "\b" in _doc(node):
-                yield from _command(node)
-
-
-def _command(node: ast.FunctionDef) -> Iterator[Fact]:
-    first, *paragraphs = _doc(node).split("\n\n")
-    examples = next(part for part in paragraphs if part.startswith("\b")).split("\n")[1:]
-    # data_chat is `whet data chat`, and import_weights is `whet import`: the example shows which words form the
-    # command.
-    words = zip(node.name.split("_"), examples[0].split()[1:], strict=False)
-    verb = " ".join(part for part, word in words if part == word)
-    name = f"whet {verb}"
-    yield Fact(
-        f"{first_sentences(first)} For example: {examples[0]}",
-        (f"What does {name} do?", f"What is {name} for?", f"Explain {name}.", f"What does the command {verb} do?"),
-    )
-    yield Fact(
-        "\n".join(examples[:4]),
-        (f"How do I use {name}?", f"Show me examples of {name}.", f"Give me an example of {name}."),
-    )
-    for number, part in enumerate(part for part in paragraphs if not part.startswith("\b")):
-        if text := first_sentences(part):
-            questions = (
-                f"Tell me more about {name}.",
-                f"What else does {name} do?",
-                f"What should I know about {name}?",
-            )
-            yield Fact(text, questions if number == 0 else (f"What more is there to know about {name}?",))
-    for option, help_text in _options(node):
-        yield Fact(
-            help_text,
-            (
-                f"What does {option} do in {name}?",
-                f"What is the option {option} of {name}?",
-                f"What does {name} {option} mean?",
-            ),
-        )
-
-
-def _doc(node: ast.FunctionDef) -> str:
-    return ast.get_docstring(node) or ""
-
-
-def _options(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command with their help. cli/options.py defines options shared by several commands."""
-    shared = _shared_options()
-    for argument in node.args.args:
-        annotation = argument.annotation
-        if isinstance(annotation, ast.Name):
-            annotation = shared.get(annotation.id)
-        for call in ast.walk(annotation) if annotation else ():
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Option"):
-                continue
-            help_text = next((keyword.value for keyword in call.keywords if keyword.arg == "help"), None)
-            names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-            if isinstance(help_text, ast.Constant) and isinstance(help_text.value, str):
-                yield (names or [f"--{argument.arg.replace('_', '-')}"])[0], help_text.value
-
-
-@cache
-def _shared_options() -> dict[str, ast.expr]:
-    tree = ast.parse((_COMMANDS / "options.py").read_bytes())
-    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
-    return {ast.unparse(node.targets[0]): node.value for node in assignments}
-
-
-def _option_facts() -> Iterator[Fact]:
-    for key, field in known_keys(CommonConfig).items():
-        if field.description:
-            yield Fact(
-                f"{key}: {' '.join(field.description.split())}. {_default(field.default)}",
-                (
-                    f"What does the key {key} mean?",
-                    f"What is {key} in whet?",
-                    f"What does {key}= set?",
-                    f"Explain {key}.",
-                ),
-            )
-
-
-def _default(value: Any) -> str:
-    return "It has no default." if value is None or value == () else f"Its default is {value}."
-
-
-def _rule_facts() -> Iterator[Fact]:
-    for rule in ALL_RULES:
-        name = rule.setting
-        questions = (
-            f"What does the setting {name} of a plan decide?",
-            f"What is {name} in a plan?",
-            f"Rule {rule.id}?",
-        )
-        yield Fact(" ".join(rule.what.split()), questions)
-        for section, templates in _SECTIONS.items():
-            text = first_sentences(rule.sections.get(section, ""))
-            if text:
-                is_sentence = text[0].isalpha() and "=" not in text.split()[0]
-                answer = text[0].upper() + text[1:] if is_sentence else text
-                yield Fact(answer, tuple(template.format(name) for template in templates))
-
-
-_SECTIONS = {
-    "Why": ("Why does whet decide {} as it does?", "What is the reason behind {}?"),
-    "When wrong": ("When is the rule for {} wrong?", "When should I not trust the plan's {}?"),
-    "Override": ("How do I override {}?", "How can I set {} myself?"),
-}
 
 BASICS = {
     "What is whet? / What does whet do? / Tell me about whet. / Explain whet in one sentence. / whet?": (
@@ -235,10 +104,10 @@ BASICS = {
         "losing a step."
     ),
     "Who are you? / What are you? / What is your name? / Introduce yourself. / Are you a person?": (
-        "I am a small model that whet trained from scratch on its own help texts and on Python's docstrings."
+        "I am a small model that whet trained from scratch on a few answers about itself and on Python's docstrings."
     ),
     "Hi / Hello / Hey / Hello! / Hi there. / Good morning.": (
-        "Hello. Ask me about whet's commands, its keys, or a function of Python's library."
+        "Hello. Ask me about whet, or about a function of Python's library."
     ),
     "Thanks / Thank you / Thanks! / Thank you very much. / Great, thanks.": "You are welcome.",
     "Bye / Goodbye / See you. / Bye!": "Goodbye.",

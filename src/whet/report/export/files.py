@@ -1,7 +1,6 @@
 """Export files of a run, written into a new folder completely or not at all."""
 
 import csv
-import importlib
 import io
 import itertools
 import math
@@ -54,39 +53,6 @@ def _csv_line(row: ExportRow) -> str:
 def _escape_formula(name: str) -> str:
     """Return a name that a spreadsheet does not evaluate as a formula."""
     return f"'{name}" if name.startswith(_FORMULA_STARTS) else name
-
-
-# Rows in memory at once. Smaller row groups would compress worse.
-_ROWS_PER_GROUP = 32_768
-
-
-def parquet_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the files by name, each as chunks of bytes."""
-    try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise WhetError(
-            "Parquet files need pyarrow", got="it is not installed", try_="pip install 'whet[parquet]'; or --to csv"
-        ) from None
-    for table in find_tables(history):
-        yield f"{table.name}.parquet", _parquet_chunks(history, table, arrow=arrow, parquet=parquet)
-
-
-def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet: Any) -> Iterator[bytes]:
-    types = [arrow.int64(), *(arrow.float64() for _ in table.header[1:])]
-    schema = arrow.schema(list(zip(table.header, types, strict=True)))
-    sink = _ChunkSink()
-    rows = read_rows(history, table)
-    with parquet.ParquetWriter(sink, schema) as writer:
-        # Write one row group at a time, so that memory does not grow with the length of the run.
-        while group := list(itertools.islice(rows, _ROWS_PER_GROUP)):
-            columns = [
-                arrow.array([row[place] for row in group], type=type_, from_pandas=False)
-                for place, type_ in enumerate(types)
-            ]
-            writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
-            yield sink.take()
-    yield sink.take()
 
 
 class _ChunkSink(io.RawIOBase):
@@ -161,7 +127,7 @@ def _in_float32_range(value: float) -> float:
 
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
-FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
+FORMATS: dict[str, FileWriter] = {"csv": csv_files, "tensorboard": tensorboard_files}
 # Formats of the model, which `whet.api.export` writes.
 MODEL_FORMATS = ("safetensors", "transformers", "onnx")
 # Prefixes of exported files. A folder that contains any other file is never replaced.

@@ -1,10 +1,9 @@
-"""The supported dashboards: W&B, Trackio and MLflow."""
+"""The supported dashboards: W&B and MLflow."""
 
 import contextlib
 import importlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,57 +187,6 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_MAX_NAME].strip("/. ") or "_"
 
 
-_LONGEST_WAIT_SECONDS = 30.0
-
-
-class Trackio:
-    """Trackio: a local folder, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. The run name contains a part of the run id."""
-
-    max_rows = 1_000
-
-    def __init__(self) -> None:
-        self._trackio = import_library("trackio")
-        self._run: Any = None
-        self._where = ""
-        self._logged = -1
-
-    def open(self, about: RunDescription) -> ForwardedState:
-        self._run = self._trackio.init(
-            project=about.project,
-            name=f"{about.name}-{about.id[:8]}",
-            config=dict(about.parameters),
-            resume="allow",
-            embed=False,
-            # Disable system metrics, which would measure this process instead of the training.
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        self._where = f"Trackio (project {about.project}); `trackio show --project {about.project}` shows it"
-        # Trackio continues from its last step. With one row per step, no other state is needed.
-        return ForwardedState(step=getattr(self._run, "_next_step", 0) - 1)
-
-    def send(self, rows: Sequence[DashboardRow]) -> None:
-        for row in rows:
-            if row.step <= self._logged:
-                continue  # Trackio already has this row, but was slow to write it.
-            self._run.log(dict(row.values), step=row.step)
-            self._logged = row.step
-        # Trackio buffers rows and writes them twice a second.
-        until = time.monotonic() + _LONGEST_WAIT_SECONDS
-        while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
-            if time.monotonic() > until:
-                raise UnreachableError("Trackio did not write its buffer in time")
-            time.sleep(0.05)
-
-    def close(self, state: str | None) -> None:  # noqa: ARG002
-        if self._run is not None:
-            # Finish through the API; otherwise Trackio would finish the run again at exit and print a message.
-            self._trackio.finish()
-
-    def where(self) -> str:
-        return self._where
-
-
 _EXIT_CODES = {"done": 0, "stopped": 130, "failed": 1}
 
 
@@ -295,7 +243,7 @@ class Wandb:
         return f"W&B, {self._run.url}"
 
 
-DASHBOARDS: dict[str, Callable[[], Dashboard]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+DASHBOARDS: dict[str, Callable[[], Dashboard]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
 def open_dashboard(name: str) -> Dashboard:

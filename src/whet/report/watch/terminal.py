@@ -46,7 +46,6 @@ _BAR_WIDTH = 24
 _MAX_GROUPS, _MIN_HEIGHT_FOR_GROUPS = 3, 16
 _SPARK_WIDTH = 16
 _CURVE_WIDTH, _CURVE_HEIGHT, _MIN_CURVE_HEIGHT = 120, 14, 3
-_KEYS = "q quits   up and down select a run"
 # Columns by priority. In a narrow terminal, the last ones are dropped first.
 _COLUMNS = ("state", "step", "loss", "curve", "left", "goal", "updated")
 
@@ -61,8 +60,8 @@ class RunBoard(FrozenModel):
     """Status of the runs that fit on the screen."""
     first: int = 0
     """Position of the first row among all runs."""
-    selected: int | None = None
-    """Index of the row that is shown in detail, or None."""
+    detailed: int | None = None
+    """Index of the row that is shown in detail: the newest active run. None if there are no runs."""
     groups: dict[Path, int] = Field(default_factory=dict)
     """Folders that contain runs, such as those of a search, with the numbers of runs."""
 
@@ -82,16 +81,15 @@ class BoardReader:
         self._folder = folder
         self._clock = clock
         self._cache: dict[Path, _CachedStatus] = {}
-        self._selected: Path | None = None
         self._num_active = 0
         self._groups: dict[Path, int] = {}
         self._grouped_at = -_GROUPS_SECONDS
 
-    def read(self, *, rows: int, move: int = 0) -> RunBoard:
-        """Return the current state of `rows` runs. `move` moves the selection down by this many rows."""
+    def read(self, *, rows: int) -> RunBoard:
+        """Return the current state of `rows` runs, among them the newest active one."""
         now = self._clock()
         paths = self._paths(now)
-        position = self._select(paths, move)
+        position = max(range(self._num_active), key=lambda place: _created(paths[place]), default=0)
         first = max(0, min(position - rows // 2, len(paths) - rows))
         shown = paths[first : first + rows]
         self._cache = {path: self._status(path) for path in shown}
@@ -101,7 +99,7 @@ class BoardReader:
             num_runs=len(paths),
             rows=tuple(self._cache[path].status for path in shown),
             first=first,
-            selected=position - first if shown else None,
+            detailed=position - first if shown else None,
             groups=self._read_groups(now),
         )
 
@@ -112,17 +110,6 @@ class BoardReader:
         if not 0 <= now - self._grouped_at < _GROUPS_SECONDS:
             self._groups, self._grouped_at = run_groups(self._folder), now
         return self._groups
-
-    def _select(self, paths: list[Path], move: int) -> int:
-        """Return the position of the selected run, by default the newest active run."""
-        if self._selected in paths:
-            position = paths.index(self._selected)
-        else:
-            position = max(range(self._num_active), key=lambda place: _created(paths[place]), default=0)
-        if move and paths:
-            position = max(0, min(position + move, len(paths) - 1))
-            self._selected = paths[position]
-        return position
 
     def _paths(self, now: float) -> list[Path]:
         """Return the paths of active runs by name, then those of the other runs, newest first."""
@@ -199,17 +186,13 @@ def board_rows(height: int) -> int:
     return max(1, (height - 4) // 3)
 
 
-def render_board(board: RunBoard, area: TerminalArea, *, has_keys: bool = False) -> list[Text]:
-    """Return the lines of the live view: a heading, the runs, and details of the selected run."""
+def render_board(board: RunBoard, area: TerminalArea) -> list[Text]:
+    """Return the lines of the live view: a heading, the runs, and details of one run."""
     lines = [_heading(board, area), *_table(board, area), *_groups(board, area)]
-    footer = [Text(_KEYS, style="dim")] if has_keys else []
-    room = None if area.height is None else area.height - len(lines) - len(footer)
-    if board.selected is not None:
-        lines += _details(board.rows[board.selected], area, now=board.now, room=room)
-    if area.height is not None:
-        lines = lines[: max(1, area.height - len(footer))]
-        lines += [Text()] * (area.height - len(footer) - len(lines))
-    lines += footer
+    left = None if area.height is None else area.height - len(lines)
+    if board.detailed is not None:
+        lines += _details(board.rows[board.detailed], area, now=board.now, height=left)
+    lines = lines[: area.height]
     for line in lines:
         line.truncate(area.width)
         line.no_wrap = True
@@ -244,9 +227,9 @@ def _table(board: RunBoard, area: TerminalArea) -> list[Text]:
     header = "  " + area.fit("run", name_width) + "".join("  " + area.fit(head, width) for head, _, width in columns)
     table = [Text(header.rstrip(), style="dim")]
     for place, row in enumerate(board.rows):
-        is_selected = place == board.selected and board.num_runs > 1
-        line = Text("> " if is_selected else "  ")
-        line.append(area.fit(row.path.name, name_width), style="bold" if is_selected else "")
+        is_detailed = place == board.detailed and board.num_runs > 1
+        line = Text("> " if is_detailed else "  ")
+        line.append(area.fit(row.path.name, name_width), style="bold" if is_detailed else "")
         for _, cells, width in columns:
             text, style = cells[place]
             line.append("  ")
@@ -285,14 +268,14 @@ def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
     return [*lines, Text(f"  and {left:,} more such folders", style="dim")] if left else lines
 
 
-def _details(row: LiveStatus, area: TerminalArea, *, now: float, room: int | None) -> list[Text]:
-    """Return the lines of the selected run. The curve uses the space that figures and events leave."""
+def _details(row: LiveStatus, area: TerminalArea, *, now: float, height: int | None) -> list[Text]:
+    """Return the details of a run. The curve uses the space that figures and events leave."""
     figures = [_line("problem", row.problem, area, style="red")] if row.problem else _figures(row, area, now=now)
     events = [_recent_event(entry, area, now=now) for entry in row.recent]
-    if room is None:
+    if height is None:
         events, curve_height = events[:6], 8
     else:
-        left = room - 1 - len(figures)
+        left = height - 1 - len(figures)
         few = events[: max(0, min(6, left // 3))]
         curve_height = min(_CURVE_HEIGHT, left - len(few) - 3)
         events = few if curve_height >= _MIN_CURVE_HEIGHT else events[: max(0, left - 1)]

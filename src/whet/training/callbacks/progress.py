@@ -1,4 +1,4 @@
-"""The head and the progress line of a run, and desktop notifications.
+"""The head and the progress line of a run.
 
 A terminal redraws the line, a notebook updates a display, and a file or pipe gets plain lines.
 """
@@ -10,12 +10,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from html import escape
 from typing import Any, Protocol, TextIO
 
 from whet.base.units import GB, format_bytes, format_seconds, printable
-from whet.machine.desktop import notify
 from whet.plan.summary import labelled, summary_lines
 from whet.run.folder import shell_path
 
@@ -186,7 +184,7 @@ _NOTABLE_SLOWDOWN = 1.5
 """Slowdowns below this factor are in the report and need no line, unless a sensor reports heat."""
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
-"""Kinds of events that cause a notification."""
+"""Kinds of events that are printed even without a progress line."""
 _MAX_QUESTION, _MAX_ANSWER = 70, 100
 """Maximum number of characters of a sample's input and output to show."""
 
@@ -459,50 +457,3 @@ class FirstProblems:
             self._printed.add(kind)
             message = f'whet: {_message(kind, fields)} (on_event="line" prints more)'
             PlainScreen(sys.stderr).print_line(message)
-
-
-class DesktopNotifier:
-    """An event handler that sends a desktop notification when a run ends or needs attention.
-
-    It passes every event to `on_event` first.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        on_event: Callable[[str, dict[str, Any]], None] | None,
-        print_line: Callable[[str], None],
-        send: Callable[[str, str], str | None] | None = None,
-    ) -> None:
-        self._name = name
-        self._on_event = on_event
-        self._print_line = print_line
-        self._send = send or partial(notify, terminal=sys.stderr)
-        self._sent: set[str] = set()
-        self._metrics: dict[str, float] = {}
-
-    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        if self._on_event is not None:
-            self._on_event(kind, fields)
-        if kind == "step":
-            self._metrics["loss"] = fields["loss"]
-        elif kind == "eval":
-            self._metrics |= {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
-        elif kind == "end":
-            # The reason is already in the state of a finished run. Only its metrics are new.
-            why = fields["reason"] if fields["state"] == "failed" else None
-            self._notify(fields["state"], why, step=fields["step"])
-        elif kind in _ATTENTION_KINDS and kind not in self._sent and fields.get("level") not in ("normal", "warn"):
-            # One notification per kind: a run may have thousands of warnings.
-            self._sent.add(kind)
-            self._notify("needs attention", fields.get("reason"), step=fields.get("step", 0))
-
-    def _notify(self, what: str, why: str | None, *, step: int) -> None:
-        metrics = "".join(f", {name} {value:.4g}" for name, value in self._metrics.items())
-        problem = self._send(
-            f"whet: {self._name} {what}", f"{why}; step {step:,}" if why else f"step {step:,}{metrics}"
-        )
-        if problem is not None and "failure" not in self._sent:
-            self._sent.add("failure")
-            self._print_line(f"{self._name}: no notification: {problem}")
