@@ -4,7 +4,7 @@
 
 All loops train the same model from the same weights on the same batches, with AdamW, clipping and a linear schedule: a
 plain loop; an expert's loop (torch.compile, fused AdamW, autocast to bf16 on a GPU, channels_last for convolutions) and
-the same with mode="reduce-overhead"; HF Trainer for models of transformers, Lightning for the others; and a user's
+the same with mode="reduce-overhead"; HF Trainer for Transformers models, Lightning for the others; and a user's
 script with whet.train, without and with measuring. Each runs in its own process with its own caches, and only one
 computes at a time, in random order in each round. A model or loop whose package is missing is listed with the reason.
 

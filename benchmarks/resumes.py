@@ -3,7 +3,7 @@
     python benchmarks/resumes.py [--only optimizers|models] [--steps 12] [--virtual-mac m2-air-8gb] [--markdown FILE]
 
 Optimizers come from torch and from packages that are installed (pytorch_optimizer, lion_pytorch, schedulefree,
-prodigyopt, bitsandbytes); models from transformers, by configuration. Each training runs once to its end. A second one
+prodigyopt, bitsandbytes); Transformers models, by configuration. Each training runs once to its end. A second one
 is killed with SIGKILL after a random step and resumed by the same call. Weights, buffers and optimizer state are
 compared. With --virtual-mac, everything runs on a simulated Mac.
 """

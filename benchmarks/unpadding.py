@@ -1,4 +1,4 @@
-"""Time models of transformers with and without the padding of a batch, in pairs of passes in random order.
+"""Time Transformers models with and without the padding of a batch, in pairs of passes in random order.
 
     python benchmarks/unpadding.py [--pairs 9]
 

@@ -1,4 +1,4 @@
-"""Fine-tune a model of transformers: a dataset of token lists, a collator that pads, and `model(**batch)`.
+"""Fine-tune a Transformers model: a dataset of token lists, a collator that pads, and `model(**batch)`.
 
 The model is made from a config, so nothing is downloaded. Replace `make_model` by
 `AutoModelForSequenceClassification.from_pretrained(NAME)`, and `Pad` by `DataCollatorWithPadding(tokenizer)`.

@@ -3,7 +3,7 @@
     python tools/shape.py
     python tools/shape.py --src OTHER/src/whet --names --modules --step
 
-Counts are taken from the syntax tree. `--step` trains a tiny model in an own loop, records every call with
+Counts are taken from the syntax tree. `--step` trains a tiny model in a custom loop, records every call with
 `sys.setprofile` and counts the files of the package that a steady step enters.
 """
 

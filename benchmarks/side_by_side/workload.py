@@ -24,7 +24,7 @@ class ForWhet:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerWorkload:
-    """A model and its data; `model(**batch)` returns a dict with the mean loss, like transformers models."""
+    """A model and its data; `model(**batch)` returns a dict with the mean loss, like Transformers models."""
 
     model: nn.Module
     samples: Sequence[Any]

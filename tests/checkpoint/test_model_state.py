@@ -340,7 +340,7 @@ def test_a_scripted_model_is_saved_and_restored(tmp_path: Path) -> None:
 
 
 class Capturing(nn.Module):
-    """Like models of transformers: the first forward pass installs hooks, and sets a flag."""
+    """Like Transformers models: the first forward pass installs hooks, and sets a flag."""
 
     def __init__(self) -> None:
         super().__init__()

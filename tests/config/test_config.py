@@ -114,7 +114,7 @@ def test_yaml_pitfalls(tmp_path: Path) -> None:
 
 
 def test_every_allowed_value_of_a_setting_is_accepted_as_option() -> None:
-    # A rule returns "unused" where a setting does not apply. "unpadded" is for models of transformers from Python.
+    # A rule returns "unused" where a setting does not apply. "unpadded" is for Transformers models from Python.
     words = [
         f"{rule.setting}={value}"
         for rule in ALL_RULES

@@ -39,7 +39,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.data.sample import BadSampleError
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -75,7 +75,7 @@ def test_a_killed_run_sees_the_same_batches(name: str, kill: int, tmp_path: Path
     saved = (kill - 1) // 2 * 2
     assert_same_batches(resumed.batches, whole.batches[saved:])
     assert torch.equal(resumed.weights, whole.weights)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
 @pytest.mark.parametrize("name", [*LOADERS, *RANDOM_LOADERS])
@@ -125,7 +125,7 @@ def test_a_process_that_is_killed_sees_the_same_batches(tmp_path: Path) -> None:
     resumed = run_batches(RANDOM_LOADERS["a collate function that mixes"](), run=tmp_path / "run", epochs=3, workers=2)
     assert 5 <= len(resumed.batches) < 12
     assert torch.equal(resumed.weights, whole.weights)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
 class KillAt(whet.Callback):

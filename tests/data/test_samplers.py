@@ -29,7 +29,7 @@ from loader_runs import resumed_batches, run_batches
 from whet.base.errors import UsageError
 from whet.data.batch import Position
 from whet.data.loader import loader_batch_size, loader_order
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -71,7 +71,7 @@ def test_a_sampler_with_a_state_resumes_at_any_step(sampler: type, kill: int, tm
     resumed = resumed_batches(lambda: loader(sampler()), tmp_path / "run", kill=kill, epochs=3)
     assert resumed.ids == whole.ids[(kill - 1) // 2 * 2 :]
     assert torch.equal(resumed.weights, whole.weights)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
 class ResettingSampler(StateSampler):

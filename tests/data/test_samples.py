@@ -13,7 +13,7 @@ from loader_runs import differences, resumed_batches, run_batches
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch
 from whet.data.sample import DatasetReader
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -77,7 +77,7 @@ def test_a_killed_run_sees_the_same_samples(name: str, tmp_path: Path) -> None:
     resumed = resumed_batches(data, tmp_path / "run", kill=6, global_batch_size=6)
     assert resumed.ids == whole.ids[4:]
     assert torch.equal(resumed.weights, whole.weights)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
 def test_a_list_of_many_tensors_is_a_list_of_samples() -> None:

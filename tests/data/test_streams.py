@@ -10,7 +10,7 @@ import torch
 from loader_cases import SIZE, RandomStream, X, Y
 from loader_runs import differences, resumed_batches, run_batches
 from whet.base.errors import UsageError
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def test_a_stream_with_a_state_resumes_at_any_step(kill: int, tmp_path: Path) ->
     expected = whole.batches[(kill - 1) // 2 * 2 :]
     assert [differences(a, b) for a, b in zip(resumed.batches, expected, strict=True)] == [None] * len(expected)
     assert torch.equal(resumed.weights, whole.weights)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
 def test_what_a_stream_draws_does_not_move_the_draws_of_steps() -> None:
@@ -107,4 +107,4 @@ def test_a_stream_of_hugging_face(num_shards: int, shuffles: bool, kill: int, tm
     resumed = resumed_batches(make, tmp_path / "run", kill=kill, epochs=3, global_batch_size=6)
     expected = whole.batches[(kill - 1) // 2 * 2 :]
     assert [differences(a, b) for a, b in zip(resumed.batches, expected, strict=True)] == [None] * len(expected)
-    assert resumed.exactness.startswith(OWN_LOOP)
+    assert resumed.exactness.startswith(CUSTOM_LOOP)

@@ -71,7 +71,7 @@ def test_state_is_resumed_in_attributes_but_not_in_classes(
 
 
 @pytest.mark.parametrize(("name", "epochs"), [("gan.py", 3), ("reinforcement.py", 30)])
-def test_an_own_loop_that_is_stopped_twice_ends_with_the_same_weights(
+def test_a_custom_loop_that_is_stopped_twice_ends_with_the_same_weights(
     name: str, epochs: int, run: Callable[[Path], str], tmp_path: Path
 ) -> None:
     text = re.sub(r"\bepochs=\d+", f"epochs={epochs}", (EXAMPLES / name).read_text())

@@ -10,7 +10,7 @@ from fault_runs import FaultRuns
 from whet.checkpoint import store
 from whet.report.run_report import summarize
 from whet.run.events import read_events
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -45,9 +45,9 @@ def newest(run: Path) -> store.LoadedCheckpoint:
 
 def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
     started = fault_runs.finish(run)
-    assert started.reported("resume") == [f"3 {OWN_LOOP}"]
+    assert started.reported("resume") == [f"3 {CUSTOM_LOOP}"]
     (resumed,) = read_events(run, kinds=("resume",))
-    assert resumed.get("exactness").startswith(OWN_LOOP)
+    assert resumed.get("exactness").startswith(CUSTOM_LOOP)
     about = newest(run).snapshot.info
     assert (about.exactness, about.attempt, about.parent) == ("bit-exact", 2, "step-000000003")
     assert summarize(run).inexact_since is None

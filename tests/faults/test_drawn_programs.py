@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 
 NUM_PROGRAMS = {"bounded": 6, "all": 300}
 NUM_HIDDEN = {"bounded": 12, "all": 60}
-OWN_LOOP = "session state restored exactly; your own variables only if registered"
+CUSTOM_LOOP = "session state restored exactly; your own variables only if registered"
 
 
 def run_program(server: ForkServer, folder: Path, seed: int, kind: str, name: str, stop: int, number: int) -> Path:
@@ -54,7 +54,7 @@ def test_programs_with_registered_state_resume_exactly(
         features.update([*program.modules, *program.changes, program.optimizer, program.schedule, program.data])
         folder = tmp_path / str(seed)
         folder.mkdir()
-        claim = OWN_LOOP if program.is_loop else "bit-exact"
+        claim = CUSTOM_LOOP if program.is_loop else "bit-exact"
         try:
             whole = json.loads(run_program(fork_server, folder, seed, "known", "whole", 0, 0).read_text())
         except AssertionError as error:

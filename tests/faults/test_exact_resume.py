@@ -12,7 +12,7 @@ from fault_runs import FaultRuns, counts, digest
 from pairwise_choices import Row, pairs_of, pairwise
 from whet.checkpoint import store
 from whet.run.events import read_events
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -67,7 +67,7 @@ def check_resume(fault_runs: FaultRuns, run: Path, place: str, *, expected: str,
         resumed += started.resumed_from > 0
     last = fault_runs.finish(run, **options)
     resumed += last.resumed_from > 0
-    assert all(OWN_LOOP in line for line in last.reported("resume"))
+    assert all(CUSTOM_LOOP in line for line in last.reported("resume"))
     assert digest(run) == expected
     return resumed
 

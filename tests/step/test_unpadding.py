@@ -1,4 +1,4 @@
-"""Models of transformers compute padded batches without padding, with the same losses and gradients."""
+"""Transformers models compute padded batches without padding, with the same losses and gradients."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_other_batches_are_computed_as_they_are(changes) -> None:
 
 def test_models_that_cannot_are_named() -> None:
     assert unpadding_obstacle(nn.Linear(2, 2)) == unpadding.NO_TRANSFORMER
-    assert unpadding_obstacle(nn.Sequential(bert(), bert())) == "it has several models of transformers"
+    assert unpadding_obstacle(nn.Sequential(bert(), bert())) == "it has several Transformers models"
     assert unpadding_obstacle(nn.Sequential(bert())) is None
     model = bert()
     model.set_attn_implementation("eager")

@@ -13,7 +13,7 @@ import whet
 from whet.base.errors import UsageError
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -143,7 +143,7 @@ def test_an_error_in_the_body_of_a_loop_is_named_by_the_resume(fails: bool, tmp_
     assert last_saved(tmp_path / "run") == 2
     loop(None)
     what = "; ValueError ended the body of your loop at step 2: what it had still to do is missing"
-    assert claim(tmp_path / "run") == OWN_LOOP + (what if fails else "")
+    assert claim(tmp_path / "run") == CUSTOM_LOOP + (what if fails else "")
 
 
 @pytest.mark.parametrize("fails", [True, False])

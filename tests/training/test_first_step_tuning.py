@@ -1,4 +1,4 @@
-"""An own loop measures its plan at its first step, when the loss is known."""
+"""A custom loop measures its plan at its first step, when the loss is known."""
 
 import pytest
 import torch

@@ -655,7 +655,7 @@ def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program]
 
 
 def test_a_log_is_named_and_not_called_inexact(tmp_path: Path) -> None:
-    """Nobody can see from outside whether training reads it. The claim is that of an own loop."""
+    """Nobody can see from outside whether training reads it. The claim is that of a custom loop."""
     log: list[float] = []
     for max_steps in (3, 5):
         program = Program()
@@ -684,7 +684,7 @@ def test_what_is_too_large_to_compare_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_an_own_loop_names_its_variables(tmp_path: Path) -> None:
+def test_a_custom_loop_names_its_variables(tmp_path: Path) -> None:
     """A loop is not called inexact for a variable that changes: it may be a log. But it is named."""
     seen: list[float] = []
     for stop in (3, None):

@@ -138,7 +138,7 @@ def test_another_goal_than_the_validation_loss_needs_evaluate() -> None:
         train(convnet(), images(16, seed=0), val=images(4, seed=1), goal="accuracy")
 
 
-def test_an_own_loop_evaluates_the_loss(tmp_path: Path) -> None:
+def test_a_custom_loop_evaluates_the_loss(tmp_path: Path) -> None:
     model = convnet()
     with whet.Session(
         model, sgd(model), images(16, seed=0), global_batch_size=8, goal="val_loss", run=tmp_path / "run"

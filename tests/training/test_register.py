@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 _draw = torch.Generator().manual_seed(5)
 X, Y = torch.randn(640, 10, generator=_draw), torch.randint(0, 4, (640,), generator=_draw)
 OPTIONS: dict[str, Any] = {"global_batch_size": 64, "epochs": 2, "overrides": {"threads": 1}, "split_batch": False}
-OWN_LOOP = "session state restored exactly; your own variables only if registered"
+CUSTOM_LOOP = "session state restored exactly; your own variables only if registered"
 
 
 class Counter:
@@ -96,7 +96,7 @@ def test_registered_objects_of_every_kind_are_restored(tmp_path: Path) -> None:
     own_loop(tmp_path / "run", stop=7)
     resumed = own_loop(tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    assert exactness(tmp_path / "run") == OWN_LOOP
+    assert exactness(tmp_path / "run") == CUSTOM_LOOP
 
 
 def test_an_object_that_is_no_longer_registered_is_named(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_a_registered_module_keeps_what_its_state_dict_lacks(tmp_path: Path) -> 
     train(tmp_path / "run", stop=7)
     resumed = train(tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    assert exactness(tmp_path / "run") == OWN_LOOP
+    assert exactness(tmp_path / "run") == CUSTOM_LOOP

@@ -18,7 +18,7 @@ import whet
 from whet.base.errors import UsageError
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -93,7 +93,7 @@ def test_kernels_of_an_optimizer_may_change(tmp_path: Path) -> None:
     train(tmp_path / "run", lambda model: adamw(model, foreach=True), stop=5)
     train(tmp_path / "run", lambda model: adamw(model, foreach=False))
     (event,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
-    assert event.get("exactness").startswith(OWN_LOOP)
+    assert event.get("exactness").startswith(CUSTOM_LOOP)
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.3}, {"weight_decay": 0.5}])
@@ -275,7 +275,7 @@ def test_the_same_source_code_is_not_warned_of(tmp_path: Path) -> None:
     train_module(tmp_path / "run", load(tmp_path, f"# moved\n{CODE}"), use_object=True)
     assert warnings_of(tmp_path / "run") == []
     (event,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
-    assert event.get("exactness").startswith(OWN_LOOP)
+    assert event.get("exactness").startswith(CUSTOM_LOOP)
 
 
 def test_a_function_that_the_loss_calls_is_compared_too(tmp_path: Path) -> None:
@@ -346,4 +346,4 @@ def test_several_lambdas_of_one_function_are_no_change(tmp_path: Path) -> None:
                     break
     assert warnings_of(tmp_path / "run") == []
     (event,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
-    assert event.get("exactness").startswith(OWN_LOOP)
+    assert event.get("exactness").startswith(CUSTOM_LOOP)

@@ -261,7 +261,7 @@ class Config:
 
 
 class Lm(nn.Module):
-    """Like a model of transformers: a config, tied weights, and a loss in its output."""
+    """Like a Transformers model: a config, tied weights, and a loss in its output."""
 
     def __init__(self, config):
         super().__init__()
@@ -404,7 +404,7 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_own_loop_is_sent_at_its_first_step_and_stays_as_it_is(short_search):
+def test_custom_loop_is_sent_at_its_first_step_and_stays_as_it_is(short_search):
     model = a_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     logged: list[str] = []

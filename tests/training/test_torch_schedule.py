@@ -20,7 +20,7 @@ import whet
 from whet.base.errors import UsageError
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.restore import OWN_LOOP
+from whet.training.restore import CUSTOM_LOOP
 
 pytestmark = pytest.mark.torch
 
@@ -213,7 +213,7 @@ def test_a_stopped_run_resumes_with_the_same_rates(name: str, interval: str, sto
     second.train(asked(name, interval), run=tmp_path / "run")
     assert first.seen + second.seen == plain_loop(MAKERS[name], interval)
     (resumed,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
-    assert resumed.get("exactness").startswith(OWN_LOOP)
+    assert resumed.get("exactness").startswith(CUSTOM_LOOP)
     rates = [event.get("lr") for event in read_events(open_run(tmp_path / "run"), kinds=("step",))]
     assert rates == [groups[0]["lr"] for groups in first.seen + second.seen]
 
@@ -401,7 +401,7 @@ def test_a_measured_batch_size_is_refused() -> None:
 
 
 def train_and_step(work: Work, options: dict[str, Any]) -> None:
-    """An own loop that steps the scheduler by hand."""
+    """A custom loop that steps the scheduler by hand."""
     with whet.Session(work.model, work.optimizer, work.data, **options) as session:
         for batch in session:
             session.step(work.loss, batch)

@@ -79,7 +79,7 @@ def make(spec: Spec) -> PeerWorkload:
 
 
 def own_loss(names: tuple[str, ...]) -> Callable[..., Tensor]:
-    """The loss that a model of transformers computes itself."""
+    """The loss that a Transformers model computes itself."""
     return lambda net, *columns: net(**dict(zip(names, columns, strict=True)))["loss"]
 
 

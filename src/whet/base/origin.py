@@ -57,8 +57,8 @@ def frame_name(frame: FrameSummary) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an exception with its innermost frames, and without the folders of this machine."""
-    found = TracebackException.from_exception(error, limit=-_MAX_FRAMES, lookup_lines=True)
-    todo: list[TracebackException | None] = [found]
+    summary = TracebackException.from_exception(error, limit=-_MAX_FRAMES, lookup_lines=True)
+    todo: list[TracebackException | None] = [summary]
     while todo:
         if (one := todo.pop()) is not None:
             todo += [one.__cause__, one.__context__]
@@ -67,7 +67,7 @@ def format_traceback(error: BaseException) -> str:
                 one.stack = StackSummary.from_list([f for f in one.stack if code_origin(f.filename) != "whet"])
             for frame in one.stack:
                 frame.filename = _short_file(frame.filename)
-    return "".join(found.format()).rstrip()[-_MAX_TRACEBACK:]
+    return "".join(summary.format()).rstrip()[-_MAX_TRACEBACK:]
 
 
 def _short_file(file: str) -> str:

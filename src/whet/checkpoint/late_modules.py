@@ -80,14 +80,14 @@ def _device(model: nn.Module) -> torch.device:
 
 def make_module(cls: str, path: str, structure: Mapping[str, Any], device: torch.device) -> nn.Module:
     """Return a module of a class, with empty parameters and buffers, and without attributes."""
-    found = find_class(cls, nn.Module)
-    if found is None:
+    module_class = find_class(cls, nn.Module)
+    if module_class is None:
         raise WhetError(
             "a module that was added during the run cannot be restored",
             got=f"{path} is a {cls.partition(':')[2]}, which is no class of an imported module",
             try_="a class at the top of a file; or the model with this module, made before the session",
         )
-    module: nn.Module = found.__new__(found)
+    module: nn.Module = module_class.__new__(module_class)
     nn.Module.__init__(module)
     for name, kind in structure.items():
         owner, _, last = name.rpartition(".")

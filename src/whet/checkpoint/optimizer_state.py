@@ -193,8 +193,8 @@ class OptimizerRestorer:
         in_model = {id(p) for p in self._by_name.values()}
         gone = [p for p in now if id(p) not in in_model]
         left = iter(gone)
-        found = [next(left, None) if name == _GONE else self._by_name.get(name) for name in names]
-        order = [p for p in found if p is not None]
+        matched = [next(left, None) if name == _GONE else self._by_name.get(name) for name in names]
+        order = [p for p in matched if p is not None]
         saved = {id(p) for p in order}
         is_same = saved == {id(p) for p in now}
         is_late = all(name in self._late for name in names if id(self._by_name.get(name)) not in {id(p) for p in now})

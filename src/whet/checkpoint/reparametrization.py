@@ -24,14 +24,14 @@ Described = dict[str, dict[str, Any]]
 
 def describe_reparametrizations(model: nn.Module) -> Described:
     """Return the parametrizations, and the hooks of weight_norm and spectral_norm, by module and tensor."""
-    found: Described = {}
+    modules: Described = {}
     for prefix, module in model.named_modules():
         described = dict(_hooks(module))
         if parametrize.is_parametrized(module):
             described |= {name: _describe_list(part) for name, part in module.parametrizations.items()}
         if described:
-            found[prefix] = described
-    return found
+            modules[prefix] = described
+    return modules
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -159,31 +159,31 @@ class StateDecoder:
         return _with_flags(made, value)
 
     def subclass(self, value: dict[str, Any]) -> Tensor:
-        found: Any = find_class(value["class"], Tensor)
-        if not hasattr(found, "__tensor_unflatten__"):
+        resolved: Any = find_class(value["class"], Tensor)
+        if not hasattr(resolved, "__tensor_unflatten__"):
             raise ValueError(f"{value['class']} is no class of tensors here")
         shape, stride = torch.Size(value["shape"]), tuple(value["stride"])
-        made = found.__tensor_unflatten__(self.decode(value["parts"]), self.decode(value["metadata"]), shape, stride)
+        made = resolved.__tensor_unflatten__(self.decode(value["parts"]), self.decode(value["metadata"]), shape, stride)
         assert isinstance(made, Tensor)
         return made
 
 
 def _decode_named_tuple(decoder: StateDecoder, value: dict[str, Any]) -> Any:
-    found = find_class(value["class"], tuple)
-    if found is None or getattr(found, "_fields", None) != tuple(value["fields"]):
+    resolved = find_class(value["class"], tuple)
+    if resolved is None or getattr(resolved, "_fields", None) != tuple(value["fields"]):
         # A class inside of a function is not found. Its fields are.
         module, _, name = value["class"].partition(":")
         make: Callable[..., Any] = namedtuple
-        found = make(name.rpartition(".")[2], value["fields"], module=module)
-        found.__qualname__ = name
-    return found._make(decoder.items(value))
+        resolved = make(name.rpartition(".")[2], value["fields"], module=module)
+        resolved.__qualname__ = name
+    return resolved._make(decoder.items(value))
 
 
 def _decode_enum(decoder: StateDecoder, value: dict[str, Any]) -> Any:  # noqa: ARG001
-    found = find_class(value["class"], Enum)
-    if found is None:
+    resolved = find_class(value["class"], Enum)
+    if resolved is None:
         raise ValueError(f"{value['class']} is no class of constants here")
-    return found[value["value"]]
+    return resolved[value["value"]]
 
 
 def _with_flags(tensor: Tensor, value: dict[str, Any]) -> Tensor:
@@ -294,7 +294,7 @@ _DECODERS: dict[str, Callable[[StateDecoder, dict[str, Any]], Any]] = {
 
 
 def _known_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, name, None)
+    if not isinstance(resolved, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
-    return found
+    return resolved

@@ -43,10 +43,10 @@ def class_name(kind: type) -> str:
 def find_class(name: str, base: type) -> Any:
     """Return a class that the program has imported itself, or None: reading a checkpoint imports nothing."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, base) else None
+        value = getattr(value, part, None)
+    return value if isinstance(value, type) and issubclass(value, base) else None
 
 
 def join_path(path: str, name: object) -> str:

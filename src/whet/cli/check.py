@@ -32,7 +32,6 @@ def check(
     config: ConfigFile = None,
     json: Json = False,
     sarif: Annotated[bool, typer.Option("--sarif", help="Print the findings as SARIF 2.1.0.")] = False,
-    github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations.")] = False,
 ) -> None:
     """Check whether a model can be trained on a device.
 
@@ -51,10 +50,10 @@ def check(
     Exit code 1: something would stop the training; with --strict, also something that slows it down or may be wrong.
     """
     from whet.api.verify import check as check_model
-    from whet.verify.preflight.render import render_github, render_sarif, render_text
+    from whet.verify.preflight.render import render_sarif, render_text
 
-    if json + sarif + github > 1:
-        raise UsageError("choose one output format", got="several of --json, --sarif and --github", try_="one of them")
+    if json and sarif:
+        raise UsageError("choose one output format", got="--json and --sarif", try_="one of them")
     with output.user_output_to_stderr():
         result = check_model(
             target, settings or (), device=device, machine=machine, config=config, is_causal=causal, torch=torch
@@ -63,8 +62,6 @@ def check(
         output.result_json(result.as_json())
     elif sarif:
         output.result_json(render_sarif(result))
-    elif github:
-        output.result("\n".join(render_github(result)))
     else:
         output.result("\n".join(render_text(result)))
     if not result.passes(is_strict=strict):

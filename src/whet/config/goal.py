@@ -59,11 +59,11 @@ def resolve_mode(goal: str | None, mode: str) -> GoalMode:
     if goal is None:
         # Nothing is compared without a goal.
         return "max"
-    found = metric_mode(goal)
-    if found is None:
+    known = metric_mode(goal)
+    if known is None:
         raise UsageError(
             "the name of the goal does not tell whether lower or higher is better",
             got=f"goal={goal!r}",
             try_='mode="min" if lower is better, mode="max" if higher is better',
         )
-    return found
+    return known

@@ -167,7 +167,7 @@ def describe_non_finite(micro: MicroBatch) -> str | None:
     >>> describe_non_finite(MicroBatch({"x": x, "y": torch.tensor([0, 1])}, np.arange(2)))
     'x has NaN or Inf in 1 of 2 samples, in column 1'
     """
-    found = []
+    problems = []
     for name, field in micro.fields.items():
         if not isinstance(field, Tensor) or not field.dim() or bool(field.isfinite().all()):
             continue
@@ -175,8 +175,8 @@ def describe_non_finite(micro: MicroBatch) -> str | None:
         columns = is_bad.any(0).nonzero().flatten().tolist() if field.dim() == 2 else []
         shown = ", ".join(map(str, columns[:_MAX_COLUMNS])) + (" ..." if len(columns) > _MAX_COLUMNS else "")
         where = f", in column{'s' if len(columns) > 1 else ''} {shown}" if columns else ""
-        found.append(f"{name} has NaN or Inf in {int(is_bad.any(1).sum())} of {len(field)} samples{where}")
-    return "; ".join(found) or None
+        problems.append(f"{name} has NaN or Inf in {int(is_bad.any(1).sum())} of {len(field)} samples{where}")
+    return "; ".join(problems) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

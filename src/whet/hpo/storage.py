@@ -96,8 +96,8 @@ def _check_journal(path: Path) -> None:
     with suppress(FileNotFoundError), path.open("rb") as file:
         position = 0
         while block := file.read(1 << 20):
-            if (found := block.find(b"\0")) >= 0:
-                raise ValueError(f"NUL bytes from byte {position + found:,} on")
+            if (offset := block.find(b"\0")) >= 0:
+                raise ValueError(f"NUL bytes from byte {position + offset:,} on")
             position += len(block)
 
 

@@ -95,9 +95,9 @@ class Workload(FrozenModel):
     can_pack: bool = False
     """Whether the model accepts concatenated samples without padding."""
     can_unpad: bool = False
-    """Whether the blocks of the model may skip padding: true for some models of transformers."""
+    """Whether the blocks of the model may skip padding: true for some Transformers models."""
     unpad_obstacle: str | None = None
-    """Why the blocks of a model of transformers cannot skip padding."""
+    """Why the blocks of a Transformers model cannot skip padding."""
     needs_decoding: bool = False
     """Whether samples must be read or decoded on the CPU (images, audio), so that workers may help."""
     has_dropout: bool = False

@@ -197,13 +197,13 @@ def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
         # Only `whet import` reads files of unknown origin.
         raise UsageError("a checkpoint is a folder", got=checkpoint, try_=f"whet import {checkpoint} --out DIR")
     step = re.fullmatch(r"step-0*(\d+)", path.name)
-    found, which = (path.absolute().parent.parent, step[1]) if step else (path, "best")
+    owner, which = (path.absolute().parent.parent, step[1]) if step else (path, "best")
     if not path.is_dir():
         hint = "last, best, a step, or the path of a checkpoint folder"
         raise UsageError("no such checkpoint", got=f"--checkpoint {checkpoint}", try_=hint)
-    if run is not None and run.expanduser().resolve() != found.resolve():
-        raise UsageError("the checkpoint belongs to another run", got=f"{run} and {checkpoint}", try_=f"{found} alone")
-    return found, which
+    if run is not None and run.expanduser().resolve() != owner.resolve():
+        raise UsageError("the checkpoint belongs to another run", got=f"{run} and {checkpoint}", try_=f"{owner} alone")
+    return owner, which
 
 
 def read_header(path: Path) -> RunHeader:

@@ -1,4 +1,4 @@
-"""Run the blocks of a model from transformers on the real tokens of a padded batch.
+"""Run the blocks of a Transformers model on the real tokens of a padded batch.
 
 The user's call stays as it is: padded `input_ids` and `attention_mask` go in, padded hidden states come out. In
 between, the blocks get one row of all real tokens, because everything in them except attention treats each token
@@ -21,7 +21,7 @@ from whet.base.errors import WhetError
 
 _ATTENTION = "sdpa"
 """The attention implementation that is replaced: the default of transformers."""
-NO_TRANSFORMER = "it is not a transformers model"
+NO_TRANSFORMER = "it is not a Transformers model"
 _MIN_PADDING = 0.1
 """Batches with a smaller share of padding stay padded: packing them would cost as much as it saves."""
 
@@ -96,10 +96,10 @@ def unpadding_obstacle(model: nn.Module) -> str | None:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return NO_TRANSFORMER
-    found = list(_outermost_pretrained(model, modeling.PreTrainedModel))
-    if len(found) != 1:
-        return NO_TRANSFORMER if not found else "it has several models of transformers"
-    (pretrained,) = found
+    models = list(_outermost_pretrained(model, modeling.PreTrainedModel))
+    if len(models) != 1:
+        return NO_TRANSFORMER if not models else "it has several Transformers models"
+    (pretrained,) = models
     if "attention_mask" not in inspect.signature(pretrained.forward).parameters:
         return "it takes no attention_mask"
     config = pretrained.config

@@ -286,7 +286,7 @@ class BatchLoop:
         if run.callbacks.failure is not None:
             name, failure = run.callbacks.failure
             run.checkpointer.note_interruption(f"{type(failure).__name__} ended the callback {name} at step {step:,}")
-        elif error is not None and self._is_in_body and run.config.is_own_loop:
+        elif error is not None and self._is_in_body and run.config.is_custom_loop:
             run.checkpointer.note_interruption(f"{type(error).__name__} ended the body of your loop at step {step:,}")
 
     def _save(self, urgency: Urgency) -> None:

@@ -172,7 +172,7 @@ def check_no_closure(optimizer: Optimizer) -> None:
 
 
 def check_one_optimizer(optimizer: Any) -> None:
-    """Raise for what only an own loop can train: several optimizers, and steps that evaluate the loss repeatedly."""
+    """Raise for what only a custom loop can train: several optimizers, and steps that evaluate the loss repeatedly."""
     if isinstance(optimizer, Mapping):
         raise UsageError(
             "whet.train makes one step for each batch",
@@ -183,7 +183,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Raise: the placeholder for the loss of a training with manual steps, which only its own loop can compute."""
+    """Raise: the placeholder for the loss of a training with manual steps, which only a custom loop can compute."""
     raise UsageError(
         "this command needs a loss function, and the training makes manual steps",
         got="session.manual",

@@ -14,22 +14,22 @@ def note_failed_layer(error: BaseException | None, model: nn.Module) -> None:
 
     Nothing is computed: the frames of the traceback still hold the arguments.
     """
-    if error is None or (found := _describe_layer(error, model) or _describe_function(error)) is None:
+    if error is None or (description := _describe_layer(error, model) or _describe_function(error)) is None:
         return
-    note = f"whet: {found}"
+    note = f"whet: {description}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def _describe_layer(error: BaseException, model: nn.Module) -> str | None:
     names = {id(module): name for name, module in model.named_modules()}
-    found = None
+    description = None
     for frame in _frames(error):
         module = frame.f_locals.get("self")
         is_forward = frame.f_code.co_name == "forward" and isinstance(module, nn.Module) and id(module) in names
         if is_forward and (got := _tensor_arguments(frame)):
-            found = f"{_layer_name(names[id(module)], module)}, got {got}"
-    return found
+            description = f"{_layer_name(names[id(module)], module)}, got {got}"
+    return description
 
 
 def _layer_name(name: str, module: Any) -> str:
@@ -41,12 +41,12 @@ def _layer_name(name: str, module: Any) -> str:
 
 def _describe_function(error: BaseException) -> str | None:
     """Describe the innermost torch.nn.functional function, such as a loss."""
-    found = None
+    description = None
     for frame in _frames(error):
         is_functional = frame.f_globals.get("__name__") == "torch.nn.functional"
         if is_functional and (got := _tensor_arguments(frame)):
-            found = f"{frame.f_code.co_name} got {got}"
-    return found
+            description = f"{frame.f_code.co_name} got {got}"
+    return description
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

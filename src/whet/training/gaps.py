@@ -105,8 +105,10 @@ class GapDetector:
         Names and hashes are the same in every process. `frame` is the frame that called the session.
         """
         roots = self._all_roots() | dict(frame_variables(frame))
-        found = self._fingerprints(roots)
-        return {f"`{name}` of {owner}": d.hex() for owner, digests in found.items() for name, d in digests.items()}
+        fingerprints = self._fingerprints(roots)
+        return {
+            f"`{name}` of {owner}": d.hex() for owner, digests in fingerprints.items() for name, d in digests.items()
+        }
 
     def _all_roots(self) -> dict[str, list[tuple[str, Any]]]:
         losses = {self._loss_label(key): [(_name_of(loss), loss)] for key, loss in self._losses.items()}
@@ -124,16 +126,16 @@ class GapDetector:
         # These objects only, not what they refer to: an optimizer hook can lead anywhere.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
-        found = {}
+        fingerprints = {}
         for owner, parts in roots.items():
             # One walk per owner, so that names do not depend on which owner reaches an object first.
             walk = StateWalk(known=known, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
-            found[owner] = walk.digests
+            fingerprints[owner] = walk.digests
             if walk.partial and not walk.is_sample:
                 self._partial[owner] = list(walk.partial)
-        return found
+        return fingerprints
 
     def _saved_objects(self) -> Iterator[Any]:
         """Yield the other objects that checkpoints save. The loss may refer to them."""

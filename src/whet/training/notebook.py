@@ -27,7 +27,7 @@ def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
     if shell is None:
         return {}
     seen = {_key(tensor) for value in used for tensor in _tensors(value)}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     names = {name: value for name, value in shell.user_ns.items() if not name.startswith("_")}
     names |= {f"Out[{number}]": value for number, value in dict(shell.user_ns.get("Out", {})).items()}
     for name, value in names.items():
@@ -40,8 +40,8 @@ def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
                 seen.add(_key(tensor))
                 held += tensor.untyped_storage().nbytes()
         if held >= _MIN_BYTES:
-            found[name] = held
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            sizes[name] = held
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def describe_held_memory(used: Iterable[Any], *, device: str) -> str:

@@ -86,21 +86,21 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
 
 
 _RESTORED = "session state restored exactly"
-OWN_LOOP = f"{_RESTORED}; your own variables only if registered"
+CUSTOM_LOOP = f"{_RESTORED}; your own variables only if registered"
 """The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
 
 
-def missing_state(info: CheckpointInfo, *, is_own_loop: bool) -> list[str]:
+def missing_state(info: CheckpointInfo, *, is_custom_loop: bool) -> list[str]:
     """Return what a checkpoint lacks that may influence the training, or may not: a variable can be a log."""
     missing = [f"{variables} and is not saved" for variables in info.unregistered]
-    if missing and not is_own_loop:
+    if missing and not is_custom_loop:
         missing[-1] += " (register={name: object}, if training reads it)"
     if info.interruption is not None:
         missing.append(f"{info.interruption}: what it had still to do is missing")
     return missing
 
 
-def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_own_loop: bool) -> str:
+def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_custom_loop: bool) -> str:
     """Describe how exactly a resumed run reproduces an uninterrupted one.
 
     `reasons` say why it does not. `missing` names variables that have changed and were not saved. Most are logs,
@@ -110,8 +110,8 @@ def describe_exactness(reasons: list[str], missing: list[str], device: AbstractD
         return "not bit-exact: " + "; ".join([*reasons, *missing])
     is_deterministic = device.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
     kernels = [] if is_deterministic else [f"kernels of {device.kind} may round differently each time"]
-    if is_own_loop:
-        return "; ".join([OWN_LOOP, *missing, *kernels])
+    if is_custom_loop:
+        return "; ".join([CUSTOM_LOOP, *missing, *kernels])
     if missing:
         return "; ".join([_RESTORED, *missing, *kernels])
     return "; ".join(["exact state", *kernels]) if kernels else "bit-exact"
@@ -202,8 +202,8 @@ def restore_run(
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
         reasons += [f"not restored: {format_list(names, separator='; ')}"] if names else []
     reasons += snapshot.info.gaps
-    missing = missing_state(snapshot.info, is_own_loop=run.config.is_own_loop)
-    exactness = describe_exactness(reasons, missing, run.device, is_own_loop=run.config.is_own_loop)
+    missing = missing_state(snapshot.info, is_custom_loop=run.config.is_custom_loop)
+    exactness = describe_exactness(reasons, missing, run.device, is_custom_loop=run.config.is_custom_loop)
     fields: dict[str, Any] = {"exactness": exactness}
     if snapshot.facts["device"] != run.device.kind:
         fields["moved_from"] = snapshot.facts["device"]

@@ -56,7 +56,7 @@ class RunConfig:
     plan: Plan | None = None
     """The plan for a new run; None if setup() makes it."""
     measure: bool = True
-    """Whether the first step of an own loop measures which plan is fastest."""
+    """Whether the first step of a custom loop measures which plan is fastest."""
     path: Path | None = None
     """The run folder; None to write nothing."""
     goal: str | None = None
@@ -82,7 +82,7 @@ class RunConfig:
     """Objects of the user that are saved and restored with the run, by name."""
     loss: Any = None
     """The loss function of `whet.train`, which is known before the first step; None in a loop of the user."""
-    is_own_loop: bool = False
+    is_custom_loop: bool = False
     """Whether the user wrote the training loop, whose variables a session cannot see."""
     on_event: EventHandler | None = None
     read_sensors: ReadSystemState | None = None

@@ -204,7 +204,7 @@ class RunContext:
     def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
         """Record a gap in all later checkpoints, and warn of it once."""
         if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
-            how = "session.register(name, object)" if self.config.is_own_loop else "register={name: object}"
+            how = "session.register(name, object)" if self.config.is_custom_loop else "register={name: object}"
             reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
             if is_variable:
                 reason = f"{gap} and is not saved with the run ({how}, if training reads it)"

@@ -208,10 +208,10 @@ def hyperparameter_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     for number, (before, after) in enumerate(zip(saved["groups"], now["groups"], strict=False), start=1):
         where = f" (parameter group {number})" if len(saved["groups"]) > 1 else ""
         changes += [f"{change}{where}" for change in state_changes(before, after)]
-    found = state_changes(saved["schedule"], now["schedule"], path="schedule")
+    of_schedule = state_changes(saved["schedule"], now["schedule"], path="schedule")
     # Private values follow from public ones. They are named only if nothing else differs.
-    public = [change for change in found if "._" not in change]
-    return changes + public or found
+    public = [change for change in of_schedule if "._" not in change]
+    return changes + public or of_schedule
 
 
 def describe_function(function: Callable[..., Any]) -> dict[str, Any]:

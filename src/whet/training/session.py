@@ -145,7 +145,7 @@ class Session:
         hint = 'goal="val_loss" and session.log(val_loss=...)'
         checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
         config = make_run_config(model, optimizer, data, keywords)
-        self._use_config(replace(config, is_own_loop=True, on_event=config.on_event or FirstProblems()))
+        self._use_config(replace(config, is_custom_loop=True, on_event=config.on_event or FirstProblems()))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:

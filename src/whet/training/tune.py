@@ -191,7 +191,7 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
 def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     """Measure the plan of a user-written loop at its first step, when the loss is known. Keep its device and data."""
     config = run.config
-    if not (config.is_own_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
+    if not (config.is_custom_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
         return
     if intercept.active() is not None or not run.group.is_single_process:
         return
@@ -209,7 +209,7 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     plan = tuned_plan(replace(config, on_event=watch), loss)
     if plan is None:
         return
-    measured = {name: found for name, found in plan.measured.items() if name not in _FIXED_IN_LOOPS}
+    measured = {name: value for name, value in plan.measured.items() if name not in _FIXED_IN_LOOPS}
     if plan.device == run.plan.device and measured:
         run.replan(
             make_plan(

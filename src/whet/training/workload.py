@@ -81,9 +81,9 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
 
 
 def pad_token_id(model: nn.Module) -> int | None:
-    """Return the padding token of a model from transformers; None if it has none."""
-    found = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return found if isinstance(found, int) else None
+    """Return the padding token of a Transformers model; None if it has none."""
+    token = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return token if isinstance(token, int) else None
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -290,7 +290,7 @@ def test_packed_totals_for_texts_of_equal_length() -> None:
 
 
 def unknown() -> nn.Module:
-    """A transformers model without an implementation in `bert.py`."""
+    """A Transformers model without an implementation in `bert.py`."""
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(
         vocab_size=200, dim=32, n_layers=2, n_heads=4, hidden_dim=64, num_labels=3, max_position_embeddings=40

@@ -121,7 +121,7 @@ def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, reque
 
 
 def test_failed_exports_leave_no_files(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="not a transformers model"):
+    with pytest.raises(UsageError, match="not a Transformers model"):
         export_model(small_run, to="transformers", out=tmp_path / "out")
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(UsageError, match=r"no onnxscript\n.*whet\[onnx\]"):

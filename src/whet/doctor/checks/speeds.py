@@ -215,12 +215,12 @@ def _fp32_products(target: DeviceUnderTest) -> CheckFinding:
         product = (target.put(factors) @ target.put(torch.eye(size))).cpu()
         is_kept = (product == factors).all(1)[: len(exponents)].tolist()
         bits[size] = is_kept.index(False) if False in is_kept else len(is_kept)
-    found = next((name for name, kept in _FACTOR_BITS.items() if min(bits.values()) >= kept), "less than bf16")
+    precision = next((name for name, kept in _FACTOR_BITS.items() if min(bits.values()) >= kept), "less than bf16")
     figures: dict[str, Figure] = {f"bits_at_{size}": kept for size, kept in bits.items()}
-    what = f"products of fp32 tensors are computed as {found}"
-    if found == "fp32":
-        return good(what, format=found, **figures)
-    return differs(f"{what}: {min(bits.values())} bits of a factor are used, not 23", format=found, **figures)
+    what = f"products of fp32 tensors are computed as {precision}"
+    if precision == "fp32":
+        return good(what, format=precision, **figures)
+    return differs(f"{what}: {min(bits.values())} bits of a factor are used, not 23", format=precision, **figures)
 
 
 CHECKS: list[Check] = [

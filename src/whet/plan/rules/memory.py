@@ -183,7 +183,7 @@ def choose_lengths(context: RuleContext) -> Decision:
 
 
 def _choose_padding(context: RuleContext, evidence: Mapping[str, Scalar]) -> Decision:
-    """Decide about padding that the user's code adds. Only the attention mask of a transformers model shows it."""
+    """Decide about padding that the user's code adds. Only the attention mask of a Transformers model shows it."""
     workload = context.workload
     if not workload.can_unpad:
         obstacle = workload.unpad_obstacle

@@ -157,7 +157,7 @@ class TextConfig(CommonConfig):
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether a transformers model is fine-tuned."""
+        """Whether a Transformers model is fine-tuned."""
         return self.model not in (LINEAR, SMALL)
 
     @property

@@ -43,7 +43,7 @@ def write_model_files(model: "Classifier", metadata: dict[str, Any], folder: Pat
     if to == "transformers":
         if not isinstance(tokenizer, PretrainedTokenizer):
             raise UsageError(
-                "the model is not a transformers model",
+                "the model is not a Transformers model",
                 got="a run of model=linear or model=small",
                 try_="--to onnx; or a run of model=FOLDER",
             )

@@ -146,7 +146,7 @@ def pretrained_config(
 
 
 def as_pretrained(model: Bert | Pretrained) -> Pretrained:
-    """Return the classifier as a transformers model. The weights are shared."""
+    """Return the classifier as a Transformers model. The weights are shared."""
     if isinstance(model, Pretrained):
         return model
     with quiet_transformers():

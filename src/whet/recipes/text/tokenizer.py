@@ -185,10 +185,10 @@ def write_files(files: dict[str, str], folder: Path) -> None:
 
 def _join_pair(first: list[int], second: list[int], *, separator: list[int], max_length: int) -> list[int]:
     """Join two encoded texts. If they do not fit, the longer one is truncated first."""
-    room = max(2, max_length - len(separator))
+    max_ids = max(2, max_length - len(separator))
     # The first text gets the space that the second leaves free, and at least half.
-    kept_first = max(room - len(second), room // 2)
-    kept_second = room - min(len(first), kept_first)
+    kept_first = max(max_ids - len(second), max_ids // 2)
+    kept_second = max_ids - min(len(first), kept_first)
     return [*first[:kept_first], *separator, *second[:kept_second]][:max_length]
 
 

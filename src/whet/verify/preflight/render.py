@@ -1,4 +1,4 @@
-"""Render a check result as text, GitHub annotations or SARIF."""
+"""Render a check result as text or SARIF."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from whet.base.version import VERSION
 from whet.verify.preflight.check import PreflightResult
-from whet.verify.preflight.findings import SEVERITIES, PreflightFinding, Severity
+from whet.verify.preflight.findings import SEVERITIES, PreflightFinding
 
 _INDENT = " " * 10
 _PAGE = "docs/check.md"
@@ -53,30 +53,6 @@ def _counts(result: PreflightResult) -> str:
     counts = {severity: sum(f.severity == severity for f in result.findings) for severity in SEVERITIES}
     parts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts.items() if count]
     return ", ".join(parts) or "no findings"
-
-
-def render_github(result: PreflightResult) -> list[str]:
-    """Render the findings as GitHub workflow commands, which annotate the lines in a pull request."""
-    return [
-        f"::{_level(finding.severity, note='notice')} {_target(finding)}title={_escaped(finding.id, is_value=True)}::"
-        + _escaped(f"{finding.what}; try: {finding.try_}")
-        for finding in result.findings
-    ]
-
-
-def _target(finding: PreflightFinding) -> str:
-    if finding.place is None:
-        return ""
-    return f"file={_escaped(finding.place.file, is_value=True)},line={finding.place.line},"
-
-
-def _escaped(text: str, *, is_value: bool = False) -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return text.replace(":", "%3A").replace(",", "%2C") if is_value else text
-
-
-def _level(severity: Severity, *, note: str) -> str:
-    return note if severity == "note" else severity
 
 
 def render_sarif(result: PreflightResult) -> dict[str, Any]:
