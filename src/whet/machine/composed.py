@@ -181,8 +181,8 @@ def _differences(machine: Machine, mac: Machine) -> list[str]:
         ("GPU cores", _gpu_cores(machine), _gpu_cores(mac)),
         ("fast CPU cores", machine.cpu.fast_cores, mac.cpu.fast_cores),
     )
-    different = [(what, here or "unknown", there) for what, here, there in pairs if here != there]
-    return [f"{here} {what}".strip() + f" instead of {there}" for what, here, there in different]
+    different = [(what, given or "unknown", known) for what, given, known in pairs if given != known]
+    return [f"{given} {what}".strip() + f" instead of {known}" for what, given, known in different]
 
 
 def _gpu_cores(machine: Machine) -> int:

@@ -77,8 +77,8 @@ class Responder:
 
     def prompt(self, turns: Sequence[Turn], *, max_new_tokens: int) -> Prompt:
         """Encode turns. Drop the oldest turns if the conversation and an answer do not fit into the context."""
-        room = min(max_new_tokens, max(1, self.context_length // ANSWER_SHARE))
-        ids, num_dropped = truncate_history(turns, self.tokenizer, max_tokens=self.context_length - room)
+        reserved = min(max_new_tokens, max(1, self.context_length // ANSWER_SHARE))
+        ids, num_dropped = truncate_history(turns, self.tokenizer, max_tokens=self.context_length - reserved)
         return Prompt(ids=tuple(ids), num_dropped_turns=num_dropped)
 
     def text_prompt(self, text: str) -> Prompt:
