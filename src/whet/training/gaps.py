@@ -105,7 +105,7 @@ class GapDetector:
         Names and hashes are the same in every process. `frame` is the frame that called the session.
         """
         roots = self._all_roots() | dict(frame_variables(frame))
-        by_owner = self._fingerprints(roots)
+        fingerprints = self._fingerprints(roots)
         return {
             f"`{name}` of {owner}": d.hex() for owner, digests in fingerprints.items() for name, d in digests.items()
         }
