@@ -324,8 +324,8 @@ def _search(
 ) -> TuningResult:
     """Search in a process of its own, where compiling can be killed, or in this one if the training cannot be sent."""
     if budget < _MIN_SHIPPING_SECONDS:
-        with local_bench(config, loss, plan) as bench:
-            return search(plan, bench, budget_seconds=budget, on_progress=watch)
+        with local_bench(config, loss, plan) as local:
+            return search(plan, local, budget_seconds=budget, on_progress=watch)
     start, is_shipped = time.perf_counter(), True
     with ExitStack() as stack:
         try:
