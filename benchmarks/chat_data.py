@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from whet.recipes.chat.embedded_facts import python_facts, whet_facts
+from whet.recipes.chat.embedded import python_facts, whet_facts
 
 BATCH = 4096
 

@@ -14,7 +14,7 @@ echo "$$ $*" >> "$(dirname "$0")/started"
 [ "$1 $2" = "-i -w" ] || exit 64
 while kill -0 "$3" 2>/dev/null; do sleep 0.05; done
 """
-KEEP = "import os, sys, time\nfrom whet.machine.desktop import prevent_sleep\n"
+KEEP = "import os, sys, time\nfrom whet.training.callbacks.basic import prevent_sleep\n"
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """`whet train`: train a recipe; the same command resumes it."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whet.base.errors import UsageError
+from whet.base.units import format_seconds
 from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Settings
 
 if TYPE_CHECKING:
     from whet.config.resolve import ResolvedConfig
     from whet.recipes.recipe import Recipe
+    from whet.report.run_report import RunReport
+    from whet.training.callbacks.event_log import EventHandler
+    from whet.training.callbacks.progress import ProgressLine
     from whet.training.loop import TrainResult
 
 
@@ -180,7 +185,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
 
 
 def _train_in_process(settings: list[str], run: Path | None, options: _TrainOptions) -> int:
-    from whet.cli import ranks, train_output
+    from whet.cli import ranks
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import load_recipe
     from whet.run.durable import check_writable
@@ -212,10 +217,10 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
     else:
         result = _run_training(recipe, resolved, path, command, options)
         if result.state == "stopped":
-            train_output.print_stopped(path, step=result.step, why=result.reason, command=command)
+            _print_stopped(path, step=result.step, why=result.reason, command=command)
             return result.exit_code
     if not output.rank:
-        train_output.print_summary(path, recipe)
+        _print_summary(path, recipe)
     return 0
 
 
@@ -223,7 +228,6 @@ def _run_training(
     recipe: "Recipe", resolved: "ResolvedConfig[Any]", path: Path, command: list[str], options: _TrainOptions
 ) -> "TrainResult":
     from whet.cli import ranks
-    from whet.cli.train_output import event_printer
     from whet.device.environment import configure_before_torch
     from whet.training.supervisor import report_to_parent
 
@@ -235,7 +239,7 @@ def _run_training(
     from whet.training.callbacks.progress import ProgressLine
 
     line = ProgressLine(recipe.name, epochs=config.epochs)
-    on_event = event_printer(line, path)
+    on_event = _event_printer(line, path)
     measure = options.measure and not ranks.is_distributed()
     if options.measure and not measure and not path.exists():
         output.note("not measured: steps of several processes are planned by rules")
@@ -310,3 +314,75 @@ def _set_aside(path: Path) -> Iterator[None]:
             durable.remove(aside)
         else:
             aside.rename(path)
+
+
+def _event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
+    """Return a function that prints the events of a run, and passes its step on to the supervising process."""
+    from whet.training.supervisor import report_to_parent
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("start", "resume", "step"):
+            report_to_parent(path, step=fields["step"])
+        if output.quiet or output.rank:
+            return
+        if kind == "end":
+            # The command prints its own summary, which says why the run ended.
+            line.close()
+        else:
+            line(kind, fields)
+
+    return show
+
+
+def _print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:
+    """Print the progress of a stopped run, and the command that resumes it."""
+    from whet.report.run_report import summarize
+
+    progress = _progress(summarize(path))
+    output.note(f"{why}; saved at step {step:,} in {path}{progress}; to resume:\n  {shlex.join(command)}")
+
+
+def _progress(report: "RunReport") -> str:
+    parts = [f"{format_seconds(report.training_seconds)} of training"]
+    if report.loss is not None:
+        parts.append(f"loss {report.loss:.4g}")
+    if report.goal is not None and report.best_goal is not None:
+        parts.append(f"best {report.goal} {report.best_goal:.4g} at step {report.best_goal_step:,}")
+    return f" ({', '.join(parts)})"
+
+
+def _print_summary(path: Path, recipe: "Recipe") -> None:
+    """Print how a run ended, its results, and commands that use it."""
+    from whet.report.run_report import summarize
+    from whet.report.text import render_summary
+
+    output.result(render_summary(summarize(path), width=output.width()))
+    output.note("\n".join(("", *_next_commands(path, recipe))))
+
+
+def _next_commands(path: Path, recipe: "Recipe") -> list[str]:
+    from whet.run.folder import shell_path
+
+    run = shell_path(path)
+    commands = [(f"whet report {run}", "curves, time, settings; --html for a page to keep or share")]
+    commands += _use_commands(path, run, recipe)
+    commands.append((f"whet watch {shell_path(path.parent)}", "this run and others in the same folder, in the browser"))
+    width = max(len(command) for command, _ in commands)
+    labels = ("next", *[""] * (len(commands) - 1))
+    return [f"{label:<10}{command:<{width}}  {text}" for label, (command, text) in zip(labels, commands, strict=True)]
+
+
+def _use_commands(path: Path, run: str, recipe: "Recipe") -> Iterator[tuple[str, str]]:
+    """Yield commands that use the model. They accept built-in recipes by name only."""
+    from whet.recipes.recipe import BUILT_IN
+    from whet.run.folder import open_run
+
+    if recipe.name not in BUILT_IN:
+        return
+    question = recipe.example_input(open_run(path).metadata)
+    if question:
+        yield f'whet predict {run} "{question}"', "use the model"
+    if recipe.supports("play_match"):
+        yield f"whet play {run}", "play against it in the browser"
+    if recipe.supports("load_generator"):
+        yield f"whet chat {run}", "chat with it; whet serve offers it to other programs"

@@ -119,7 +119,8 @@ def test_arena_command_reports_rating_and_openings(place: Place, whole: Path) ->
     assert f"won       {2 * won + shared} of 40" in out
 
 
-def test_a_user_plays_against_a_run(place: Place, whole: Path) -> None:
+def test_a_user_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.folder)
     player = load_opponent("runs/whole@8", device=torch.device("cpu")).player
     view = view_game(player, [0], size=4)
     assert view.player == "runs/whole@8"

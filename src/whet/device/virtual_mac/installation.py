@@ -1,6 +1,7 @@
 """Install a virtual Apple GPU in this process, and read its counters."""
 
 import atexit
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from whet.device.environment import has_fallback
 from whet.device.operators import MAX_BUFFER_SHARE, mps_kernels, read_operators
 from whet.device.virtual_mac import faults
 from whet.device.virtual_mac.native import load_extension, native, state
-from whet.device.virtual_mac.streams import stream_patches
 from whet.machine.facts import Accelerator, Machine, TorchFacts
 from whet.machine.known import load_machine
 
@@ -230,7 +230,7 @@ def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
         (torch._C, "_mps_isCaptureEnabled", lambda: False),
         (torch._C, "_mps_isCapturing", lambda: False),
         *((torch._C, name, _no_metal) for name in _METAL_FUNCTIONS),
-        *stream_patches(),
+        *_stream_patches(),
         (torch.storage._StorageBase, "mps", _storage_to_mps),
         (torch.UntypedStorage, "mps", _storage_to_mps),
     ]
@@ -276,3 +276,43 @@ def _storage_to_mps(storage: Any) -> Any:
     moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device="mps")
     moved.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     return moved.untyped_storage()
+
+
+_NUM_POOLED = 32
+"""Streams besides the default one, which has number 0 (MPSStream.h)."""
+
+
+def _stream_patches() -> list[tuple[Any, str, Any]]:
+    """Return what to set in torch for its streams, as (owner, attribute, value).
+
+    A torch without streams (before 2.15) needs nothing. A Linux build has the classes without an implementation.
+    """
+    import torch
+
+    base = getattr(torch._C, "_MPSStreamBase", None)
+    if base is None:
+        return []
+    current, pool = [0], itertools.cycle(range(1, _NUM_POOLED + 1))
+
+    def make(cls: type, *_args: object, stream_id: int | None = None, **_kwargs: object) -> Any:
+        stream: Any = object.__new__(cls)
+        # Not an attribute of this name: torch's class has a property that asks its base.
+        stream.__dict__["_number"] = next(pool) if stream_id is None else stream_id
+        return stream
+
+    def is_same(stream: Any, other: object) -> bool:
+        return isinstance(other, base) and stream._number == other._number
+
+    def select(stream: Any) -> None:
+        current[0] = stream._number
+
+    return [
+        (base, "__new__", staticmethod(make)),
+        (base, "__init__", lambda *_args, **_kwargs: None),
+        (base, "__eq__", is_same),
+        (base, "__hash__", lambda stream: hash(stream._number)),
+        (base, "stream_id", property(lambda stream: stream._number)),
+        (base, "synchronize", lambda _stream: native().wait_for_gpu()),
+        (torch._C, "_mps_getCurrentStream", lambda: base(stream_id=current[0])),
+        (torch._C, "_mps_setStream", select),
+    ]

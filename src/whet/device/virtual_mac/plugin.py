@@ -3,7 +3,18 @@
 Without the option, the plugin loads nothing.
 """
 
+import atexit
+import platform
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from whet.machine.facts import Machine
 
 _OPTION = "virtual_mac"
 
@@ -27,10 +38,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         return
     from whet.base.errors import WhetError
     from whet.device.virtual_mac import install
-    from whet.device.virtual_mac.system import answer_as
 
     try:
-        answer_as(install(machine))
+        _answer_as(install(machine))
     except WhetError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -38,3 +48,41 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     machine = config.getoption(_OPTION)
     return f"virtual Mac: {machine}, simulated on this machine's CPU" if machine else None
+
+
+def _answer_as(machine: "Machine") -> None:
+    """Make `platform.mac_ver()` and the program `sysctl` answer as `machine`, in this process and its children.
+
+    `sys.platform` stays "linux", because Python and torch really run there.
+    """
+    from whet.base import env
+
+    version = machine.os.version or "15.0"
+    platform.mac_ver = lambda *_args, **_kwargs: (version, ("", "", ""), "arm64")
+    folder = Path(tempfile.mkdtemp(prefix="whet-virtual-mac-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = folder / "sysctl"
+    program.write_text(_sysctl(machine, shutil.which("sysctl")))
+    program.chmod(0o755)
+    env.prepend_to_path(folder)
+
+
+def _sysctl(machine: "Machine", real: str | None) -> str:
+    """Return a shell program with the known facts of this Mac, which runs the real sysctl for all others."""
+    facts = {
+        "hw.memsize": machine.memory_bytes,
+        "hw.model": machine.model,
+        "machdep.cpu.brand_string": machine.chip,
+        "hw.physicalcpu": machine.cpu.physical_cores,
+        "hw.perflevel0.physicalcpu": machine.cpu.fast_cores,
+        "hw.perflevel1.physicalcpu": machine.cpu.slow_cores,
+        "hw.optional.arm64": 1,
+    }
+    cases = "".join(
+        f'  "-n {name}") echo {shlex.quote(str(value))}; exit;;\n'
+        f'  "{name}") echo {shlex.quote(f"{name}: {value}")}; exit;;\n'
+        for name, value in facts.items()
+        if value is not None
+    )
+    otherwise = f'exec {shlex.quote(real)} "$@"' if real else "exit 1"
+    return f'#!/bin/sh\ncase "$*" in\n{cases}esac\n{otherwise}\n'

@@ -14,7 +14,7 @@ from whet.recipes.chat.architecture import ChatArch
 if TYPE_CHECKING:
     from whet.recipes.chat.manifest import ChatManifest
 
-EMBEDDED_SIZES = 4096, 157, 121_000
+EMBEDDED_SIZES = 4096, 157, 145_000
 """Vocabulary size, longest conversation and total tokens of the embedded data.
 
 The numbers are approximate: most texts are docstrings of Python, which differ between versions.

@@ -1,15 +1,20 @@
 """Small callbacks: early stopping, garbage collection between steps, and keeping the machine awake."""
 
+import contextlib
 import gc
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from whet.base.process import gc_disabled
-from whet.machine.desktop import NO_CAFFEINATE_MESSAGE, prevent_sleep
 from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
+
+_NO_CAFFEINATE = "no caffeinate here, so the machine may fall asleep while it trains"
 
 
 class EarlyStopping(Callback):
@@ -44,4 +49,33 @@ class KeepAwake(Callback):
     def on_start(self, run: "RunContext") -> None:
         is_wanted = run.plan.keep_awake == "on"
         if run.exit_stack.enter_context(prevent_sleep(is_wanted)) != is_wanted:
-            run.log.event("plan", step=run.state.step, message=NO_CAFFEINATE_MESSAGE)
+            run.log.event("plan", step=run.state.step, message=_NO_CAFFEINATE)
+
+
+@contextlib.contextmanager
+def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
+    """Prevent idle sleep inside the `with` block, and yield whether that was possible.
+
+    caffeinate waits for this process (-w), so that a killed run does not keep the machine awake forever.
+    """
+    program = shutil.which("caffeinate") if is_wanted else None
+    if program is None:
+        yield False
+        return
+    try:
+        # Start caffeinate in a new session: after Ctrl-C the run still saves, so the machine must stay awake.
+        helper = subprocess.Popen(
+            [program, "-i", "-w", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        helper.terminate()
+        helper.wait()
