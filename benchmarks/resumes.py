@@ -284,7 +284,8 @@ def main() -> None:
             lines.append(f"| {name} | {result} | {claim} |")
             print(lines[-1], flush=True)
     where = f"virtual {given.virtual_mac} (simulated)" if given.virtual_mac else device
-    summary = f"{len(cases)} trainings on {where}: {bad} called exact and different, or not restored; {untrained} did not train"
+    counts = f"{bad} called exact and different, or not restored; {untrained} did not train"
+    summary = f"{len(cases)} trainings on {where}: {counts}"
     print(summary)
     if given.markdown:
         given.markdown.write_text("\n".join([*lines, "", summary, ""]))
