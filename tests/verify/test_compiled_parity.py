@@ -7,6 +7,7 @@ import operator
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,18 @@ def test_check_does_not_change_a_compiled_training(tmp_path: Path, options: Any,
     assert reported(tmp_path / "off") == ["compiled: not compared with the model's own code: verify=off"]
     for name in finals[0]:
         assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+def test_a_passed_check_is_remembered_for_the_same_model_and_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    compile_with(monkeypatch, as_it_is)
+    changes: dict[str, Any] = {"first": {}, "again": {}, "always": {"verify": "always"}, "smaller": {"micro_batch": 8}}
+    lines = {name: reported(train(made(), tmp_path / name, **changed))[0] for name, changed in changes.items()}
+    compared = "compiled: loss and 8 gradients agree with the eager model ("
+    assert lines.pop("again").startswith("compiled, verified before: loss and 8 gradients agree")
+    assert all(line.startswith(compared) for line in lines.values())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -347,6 +360,8 @@ def test_run_that_resumes_eagerly_is_not_bit_exact(tmp_path: Path, monkeypatch: 
     compile_with(monkeypatch, as_it_is)
     run = train(made(), tmp_path / "run")
     compile_with(monkeypatch, read_from_the_first_number)
+    # Another torch has no remembered checks.
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "other"))
     train(made(), run, epochs=3)
     train(made(), tmp_path / "new")
     first, changed = (event for event in read_events(open_run(run)) if event.kind == "plan")
@@ -520,11 +535,10 @@ def test_compiled_blocks_are_compared(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_wrong_compiled_model_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
     compile_with(monkeypatch, as_it_is)
     with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
-        if not is_wrong:
-            rig.prepare({"compile": "on"}, seconds=60.0).close()
-            return
-        with pytest.raises(ProbeFailedError, match="differs from the eager model"):
-            rig.prepare({"compile": "on"}, seconds=60.0)
+        prepared = rig.prepare({"compile": "on"}, seconds=60.0)
+        with pytest.raises(ProbeFailedError, match="differs from the eager model") if is_wrong else nullcontext():
+            prepared.check()
+        prepared.close()
 
 
 def rig_of(model: nn.Module) -> LocalStepBench:
@@ -730,4 +744,4 @@ def test_model_without_a_graph_wins_no_measurement() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="produced no graph"):
-        rig.prepare({"compile": "on"}, seconds=60.0)
+        rig.prepare({"compile": "on"}, seconds=60.0).check()
