@@ -43,7 +43,7 @@ LogLine = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """What to benchmark, and for how long."""
+    """The training, sweeps and time budget of a benchmark."""
 
     what: str
     """The recipe or function, as accepted by `load_training`."""

@@ -54,7 +54,7 @@ class GlobalBatch:
     __iter__ = __getitem__ = _explain
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python asks for special methods in many places, and expects an AttributeError.
+        # Python looks up special methods in many places, and expects an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         self._explain()

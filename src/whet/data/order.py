@@ -112,7 +112,7 @@ class RepeatingOrder(SampleOrder):
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
         epoch, start = position.epoch, position.samples
-        # Drawn batch by batch: minGPT asks for 10^10 draws, which do not fit into memory.
+        # Drawn batch by batch: minGPT draws 10^10 samples, which do not fit into memory.
         while start < self.num_samples:
             end = min(start + self._batch_size, self.num_samples)
             is_last = end == self.num_samples

@@ -73,7 +73,7 @@ def configure_compile_cache() -> None:
 def _make_private(folder: Path) -> None:
     """Make a folder that only this user can use. Raises PermissionError for one of another user."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Changing the mode of another user's folder fails, except for root, who asks for the owner.
+    # For root, changing the mode of another user's folder does not fail, so compare the owner.
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     folder.chmod(0o700)

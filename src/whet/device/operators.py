@@ -61,7 +61,7 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class OperatorStatus:
-    """How a backend runs an operator."""
+    """The way in which a backend runs an operator."""
 
     kind: StatusKind
     """How the operator runs.

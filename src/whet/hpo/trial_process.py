@@ -29,7 +29,7 @@ EvaluationCallback = Callable[[int, float, bool], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialExit:
-    """How the process of a trial ended."""
+    """The end of the process of a trial."""
 
     code: int
     """The exit code, or minus the number of the signal that killed the process."""

@@ -6,7 +6,7 @@ FAMILY_SOURCE = "ATen/mps/MPSDevice.h of torch 2.13"
 
 
 class ChipGeneration(NamedTuple):
-    """What the chips of one generation have in common."""
+    """Facts that the chips of one generation share."""
 
     gpu_family: str | None
     """Apple's GPU family, from FAMILY_SOURCE."""

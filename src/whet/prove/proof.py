@@ -42,7 +42,7 @@ MAX_NAMES = 8
 
 @dataclass(kw_only=True, slots=True)
 class ProofRequest:
-    """What to prove, and with how much effort."""
+    """The training to prove, and the effort."""
 
     training: ProvableTraining
     recipe: str

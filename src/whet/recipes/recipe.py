@@ -358,7 +358,7 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
 
 
 class EmbeddedData(NamedTuple):
-    """How the embedded data of a recipe is generated, for the error message when it has changed."""
+    """Origin of the embedded data of a recipe, for the error message when it has changed."""
 
     is_made: str
     """A sentence such as "the embedded texts are docstrings of six installed libraries"."""

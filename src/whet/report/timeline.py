@@ -81,7 +81,7 @@ class TrainingClock:
 
 def session_spans(history: History) -> tuple[SessionSpan, ...]:
     """Return the sessions of a run. No block spans the start of a session."""
-    # A rollback is logged as a resume too, but its process goes on.
+    # A rollback is logged as a resume too, but its process continues.
     rollbacks = {event.time for event in history.events(kinds=("resume",)) if event.get("rollback_reason")}
     spans: list[list[float]] = []
     for block in history.layout.blocks:

@@ -17,6 +17,7 @@ import torch
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.config.resolve import resolve_config
+from whet.device.open import open_device
 from whet.recipes.hex.data import split_games
 from whet.recipes.hex.game.game_folder import game_keys
 from whet.recipes.hex.game.games import play_games
@@ -121,7 +122,7 @@ def test_arena_command_reports_rating_and_openings(place: Place, whole: Path) ->
 
 def test_a_user_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.folder)
-    player = load_opponent("runs/whole@8", device=torch.device("cpu")).player
+    player = load_opponent("runs/whole@8", device=open_device("cpu").device).player
     view = view_game(player, [0], size=4)
     assert view.player == "runs/whole@8"
     assert view.reply is not None

@@ -296,7 +296,7 @@ def _stream_patches() -> list[tuple[Any, str, Any]]:
 
     def make(cls: type, *_args: object, stream_id: int | None = None, **_kwargs: object) -> Any:
         stream: Any = object.__new__(cls)
-        # Not an attribute of this name: torch's class has a property that asks its base.
+        # Not an attribute of this name: torch's class has a property that reads it from its base.
         stream.__dict__["_number"] = next(pool) if stream_id is None else stream_id
         return stream
 

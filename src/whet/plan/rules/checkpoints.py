@@ -53,7 +53,7 @@ def choose_checkpoint_epochs(context: RuleContext) -> Decision:
 
 @rule("C4", "keep")
 def choose_keep(context: RuleContext) -> Decision:
-    """How many of the last checkpoints are kept, in addition to the best one and two milestones.
+    """Number of last checkpoints that are kept, in addition to the best one and two milestones.
 
     Why: two, never one: while one is being replaced, the other is complete. The milestones are the first checkpoints of
     the two newest tenths of a run of 100 steps or more, for a run that went wrong; they are deleted first when the disk

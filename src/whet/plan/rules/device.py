@@ -27,7 +27,7 @@ def choose_device(context: RuleContext) -> Decision:
 
 @rule("D2", "on_device_failure")
 def choose_on_device_failure(context: RuleContext) -> Decision:
-    """What happens when the chosen device cannot be used: stop, or continue on the CPU.
+    """Action if the chosen device cannot be used: stop, or continue on the CPU.
 
     Why: a silent move to the CPU hides a slowdown of ten times or more, so it happens only on request.
     When wrong: an unattended run that must finish, even if it takes much longer.
@@ -74,7 +74,7 @@ def choose_keep_awake(context: RuleContext) -> Decision:
 
 @rule("H1", "on_heat")
 def choose_on_heat(context: RuleContext) -> Decision:
-    """What happens when the machine gets hot and slow: warn, rest part of the time, or pause until it is cool.
+    """Action if the machine gets hot and slow: warn, rest part of the time, or pause until it is cool.
 
     Why: a hot machine slows itself down and is not damaged; whether it should rest is a matter of noise, lap and
     battery, so it is your choice. No value changes what is trained: whet only waits between steps.

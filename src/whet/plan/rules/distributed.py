@@ -42,7 +42,7 @@ def choose_sharding(context: RuleContext) -> Decision:
 
 @rule("S2", "bucket_mb")
 def choose_bucket(context: RuleContext) -> Decision:
-    """How many megabytes of gradients are all-reduced at once.
+    """Megabytes of gradients that are all-reduced at once.
 
     Why: a bucket is sent when all its gradients are ready, while the backward pass computes the next. Large ones use
     the network well, several are needed to overlap at all: 25 MB, or a quarter of a model that is smaller than four

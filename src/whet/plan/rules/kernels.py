@@ -178,7 +178,7 @@ def _has_only_plain_convolutions(layers: tuple[str, ...]) -> bool:
 
 @rule("K5", "threads")
 def choose_threads(context: RuleContext) -> Decision:
-    """How many threads compute on the CPU.
+    """Number of threads that compute on the CPU.
 
     Why: slow cores delay fast ones at every barrier, and two threads on one core share its arithmetic units. So:
     the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
@@ -186,8 +186,8 @@ def choose_threads(context: RuleContext) -> Decision:
     MKL_NUM_THREADS need not be (Apple's chips have no MKL). Training on a GPU hardly depends on it.
     Other programs on the same cores do not change the number, only how threads wait for each other: a thread that spins
     takes the time of the one that it waits for. whet sets GOMP_SPINCOUNT and KMP_BLOCKTIME before torch is loaded, on
-    the command line and in every process that it starts, so that threads spin briefly and then sleep. While a run on
-    Linux goes on, threads sleep at once as long as other programs use the cores. No bit depends on it.
+    the command line and in every process that it starts, so that threads spin briefly and then sleep. During a run
+    on Linux, threads sleep at once as long as other programs use the cores. No bit depends on it.
     When wrong: M5 Pro and Max, whose second cluster is fast as well.
     Override: threads=N; GOMP_SPINCOUNT, KMP_BLOCKTIME or OMP_WAIT_POLICY in the environment.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; the manual of libgomp on GOMP_SPINCOUNT; own

@@ -12,7 +12,7 @@ _LINUX_WORKERS = 2
 
 @rule("L1", "data_location")
 def choose_data_location(context: RuleContext) -> Decision:
-    """Where the samples are while training: on the device, in host memory, or read by workers.
+    """Location of the samples during training: on the device, in host memory, or read by workers.
 
     Why: a data set that takes less than a tenth of the memory is copied to the device once; then nothing is copied,
     pinned or waited for during training. Samples that must be decoded are read by workers.
@@ -36,7 +36,7 @@ def choose_data_location(context: RuleContext) -> Decision:
 
 @rule("L2", "workers")
 def choose_workers(context: RuleContext) -> Decision:
-    """How many processes load data ahead.
+    """Number of processes that load data ahead.
 
     Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
     (about 5 s and several hundred MB of the shared memory each), so none there until a measurement shows a gain.
@@ -83,7 +83,7 @@ def choose_copies(context: RuleContext) -> Decision:
 
 @rule("L5", "worker_start_method")
 def choose_worker_start_method(context: RuleContext) -> Decision:
-    """How workers are started: forked from this process, or spawned.
+    """Start method of workers: forked from this process, or spawned.
 
     Why: a fork shares the data set without copying or pickling it, and starts in milliseconds. On macOS a fork
     after Metal has started aborts or hangs, so workers are spawned there: the data set must be picklable, and a script
@@ -100,7 +100,7 @@ def choose_worker_start_method(context: RuleContext) -> Decision:
 
 @rule("L6", "prefetch")
 def choose_prefetch(context: RuleContext) -> Decision:
-    """How many global batches each worker reads ahead.
+    """Number of global batches that each worker reads ahead.
 
     Why: two hide uneven times per batch; more only take memory.
     When wrong: samples whose decoding times differ greatly.

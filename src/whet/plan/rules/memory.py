@@ -19,7 +19,7 @@ _UNKNOWN_MEMORY_MICRO_BATCH = 8
 
 @rule("M1", "memory_gb")
 def choose_memory(context: RuleContext) -> Decision:
-    """How much memory the run may plan for, in GB of 2**30 bytes.
+    """Memory that the run may plan for, in GB of 2**30 bytes.
 
     Why: on unified memory a step that is too large does not fail, it swaps (BERT on an M1 Max fell from 36 to 3.9
     sequences per second), and MPS's own limit is above the physical memory. So the plan stays within Metal's
@@ -79,7 +79,7 @@ def choose_activation_checkpointing(context: RuleContext) -> Decision:
 
 @rule("M3", "micro_batch")
 def choose_micro_batch(context: RuleContext) -> Decision:
-    """How many samples of the global batch go through the model at once; the gradients of all are accumulated.
+    """Number of samples of the global batch that go through the model at once; the gradients of all are accumulated.
 
     Why: the whole global batch if it fits, else the fewest equal parts that do: few large kernels keep a GPU busy, and
     the gradient is the same sum. Losses are summed with the weight of their samples or tokens, so a short last
@@ -131,7 +131,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
 
 @rule("M5", "eval_batch")
 def choose_eval_batch(context: RuleContext) -> Decision:
-    """How many samples are evaluated at once.
+    """Number of samples evaluated at once.
 
     Why: without a backward pass a sample needs a fraction of the memory, so twice the micro-batch is safe; results do
     not depend on it.
@@ -146,7 +146,7 @@ def choose_eval_batch(context: RuleContext) -> Decision:
 
 @rule("M6", "lengths")
 def choose_lengths(context: RuleContext) -> Decision:
-    """How samples of different lengths are batched.
+    """Batching of samples of different lengths.
 
     Why: samples of one global batch may be sorted by length before they are split: the step's samples stay the same and
     padding shrinks. On MPS each new shape adds a compiled graph that is never freed (9 MB grew to 13.7 GB in one epoch

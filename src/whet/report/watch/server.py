@@ -10,7 +10,7 @@
         ?before=POSITION&kinds=a,b&limit=N     the next page; without `kinds` all but steps and health
     GET /api/compare?ids=ID,ID             RunComparison (report/comparison.py)
 
-A page asks every second; runs, comparisons and files have an ETag. Runs are read only when a page asks for them.
+A page polls every second; runs, comparisons and files have an ETag. Runs are read only when a page requests them.
 """
 
 import asyncio
