@@ -1,6 +1,7 @@
-"""Check a speech model for a Mac on any computer: MPS has no CTC loss in torch 2.13.
+"""Check a speech model for a Mac on any computer: MPS has no CTC loss before torch 2.14.
 
-whet check examples/check_lstm_ctc.py --for mps      # exit code 1
+whet check examples/check_lstm_ctc.py --torch 2.13   # exit code 1
+whet check examples/check_lstm_ctc.py --torch 2.15   # exit code 0
 whet check examples/check_lstm_ctc.py --for cuda     # exit code 0
 """
 
@@ -33,5 +34,5 @@ def model():
 
 
 if __name__ == "__main__":
-    for finding in whet.check(model, device="mps").findings:
+    for finding in whet.check(model, device="mps", torch="2.13").findings:
         print(f"{finding.severity}, line {finding.place.line}: {finding.what}")

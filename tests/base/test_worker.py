@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from paths import SUPPORT
+from whet.autotune.process_bench import ProcessStepBench
 from whet.base import env
 from whet.base.errors import UsageError
 from whet.base.worker import (
@@ -21,6 +22,12 @@ from whet.base.worker import (
     describe_exit_code,
     error_from_json,
 )
+from whet.doctor.check import CheckGroup
+from whet.doctor.runner import CheckRunner
+from whet.hpo.trial_process import run_trial_process
+from whet.machine.torch_info import query_torch
+from whet.prove.launcher import ForkLauncher, ProcessLauncher
+from whet.prove.training_process import ProcessOrder
 
 TIMEOUT_SECONDS = 120
 """Timeout for calls that return immediately; only a hang takes this long."""
@@ -149,7 +156,10 @@ def test_exit_codes_are_described() -> None:
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder, a PYTHONPATH and a sys.path with files that write a marker when they are imported."""
+    """A current folder, a PYTHONPATH and a sys.path with files that write a marker when they are imported.
+
+    This process is not isolated from them: it imports what it needs before.
+    """
     folder, marker = tmp_path / "hostile", tmp_path / "marker"
     folder.mkdir()
     for name in ("json", "queue", "traceback", "select", "sitecustomize", "torch", "numpy", "pydantic", "whet"):
@@ -176,16 +186,12 @@ def test_path_of_the_parent_comes_last(marker: Path) -> None:
 
 
 def test_measuring_process_is_isolated(marker: Path) -> None:
-    from whet.autotune.process_bench import ProcessStepBench
-
     with ProcessStepBench("faulty_step_benches:open_bench", {}) as bench:
         assert bench.prepare({}, seconds=TIMEOUT_SECONDS).step(2) == 2.1
     assert not marker.exists(), marker.read_text()
 
 
 def test_trial_process_is_isolated(marker: Path, tmp_path: Path) -> None:
-    from whet.hpo.trial_process import run_trial_process
-
     ended = run_trial_process(
         "worker_jobs:train_trial",
         {},
@@ -200,17 +206,12 @@ def test_trial_process_is_isolated(marker: Path, tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_torch_query_is_isolated(marker: Path) -> None:
-    from whet.machine.torch_info import query_torch
-
     assert query_torch().error is None
     assert not marker.exists(), marker.read_text()
 
 
 @pytest.mark.torch
 def test_doctor_process_is_isolated(marker: Path) -> None:
-    from whet.doctor.check import CheckGroup
-    from whet.doctor.runner import CheckRunner
-
     group = CheckGroup(name="planted", table="planted_checks:CASES")
     runner = CheckRunner(
         device="cpu", ends_at=time.monotonic() + TIMEOUT_SECONDS, budget_seconds=TIMEOUT_SECONDS, only_quick=True
@@ -222,9 +223,6 @@ def test_doctor_process_is_isolated(marker: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_proof_process_is_isolated(marker: Path, tmp_path: Path, is_forked: bool) -> None:
-    from whet.prove.launcher import ForkLauncher, ProcessLauncher
-    from whet.prove.training_process import ProcessOrder
-
     order = ProcessOrder(
         target="worker_jobs:train_piece",
         arguments={},

@@ -20,7 +20,7 @@ SAYS = {
     "token_weights.py": "micro-batch  5",
     "check_convnet.py": "5,422,056 parameters, 0 findings",
     "check_gpt.py": "warning, line 46: .item() waits",
-    "check_lstm_ctc.py": "error, line 28: MPS has no operator aten::_ctc_loss",
+    "check_lstm_ctc.py": "error, line 29: MPS has no operator aten::_ctc_loss",
     "average_and_early_stop.py": "done {'accuracy': 0.9",
     "image_classification.py": "all 4 epochs done: accuracy 0.9",
     "lstm_carried_state.py": "the same weights and the same state as without a stop: True",

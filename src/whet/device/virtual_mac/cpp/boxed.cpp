@@ -47,9 +47,10 @@ class Stand {
       if (tensor.is_sparse()) {
         replace_sparse(tensor, alias);
       } else if (tensor.numel() == 0 && alias.sizes() != tensor.sizes()) {
-        tensor.resize_(alias.sizes());
-        if (!alias.is_contiguous())
-          tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
+        // Strides may leave gaps, which need memory too: the solution of lstsq has them.
+        const size_t bytes = at::detail::computeStorageNbytes(alias.sizes(), alias.strides(), alias.itemsize());
+        tensor.resize_({static_cast<int64_t>(bytes / alias.itemsize())});
+        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
         cpu_alias(tensor).copy_(alias);
       }
     }
