@@ -144,7 +144,7 @@ def test_slower_steps_during_a_write_are_counted() -> None:
     for seconds, is_busy, elsewhere in [(1, False, 0), (1, False, 5), (1, False, 0), (1.5, True, 0), (1.5, True, 3)]:
         now[0] += seconds + elsewhere
         aside += elsewhere
-        times.tick(is_busy=is_busy, aside=aside)
+        times.tick(is_writing=is_busy, aside=aside)
     assert times.slowed() == pytest.approx(1.0)
     assert times.slowed() == 0.0
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from whet.device.cpu import CpuDevice
 from whet.recipes.puzzle.model import PuzzleTable
-from whet.step.optimizers import AdamATan2, OptimizerChoice, build_optimizer, set_learning_rate
+from whet.step.optimizers import AdamATan2, OptimizerChoice, build_optimizer
+from whet.training.schedule import set_learning_rate
 
 pytestmark = pytest.mark.torch
 

@@ -18,8 +18,9 @@ from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.chat.model import build_model, next_token_loss
 from whet.step.ema import Ema
 from whet.step.graphs import MAX_CAPTURED_SHAPES, GraphedStepper
-from whet.step.optimizers import OptimizerChoice, build_optimizer, set_learning_rate
+from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper, WrongReplayError
+from whet.training.schedule import set_learning_rate
 
 pytestmark = pytest.mark.torch
 

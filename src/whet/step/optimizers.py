@@ -103,21 +103,6 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
-    """Set the learning rate of each group to `factor` times its base rate, and return the rates.
-
-    Tensor rates change in place.
-    """
-    rates = [base * factor for base in base_rates]
-    # strict=False: a group that was added later has no base rate. The next step raises a better error for it.
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    return rates
-
-
 # --- AdamATan2 --------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ exception is a checked step, which verifies loss and gradient before the update.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -153,7 +153,8 @@ class Stepper:
             self._check_finite(computed.loss)
         # 6. Update. After a failure from here on, only a checkpoint can restore the weights.
         self._update(step)
-        return replace(computed, marks=(*computed.marks, ("optimizer", computed.marks[-1][2], mark())))
+        marks = (*computed.marks, ("optimizer", computed.marks[-1][2], mark()))
+        return Outcome(loss=computed.loss, grad_norm=computed.grad_norm, marks=marks, scalars=computed.scalars)
 
     def _compute(
         self,

@@ -14,7 +14,7 @@ from whet.base.errors import UsageError
 from whet.config.options import SchedulerObject
 from whet.plan.workload import AutoBatch
 from whet.step.loss import LossFunction
-from whet.step.optimizers import OptimizerChoice, set_learning_rate
+from whet.step.optimizers import OptimizerChoice
 from whet.training import intercept
 from whet.training.keywords import SessionKeywords
 from whet.training.measurement import (
@@ -25,6 +25,7 @@ from whet.training.measurement import (
     report_lines,
 )
 from whet.training.run_config import make_run_config, plan_from_rules
+from whet.training.schedule import set_learning_rate
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload

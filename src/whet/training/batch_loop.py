@@ -88,7 +88,7 @@ class BatchLoop:
                 if batch.is_last_of_epoch:
                     run.pending |= run.callbacks.on_epoch_end(state)
                 if run.group.is_single_process:
-                    action |= run.collect_requests()
+                    action |= self._collect_requests()
                 if action.stop is not None:
                     is_requested = bool(action.signal) or action.stop != _ALL_DONE
                     state.stop_reason = stop_reason(action) if is_requested else self._session_over_reason()
@@ -99,7 +99,7 @@ class BatchLoop:
     def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
         """Merge the requested actions. Several ranks synchronize them, every few steps."""
         run, state = self.run, self.state
-        action = run.collect_requests()
+        action = self._collect_requests()
         if state.is_finished or self._is_session_over(batch):
             action |= Action(stop=_ALL_DONE, on_all_ranks=True)
         # Actions that depend on the step only are the same on every rank. All others wait for a synchronization.
@@ -131,6 +131,20 @@ class BatchLoop:
                 run.guard.raise_diverged()
             action |= Action.ROLLBACK(run.guard.start_rollback())
         return action
+
+    def _collect_requests(self) -> Action:
+        """Merge all requests into the pending action and return it."""
+        run = self.run
+        while run.requests:
+            run.pending |= run.requests.popleft()
+        return run.pending
+
+    def log_pending_events(self) -> None:
+        """Log the events of the device and the data. Raise if the device has failed without raising an error."""
+        run = self.run
+        for kind, fields in (*run.device.monitor.events(), *run.source.events()):
+            run.log.event(kind, step=self.state.step, **fields)
+        run.device.monitor.check()
 
     # --- the steps of a batch ----------------------------------------------------------------------------------------
 
@@ -252,7 +266,7 @@ class BatchLoop:
             if action is not Action.NONE:
                 run.pending |= action
             if not outcome.is_skipped:
-                run.log_pending_events()
+                self.log_pending_events()
 
     # --- saving and rolling back -------------------------------------------------------------------------------------
 

@@ -73,7 +73,10 @@ class Checkpointer:
         self._run = run
         self._folder = folder.checkpoints
         self.interval = SaveInterval(run.plan)
-        self._step_times = StepTimes()
+        self.step_times = StepTimes()
+        """Measures how much the current write slows steps down."""
+        self.is_writing = False
+        """Whether a write has begun whose result is not collected yet."""
         self._write_mode = WriteMode()
         self._staging = StagingBuffer(run.device)
         self._writer = CheckpointWriter()
@@ -98,12 +101,6 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Measure the slowdown by a background write, and log the write if it has ended. Call this after each step."""
-        self._step_times.tick(is_busy=self._writer.is_busy, aside=self._run.log.aside_seconds)
-        if self._writer.step is not None:
-            self._collect(wait=False)
-
     def save(self, urgency: Urgency) -> None:
         """Write the state after the newest step, unless it is on disk already.
 
@@ -123,7 +120,7 @@ class Checkpointer:
             self.interval.restart()
             return
         if urgency == "last" or self._writer.step != step:
-            self._collect(wait=True)
+            self.collect(wait=True)
         if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
             # A GPU can fail without raising an error. Its memory would be saved as garbage.
             run.device.monitor.check(wait=True)
@@ -133,14 +130,14 @@ class Checkpointer:
                 gc.collect()
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
-            self._collect(wait=True, is_last=urgency == "last")
+            self.collect(wait=True, is_last=urgency == "last")
         run.log.spent("save", stall)
 
     def close(self) -> None:
         """Wait for the current write. Every exit path of a session calls this."""
         # Suppressed: the error that ends the session is reported elsewhere, and earlier checkpoints stay valid.
         with contextlib.suppress(WhetError):
-            self._collect(wait=True)
+            self.collect(wait=True)
 
     def note_inexact(self, step: int, reason: str) -> None:
         """Record in all later checkpoints that the run is not bit-exact since `step`."""
@@ -253,6 +250,7 @@ class Checkpointer:
 
         run.log.flush()
         self.interval.restart()
+        self.is_writing = True
         self._writer.begin(step, job, in_background=in_background, start=start)
 
     @property
@@ -274,12 +272,14 @@ class Checkpointer:
 
     # --- the end of a write ------------------------------------------------------------------------------------------
 
-    def _collect(self, *, wait: bool, is_last: bool = False) -> None:
+    def collect(self, *, wait: bool, is_last: bool = False) -> None:
+        """Log the current write if it has ended; with `wait`, wait for its end."""
         start = time.perf_counter()
         write = self._writer.collect(wait=wait)
         if write is None:
             return
-        slowed, stall = self._step_times.slowed(), self._stall + time.perf_counter() - start
+        self.is_writing = False
+        slowed, stall = self.step_times.slowed(), self._stall + time.perf_counter() - start
         if write.error is not None:
             self._handle_failure(write, is_last=is_last)
             return
@@ -338,7 +338,7 @@ class Checkpointer:
         run, step = self._run, self._run.state.best_step
         if step is None or step == run.state.step:
             return None
-        self._collect(wait=True)
+        self.collect(wait=True)
         path = self._folder / store.checkpoint_name(step)
         try:
             return load_on_all_ranks(path, run.model, run.group)

@@ -228,12 +228,14 @@ class Executor:
     def _log_graph_refusal(self, stepper: Stepper, number: int) -> None:
         """If the steps cannot be captured as graphs, turn capturing off in the plan and log the reason once."""
         run, reason = self._run, stepper.graph_obstacle
-        if reason is None and run.plan.graph == "launch_bound" and stepper.is_launch_bound:
-            on = MeasuredSetting(
-                value="on", reason="the device waits for the host to launch kernels", evidence={"step": number}
-            )
-            run.use_plan(with_runtime_changes(run.plan, {"graph": on}))
-        if reason is None or run.plan.graph == "off":
+        if reason is None:
+            if stepper.is_launch_bound and run.plan.graph == "launch_bound":
+                on = MeasuredSetting(
+                    value="on", reason="the device waits for the host to launch kernels", evidence={"step": number}
+                )
+                run.use_plan(with_runtime_changes(run.plan, {"graph": on}))
+            return
+        if run.plan.graph == "off":
             return
         off = MeasuredSetting(value="off", reason=reason, evidence={"step": number})
         run.use_plan(with_runtime_changes(run.plan, {"graph": off}))

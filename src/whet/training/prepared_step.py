@@ -18,10 +18,10 @@ from whet.device.errors import is_out_of_memory
 from whet.plan.plan import Plan
 from whet.step.graphs import GraphedStepper
 from whet.step.model_contexts import CompiledCalls
-from whet.step.optimizers import set_learning_rate
 from whet.step.rollback import release_traceback
 from whet.step.step import Stepper
 from whet.training.model_check import run_check
+from whet.training.schedule import set_learning_rate
 from whet.training.start_checks import skip_reason
 from whet.verify.start.compiled import compare_compiled_with_eager
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
@@ -73,6 +72,7 @@ class RunContext:
         exit_stack: ExitStack,
     ) -> None:
         self.config = config
+        self.model = config.model
         self.plan = plan
         """The current plan. It may change during the run, for example after an out-of-memory error."""
         self.device = device
@@ -104,11 +104,8 @@ class RunContext:
         """Whether the gradients come from a manual step. Checkpoints then keep them: they may be accumulated."""
         self.pending = Action.NONE
         """The merged actions that the loop has not performed yet."""
-        self._requests: deque[Action] = deque()
-
-    @property
-    def model(self) -> nn.Module:
-        return self.config.model
+        self.requests: deque[Action] = deque()
+        """Actions that other threads and signal handlers have requested since the last step."""
 
     @property
     def other_optimizers(self) -> dict[str, tuple[Optimizer, torch.amp.GradScaler]]:
@@ -124,18 +121,12 @@ class RunContext:
     def request(self, action: Action) -> None:
         """Request an action from any thread or signal handler. The loop performs it after the current step."""
         # deque.append is atomic. A lock could deadlock: a signal handler may run between any two bytecodes.
-        self._requests.append(action)
-
-    def collect_requests(self) -> Action:
-        """Merge all requests into `pending` and return it."""
-        while self._requests:
-            self.pending |= self._requests.popleft()
-        return self.pending
+        self.requests.append(action)
 
     @property
     def is_stop_requested(self) -> bool:
         """Whether a stop was requested that the loop has not performed yet."""
-        return self.pending.stop is not None or any(action.stop is not None for action in tuple(self._requests))
+        return self.pending.stop is not None or any(action.stop is not None for action in tuple(self.requests))
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Return the remaining global batches of the epoch. Time spent waiting for them is logged as data time."""
@@ -219,12 +210,6 @@ class RunContext:
             self.checkpointer.save_initial_again()
         if self.gaps is not None:
             self.gaps.begin()
-
-    def log_pending_events(self) -> None:
-        """Log the events of the device and the data. Raise if the device has failed without raising an error."""
-        for kind, fields in (*self.device.monitor.events(), *self.source.events()):
-            self.log.event(kind, step=self.state.step, **fields)
-        self.device.monitor.check()
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Log the start or the resume of a session."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError
 from whet.checkpoint.state_encoder import NotEncodableError
 from whet.checkpoint.state_json import decode_state, encode_state, state_changes
-from whet.step.optimizers import EXECUTION_KEYS, set_learning_rate
+from whet.step.optimizers import EXECUTION_KEYS
 
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 
@@ -230,6 +230,21 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
         defaults = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
         values = {**variables, **{p.name: p.default for p in defaults}, **values}
     return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
+    """Set the learning rate of each group to `factor` times its base rate, and return the rates.
+
+    Tensor rates change in place.
+    """
+    rates = [base * factor for base in base_rates]
+    # strict=False: a group that was added later has no base rate. The next step raises a better error for it.
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return rates
 
 
 def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> None:

@@ -183,7 +183,7 @@ class Session:
             self._loop = BatchLoop(self.run)
             self.run.watch_for_stalls()
             self.run.callbacks.on_start(self.run)
-            self.run.log_pending_events()
+            self._loop.log_pending_events()
             if not self.model.training:
                 # Skipped if the model is in training mode already: train() would also switch submodules that the user
                 # keeps in eval mode on purpose, such as a frozen BatchNorm.

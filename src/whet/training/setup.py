@@ -335,7 +335,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
     return [
         run.log,
         *([run.verification] if run.verification is not None else []),
-        *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
+        *([CheckpointSchedule(checkpointer, run.log, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
         *([DeviceCache()] if run.plan.empty_cache == "as needed" else []),

@@ -13,6 +13,7 @@ from whet.training.callback import SAVE_NOW, SAVE_WHEN_IDLE, Action, Callback, S
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome
+    from whet.training.callbacks.event_log import Recorder
     from whet.training.checkpointer import Checkpointer
 
 MAX_SAVE_SHARE = 0.01
@@ -35,14 +36,18 @@ SaveDue = Literal["no", "time", "requested"]
 class CheckpointSchedule(Callback):
     """Requests checkpoints by the clock, every N steps or epochs, and after a new best evaluation."""
 
-    def __init__(self, checkpointer: "Checkpointer", group: RankGroup) -> None:
+    def __init__(self, checkpointer: "Checkpointer", log: "Recorder", group: RankGroup) -> None:
         self._checkpointer = checkpointer
+        self._log = log
         self._is_rank_zero = group.is_rank_zero
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
-        self._checkpointer.poll()
+        checkpointer = self._checkpointer
+        checkpointer.step_times.tick(is_writing=checkpointer.is_writing, aside=self._log.aside_seconds)
+        if checkpointer.is_writing:
+            checkpointer.collect(wait=False)
         is_epoch_end = state.batch is not None and state.batch.is_last_of_epoch
-        due = self._checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
+        due = checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
         if due == "requested":
             return Action(save=SAVE_NOW, on_all_ranks=True)
         # Clocks differ between ranks, so rank 0 decides for all.
@@ -148,21 +153,22 @@ class StepTimes:
         self._usual: deque[float] = deque(maxlen=_BASELINE_STEPS)
         self._last: float | None = None
         self._aside = 0.0
-        self._was_busy = False
         self._busy_seconds, self._busy_steps = 0.0, 0
 
-    def tick(self, *, is_busy: bool, aside: float) -> None:
-        """Record the end of a step. `aside` is the total number of seconds spent on evaluations and saves so far."""
+    def tick(self, *, is_writing: bool, aside: float) -> None:
+        """Record the end of a step. `aside` is the total number of seconds spent on evaluations and saves so far.
+
+        The step in which a write ends counts as slowed down: its result is collected after the step.
+        """
         now = self._clock()
         if self._last is not None:
             seconds = now - self._last - (aside - self._aside)
-            # A write that ended during the step slowed down a part of it.
-            if is_busy or self._was_busy:
+            if is_writing:
                 self._busy_seconds += seconds
                 self._busy_steps += 1
             else:
                 self._usual.append(seconds)
-        self._last, self._aside, self._was_busy = now, aside, is_busy
+        self._last, self._aside = now, aside
 
     def slowed(self) -> float:
         """Return the extra seconds that a write added to steps since the last call; 0 without a baseline."""
