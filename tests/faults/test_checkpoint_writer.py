@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import whet
 from fault_runs import FaultRuns
 from whet.base.errors import WhetError
 from whet.checkpoint import store, writer
@@ -20,6 +21,7 @@ from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
 from whet.run.events import read_events
+from whet.run.folder import open_run
 from whet.training.callbacks.checkpoint_schedule import (
     MAX_SAVE_SHARE,
     SaveInterval,
@@ -226,3 +228,24 @@ def test_a_nearly_full_disk_drops_milestones_first(tmp_path: Path, monkeypatch: 
     assert store.list_steps(tmp_path) == [100, 300, 310, 320], "rejected checkpoints do not count as the last two"
     writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100)
     assert store.list_steps(tmp_path) == [100, 310, 320]
+
+
+def test_a_finished_write_is_logged_after_the_next_step_and_no_longer_counts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(64, 4), torch.randn(64, 1)
+    options = {"global_batch_size": 8, "max_steps": 8, "overrides": {"checkpoint_steps": 3, "device": "cpu"}}
+    writing = []
+    with whet.Session(model, optimizer, data, run=tmp_path / "run", **options) as session:
+        for batch in session:
+            checkpointer = session.run.checkpointer
+            assert checkpointer is not None
+            while checkpointer._writer.is_busy:
+                time.sleep(0.01)
+            writing.append(checkpointer.is_writing)
+            session.step(torch.nn.functional.mse_loss, batch)
+            if session.state.step == 4:
+                logged = [e.step for e in read_events(open_run(tmp_path / "run"), kinds=("checkpoint",))]
+                assert logged[-1] == 3
+    assert writing == [False, False, False, True, False, False, True, False]
