@@ -194,6 +194,8 @@ def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) ->
         clip=1.0,
         ema=True,
         device="cuda",
+        # The weights are those of a micro-batch, whatever its samples are.
+        split_batch=True,
         overrides={"micro_batch": 4},
     ) as session:
         batches = iter(session)

@@ -268,6 +268,21 @@ def test_no_module_of_a_correct_model_is_wrong() -> None:
         assert first_wrong_module(ReplicaFactory(model_spec(model, (x,))), Elsewhere()) is None
 
 
+class Reordered(nn.Linear):
+    """Elsewhere, the gradient of the bias is a sum in another order."""
+
+    is_elsewhere = False
+
+    def forward(self, x):
+        return super().forward(x.flip(0)).flip(0) if self.is_elsewhere else super().forward(x)
+
+
+def test_rounding_of_a_gradient_that_cancels_is_no_wrong_module() -> None:
+    """BatchNorm removes any bias before it, so the gradient of that bias is only rounding."""
+    model = nn.Sequential(Reordered(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    assert first_wrong_module(ReplicaFactory(model_spec(model, (torch.randn(64, 6),))), Elsewhere()) is None
+
+
 def test_nondeterministic_model_is_found(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import itertools, torch\n"
