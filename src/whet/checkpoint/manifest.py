@@ -62,6 +62,7 @@ class CheckpointInfo(FrozenModel):
 
 
 FORMAT_VERSION = 2
+"""Raised by every change of the files after the first release (docs/choices/0018)."""
 SHARDED_VERSION = 3
 """Format of a checkpoint whose tensors are sharded over several files."""
 TENSORS, FACTS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
