@@ -14,7 +14,7 @@ from whet.base.errors import UsageError
 from whet.plan.setting import MeasuredSetting
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
-from whet.training import tune
+from whet.training import auto_batch_size, tune
 
 pytestmark = pytest.mark.torch
 
@@ -170,25 +170,30 @@ def test_short_run_reports_that_it_is_not_measured():
     assert ", too short to measure which settings are fastest; whet.tune could try bf16 and compile: up to" in logged[0]
 
 
-@pytest.mark.parametrize("where", ["prepare", "search"])
+@pytest.mark.parametrize("where", ["prepare", "search", "batch size"])
 def test_ctrl_c_while_measuring_says_that_nothing_was_lost(monkeypatch, tmp_path, where):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(*{"prepare": (tune.LocalStepBench, "prepare"), "search": (tune, "_search")}[where], interrupt)
+    places = {
+        "prepare": (tune.LocalStepBench, "prepare"),
+        "search": (tune, "_search"),
+        "batch size": (auto_batch_size, "measure_batch_size"),
+    }
+    monkeypatch.setattr(*places[where], interrupt)
     messages = []
     model, (x, y) = a_model(), some_data()
-    with pytest.raises(KeyboardInterrupt, match="nothing was trained and nothing was written"):
-        whet.train(
-            model,
-            (x, y),
-            loss=functional.cross_entropy,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            run=tmp_path / "run",
-            on_event=lambda kind, fields: messages.append(fields.get("message")) if kind == "stopping" else None,
-            **{**TRAINING, "epochs": 10**6},
-        )
+    result = whet.train(
+        model,
+        (x, y),
+        loss=functional.cross_entropy,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        run=tmp_path / "run",
+        on_event=lambda kind, fields: messages.append(fields.get("message")) if kind == "stopping" else None,
+        **{**TRAINING, "epochs": 10**6, **({"global_batch_size": "auto"} if where == "batch size" else {})},
+    )
     assert messages == ["stopped by Ctrl-C while measuring: nothing was trained and nothing was written"]
+    assert (result.state, result.step, result.exit_code, result.reason) == ("stopped", 0, 130, messages[0])
     assert not (tmp_path / "run").exists()
 
 

@@ -23,6 +23,7 @@ from whet.training.measurement import (
     local_bench,
     progress_callback,
     report_lines,
+    stopped_by_ctrl_c,
 )
 from whet.training.run_config import make_run_config, plan_from_rules
 from whet.training.schedule import set_learning_rate
@@ -88,7 +89,10 @@ def resolve_auto_batch_size(
             )
         config = make_run_config(model, optimizer, data, with_batch_size(keywords, keywords.lr_batch))
         check_rereadable(data)
-        with local_bench(config, loss, plan_from_rules(config)) as bench:
+        with (
+            stopped_by_ctrl_c(config.on_event),
+            local_bench(config, loss, plan_from_rules(config)) as bench,
+        ):
             batch = measure_batch_size(
                 bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(config.on_event)
             )

@@ -1,5 +1,6 @@
 """train(): the training loop as one call, built on the public methods of Session."""
 
+import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +25,10 @@ from whet.training import checks, intercept
 from whet.training.auto_batch_size import resolve_auto_batch_size
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress import ProgressLine, is_notebook
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
+from whet.training.measurement import MeasurementStoppedError
 from whet.training.progress import BestStep
 from whet.training.run_config import make_run_config
 from whet.training.session import Session
@@ -107,19 +109,27 @@ def train(
 ) -> TrainResult:
     """Train a model; `whet.train` describes the arguments."""
     keywords = SessionKeywords.from_call({**locals(), "on_event": None})
-    return train_run(
-        model,
-        data,
-        keywords,
-        loss=loss,
-        optimizer=optimizer,
-        evaluate=evaluate,
-        val=val,
-        test=test,
-        on_event=on_event,
-        measure=measure,
-        open_bench=open_bench,
-    )
+    try:
+        return train_run(
+            model,
+            data,
+            keywords,
+            loss=loss,
+            optimizer=optimizer,
+            evaluate=evaluate,
+            val=val,
+            test=test,
+            on_event=on_event,
+            measure=measure,
+            open_bench=open_bench,
+        )
+    except MeasurementStoppedError as stop:
+        if is_notebook():
+            raise
+        # As after Ctrl-C in the training: the same call starts it again.
+        return TrainResult(
+            path=None, state="stopped", step=0, reason=str(stop), metrics={}, best=None, exit_code=128 + signal.SIGINT
+        )
 
 
 def train_run(

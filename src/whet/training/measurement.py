@@ -1,5 +1,7 @@
 """Helpers for measurements before a training: the bench in this process, and progress reports."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +16,21 @@ from whet.training.run_config import RunConfig, is_rereadable
 from whet.training.step_bench import LocalStepBench
 
 AnyOptimizer = Optimizer | OptimizerChoice
+
+
+class MeasurementStoppedError(KeyboardInterrupt):
+    """Ctrl-C before a training, while its plan or its batch size was measured."""
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c(on_event: EventHandler | None) -> Iterator[None]:
+    """Say that Ctrl-C lost nothing, and leave out the traceback of the measured step, which does not help the user."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = "stopped by Ctrl-C while measuring: nothing was trained and nothing was written"
+        emit_event(on_event, "stopping", {"step": 0, "message": message})
+        raise MeasurementStoppedError(message) from None
 
 
 def local_bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:

@@ -34,6 +34,7 @@ from whet.training.measurement import (
     local_bench,
     progress_callback,
     report_lines,
+    stopped_by_ctrl_c,
 )
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
@@ -178,13 +179,8 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
         return config
     if config.plan is not None or run_exists(config.path) or intercept.active() is not None:
         return config
-    try:
+    with stopped_by_ctrl_c(config.on_event):
         plan = tuned_plan(config, loss, open_bench=open_bench)
-    except KeyboardInterrupt:
-        # Omit the traceback of the measured step, which does not help the user.
-        message = "stopped by Ctrl-C while measuring: nothing was trained and nothing was written"
-        emit_event(config.on_event, "stopping", {"step": 0, "message": message})
-        raise KeyboardInterrupt(message) from None
     return replace(config, plan=plan)
 
 
