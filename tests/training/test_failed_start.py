@@ -49,6 +49,39 @@ def test_a_program_stopped_in_its_first_step_may_change(tmp_path: Path, error: t
     assert train(tmp_path / "run", width=8).step == 8
 
 
+@pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "stopped")])
+def test_a_callback_that_fails_before_the_loop_blocks_nothing(
+    tmp_path: Path, error: type[BaseException], state: str
+) -> None:
+    class Broken(whet.Callback):
+        def on_start(self, run: Any) -> None:
+            raise error("no such file")
+
+    with pytest.raises(error):
+        train(tmp_path / "run", columns=12, callbacks=[Broken()])
+    assert read_last(tmp_path / "run", "end").get("state") == state
+    assert train(tmp_path / "run", width=8).step == 8
+
+
+def test_an_error_of_the_whole_batch_is_not_called_one_of_splitting(tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = lambda kind, fields: said.append(str(fields.get("message")))  # noqa: E731
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        train(tmp_path / "run", columns=12, on_event=handler)
+    assert not [message for message in said if "not split" in message]
+
+    def needs_all(micro: Any) -> torch.Tensor:
+        assert len(micro.x) == 16
+        return micro.x.mean() * weight.sum()
+
+    weight = nn.Parameter(torch.ones(2))
+    whet.train(
+        nn.ParameterList([weight]), (torch.randn(64, 10), torch.zeros(64)), loss=needs_all,
+        optimizer=torch.optim.SGD([weight], lr=0.1), global_batch_size=16, epochs=1, measure=False, on_event=handler,
+    )  # fmt: skip
+    assert [message for message in said if message.startswith("the batch is not split: the loss fails with 2 of 16")]
+
+
 def test_a_run_stopped_after_its_first_step_is_kept(tmp_path: Path) -> None:
     class Stop(whet.Callback):
         def after_step(self, state: Any, outcome: Any) -> whet.Action:

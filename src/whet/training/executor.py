@@ -180,6 +180,7 @@ class Executor:
                 raise RollbackRequiredError(f"the GPU ran out of memory at step {number:,} or before: {problem}")
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
+        self.splitting.log_decision()
         self._log_graph_refusal(stepper, number)
         if stepper.kernel_obstacle is not None:
             # All optimizers: the plan, which a resume follows, has one setting for them.

@@ -182,7 +182,8 @@ class Session:
             self.run = setup(self.config, self.state, self._exit_stack)
             self._loop = BatchLoop(self.run)
             self.run.watch_for_stalls()
-            self.run.callbacks.on_start(self.run)
+            with self._logs_failure():
+                self.run.callbacks.on_start(self.run)
             self._loop.log_pending_events()
             if not self.model.training:
                 # Skipped if the model is in training mode already: train() would also switch submodules that the user
@@ -225,6 +226,16 @@ class Session:
         if error is None and not self.is_finished and self.run.stop_signals.signal == signal.SIGINT and is_notebook():
             # "Run all" must not continue with cells that use a half-trained model.
             raise KeyboardInterrupt(f"saved at step {self.state.step:,}; run the cell again to resume")
+
+    @contextlib.contextmanager
+    def _logs_failure(self) -> Iterator[None]:
+        """Log the end of a session that fails before its loop, so that the corrected program starts anew."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self.run.log.end(self.state, error, reason=describe_end(self.state, self.config, error))
+            raise
 
     # --- the training loop -------------------------------------------------------------------------------------------
 

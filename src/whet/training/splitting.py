@@ -42,6 +42,8 @@ class BatchSplitting:
         self._sizes: _BatchSizes | None = None
         self._split_steps: dict[tuple[str, Hashable], int] = {}
         """The number of split steps, by optimizer and loss for which it is known whether the batch may be split."""
+        self._unlogged: tuple[int, str] | None = None
+        """The step and the reason of the last decision not to split, until a step has succeeded."""
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a global batch, as the plan splits it."""
@@ -152,7 +154,14 @@ class BatchSplitting:
             raise UsageError(f"micro_batch={micro} would change the training", got=reason, try_=hint)
         if plan.workload.split_obstacle != reason:
             run.plan_again(split_obstacle=reason)
-            run.log.event("plan", step=run.state.step, message=f"the batch is not split: {reason}")
+            self._unlogged = run.state.step, reason
+
+    def log_decision(self) -> None:
+        """Log why batches are not split. Called after a step: an error of the whole batch has nothing to do with it."""
+        if self._unlogged is not None:
+            step, reason = self._unlogged
+            self._unlogged = None
+            self._run.log.event("plan", step=step, message=f"the batch is not split: {reason}")
 
     def check_step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str, is_first: bool) -> None:
         """Check the loss before the first split step of each optimizer and loss, and now and then later."""
