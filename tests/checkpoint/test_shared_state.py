@@ -58,6 +58,13 @@ def test_generators_sets_and_arrays_at_two_places_are_one_object() -> None:
     assert all(ours is theirs for ours, theirs in zip(made["first"], made["again"], strict=True))
 
 
+def test_a_generator_spawns_the_same_again() -> None:
+    spawner = np.random.default_rng(2)
+    spawner.spawn(3)
+    made = round_trip({"spawner": spawner})[0]["spawner"]
+    assert made.spawn(1)[0].random() == spawner.spawn(1)[0].random()
+
+
 def test_equal_containers_of_two_states_stay_two_objects() -> None:
     seen = [1]
     ours, theirs = round_trip({"a": seen}, {"a": seen})

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -229,6 +230,45 @@ def _(p: Program) -> None:
 
     numbers = count()
     p.loss = lambda batch: cross_entropy(p.model, batch) / next(numbers)
+
+
+@case("a function that is exchanged", "`activate` of the model")
+def _(p: Program) -> None:
+    class Switched(nn.Linear):
+        activate = staticmethod(torch.tanh)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = self.activate(super().forward(x))
+            self.activate = torch.sigmoid
+            return result
+
+    p.model = Switched(6, 3)
+    p.optimizer = torch.optim.SGD(p.model.parameters(), lr=0.1)
+    p.loss = functools.partial(cross_entropy, p.model)
+
+
+@case("an evaluation that counts", "`calls` of the evaluation")
+def _(p: Program) -> None:
+    calls = 0
+
+    def evaluate(*_: Any) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        p.optimizer.param_groups[0]["weight_decay"] = 0.1 * calls
+        return {"accuracy": 1.0 / calls}
+
+    p.options = {"evaluate": evaluate, "val": (X, Y), "eval_every": 2, "goal": "accuracy", "mode": "max"}
+
+
+@case("the position of a written file", "`file` of the loss")
+def _(p: Program) -> None:
+    file = tempfile.TemporaryFile("w")  # noqa: SIM115
+
+    def loss(batch: Any) -> Tensor:
+        file.write("x")
+        return cross_entropy(p.model, batch) / file.tell()
+
+    p.loss = loss
 
 
 @case("itertools.count", "`numbers` of the loss")

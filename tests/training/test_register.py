@@ -75,6 +75,7 @@ def own_loop(run: Path | None, *, stop: int | None = None, names: tuple[str, ...
         bias = (
             bias + objects["python generator"].random() + objects["numpy generator"].random() + objects["list"][1]["n"]
         )
+        bias = bias + objects["numpy generator"].spawn(1)[0].random()
         scale = objects["dict"]["scale"] + 0.01 * objects["counter"].count
         toward = objects["average"].module.weight.detach()
         return scale * f.cross_entropy(model(batch[0]) + bias, batch[1]) + (model.weight - toward).square().sum()

@@ -24,7 +24,7 @@ from whet.checkpoint.encoding import as_bytes
 from whet.checkpoint.shared_memory import memory_key
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder, ValueEncoder
-from whet.checkpoint.state_format import CHANGEABLE, join_path
+from whet.checkpoint.state_format import CHANGEABLE, join_path, missing_children, seed_of_spawner, spawn
 from whet.checkpoint.state_json import plain_value
 
 MIN_TENSOR_BYTES = 64 * 1024**2
@@ -311,7 +311,8 @@ def _can_hold(now: Any, value: Any) -> bool:
     if isinstance(now, torch.Generator):
         return now.device == value.device
     if isinstance(now, np.random.Generator):
-        return type(now.bit_generator) is type(value.bit_generator)
+        is_alike = type(now.bit_generator) is type(value.bit_generator)
+        return is_alike and missing_children(now, seed_of_spawner(value)) is not None
     if isinstance(now, np.ndarray):
         return (now.shape, now.dtype) == (value.shape, value.dtype) and now.flags.writeable
     if isinstance(now, defaultdict):
@@ -326,6 +327,7 @@ def _copy_content(target: Any, value: Any) -> None:
     elif isinstance(value, torch.Generator):
         target.set_state(value.get_state())
     elif isinstance(value, np.random.Generator):
+        spawn(target, missing_children(target, seed_of_spawner(value)) or 0)
         target.bit_generator.state = value.bit_generator.state
     elif isinstance(value, np.random.RandomState):
         target.set_state(value.get_state(legacy=False))

@@ -237,7 +237,8 @@ def _decode_torch_generator(decoder: StateDecoder, value: dict[str, Any]) -> tor
 
 def _decode_numpy_generator(decoder: StateDecoder, value: dict[str, Any]) -> np.random.Generator:
     state = decoder.decode(value["state"])
-    bits = getattr(np.random, _one_of(state["bit_generator"], BIT_GENERATORS))()
+    kind = getattr(np.random, _one_of(state["bit_generator"], BIT_GENERATORS))
+    bits = kind(np.random.SeedSequence(**decoder.decode(value["seed"]))) if "seed" in value else kind()
     bits.state = state
     return np.random.Generator(bits)
 

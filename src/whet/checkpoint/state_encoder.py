@@ -27,6 +27,7 @@ from whet.checkpoint.state_format import (
     class_name,
     find_class,
     join_path,
+    seed_of_spawner,
 )
 from whet.distributed.strategies import is_distributed
 
@@ -222,7 +223,9 @@ class ValueEncoder:
         if isinstance(value, np.random.Generator):
             state = value.bit_generator.state
             if state["bit_generator"] in BIT_GENERATORS:
-                return {TAG: "numpy.Generator", "state": self.encode(state, path, depth + 1)}
+                facts = {TAG: "numpy.Generator", "state": self.encode(state, path, depth + 1)}
+                seed = seed_of_spawner(value)
+                return facts if seed is None else {**facts, "seed": self.encode(seed, path, depth + 1)}
         elif isinstance(value, np.random.RandomState):
             return {TAG: "RandomState", "state": self.encode(value.get_state(legacy=False), path, depth + 1)}
         elif type(value) is random.Random:

@@ -52,3 +52,36 @@ def find_class(name: str, base: type) -> Any:
 def join_path(path: str, name: object) -> str:
     """Return the path of an entry. A path that ends with "/" gets no other separator."""
     return f"{path}.{name}" if path and not path.endswith("/") else f"{path}{name}"
+
+
+def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
+    """Return the state of a generator's seed sequence if it has spawned others. It is no part of the generator's state.
+
+    >>> seed_of_spawner(np.random.default_rng(0))
+    >>> generator = np.random.default_rng(0)
+    >>> _ = generator.spawn(2)
+    >>> seed_of_spawner(generator)["n_children_spawned"]
+    2
+    """
+    seed = getattr(generator.bit_generator, "seed_seq", None)
+    return dict(seed.state) if isinstance(seed, np.random.SeedSequence) and seed.n_children_spawned else None
+
+
+def missing_children(generator: np.random.Generator, saved: dict[str, Any] | None) -> int | None:
+    """Return how many generators are to be spawned to be where a saved one was. None if the seed is another."""
+    seed = getattr(generator.bit_generator, "seed_seq", None)
+    if not isinstance(seed, np.random.SeedSequence):
+        return 0 if saved is None else None
+    if saved is None:
+        return None if seed.n_children_spawned else 0
+    is_same = (seed.entropy, seed.spawn_key, seed.pool_size) == (
+        saved["entropy"], tuple(saved["spawn_key"]), saved["pool_size"]
+    )  # fmt: skip
+    missing = int(saved["n_children_spawned"]) - seed.n_children_spawned
+    return missing if is_same and missing >= 0 else None
+
+
+def spawn(generator: np.random.Generator, number: int) -> None:
+    """Advance the count of spawned generators."""
+    if number:
+        generator.spawn(number)

@@ -63,6 +63,9 @@ class BufferSnapshot:
     def restore(self) -> None:
         """Restore every buffer, and remove buffers that were added later."""
         for module, buffers in self._objects:
+            if isinstance(module, torch.jit.ScriptModule):
+                # TorchScript neither adds nor removes buffers.
+                continue
             module._buffers.clear()
             module._buffers.update(buffers)
         for saved in self.saved:

@@ -25,7 +25,7 @@ from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
 from whet.verify.code_references import class_references, frame_variables, is_library_class
-from whet.verify.hidden_state import StateWalk, changed_names, module_attributes, reachable
+from whet.verify.hidden_state import StateWalk, changed_names, module_attributes, reachable, scripted_attributes
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MAX_NAMES = 3
 _SAMPLER = "the sampler"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DATA_OWNERS = ("the dataset", "the sampler")
 """Compared by samples: data is large, and samples that change are found when they are read again."""
@@ -126,13 +127,15 @@ class GapDetector:
         # These objects only, not what they refer to: an optimizer hook can lead anywhere.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
+        named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
+        labels = {id(part): name for name, part in named}
         fingerprints = {}
         for owner, parts in roots.items():
             # One walk per owner, so that names do not depend on which owner reaches an object first.
-            walk = StateWalk(known=known, is_sample=owner in _DATA_OWNERS)
+            walk = StateWalk(known=known, labels=labels, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
-            fingerprints[owner] = walk.digests
+            fingerprints[owner] = walk.finish()
             if walk.partial and not walk.is_sample:
                 self._partial[owner] = list(walk.partial)
         return fingerprints
@@ -166,6 +169,8 @@ class GapDetector:
         yield from _hooks(run)
         yield "the schedule", [(_name_of(part), part) for part in schedule_functions(run.config.training.schedule)]
         yield from _data_parts(run.config.data, run.config.training.collate_fn)
+        if run.config.evaluate is not None:
+            yield "the evaluation", [(_name_of(run.config.evaluate), run.config.evaluate)]
         for callback in run.callbacks.users:
             owner = f"the callback {type(callback).__qualname__}"
             yield owner, list(class_references(type(callback))) if _saves_state(callback) else [("self", callback)]
@@ -190,6 +195,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in module_attributes(module):
             if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
+        yield from ((f"{name}.{key}".removeprefix("."), value) for key, value in scripted_attributes(module))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         # Attributes that the compiler sets on parameters. It sets them again in the next process.
         yield from ((f"{name}.{key}", value) for key, value in vars(tensor).items() if not key.startswith("_dynamo"))
@@ -211,6 +217,7 @@ def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     owners: list[tuple[str, Any, tuple[str, ...]]] = []
     owners += [(name or "the model", module, _MODULE_HOOKS) for name, module in run.model.named_modules()]
+    owners += [("all modules", nn.modules.module, _GLOBAL_HOOKS)]
     owners += [(name, parameter, _TENSOR_HOOKS) for name, parameter in run.model.named_parameters()]
     owners += [(type(s.optimizer).__name__, s.optimizer, _OPTIMIZER_HOOKS) for s in run.steppers.values()]
     seen: set[tuple[int, int]] = set()

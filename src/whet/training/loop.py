@@ -170,7 +170,7 @@ def train_run(
         model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )
     with resolved as (optimizer, keywords):
-        config = replace(make_run_config(model, optimizer, data, keywords), loss=loss)
+        config = replace(make_run_config(model, optimizer, data, keywords), loss=loss, evaluate=evaluate)
         if measure:
             config = with_measured_plan(config, loss, open_bench=open_bench)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.attributes import load_attributes, saved_attributes
 from whet.checkpoint.snapshot import Stateful
+from whet.checkpoint.state_format import missing_children, seed_of_spawner, spawn
 
 Restore = Callable[[str, Stateful], bool]
 """Restores an object by its name from a checkpoint, and returns whether the checkpoint has it."""
@@ -141,7 +142,7 @@ class PlainState:
         """Return the object, or the state of a generator."""
         obj = self._obj
         if isinstance(obj, np.random.Generator):
-            return obj.bit_generator.state
+            return {**obj.bit_generator.state, "seed": seed_of_spawner(obj)}
         if isinstance(obj, torch.Generator | np.random.RandomState):
             return obj.get_state()
         return obj.getstate() if isinstance(obj, random.Random) else obj
@@ -150,6 +151,8 @@ class PlainState:
         """Change the object in place."""
         obj = self._obj
         if isinstance(obj, np.random.Generator):
+            # With another seed, the resume is called not bit-exact, because the states are compared afterwards.
+            spawn(obj, missing_children(obj, state["seed"]) or 0)
             obj.bit_generator.state = state
         elif isinstance(obj, torch.Generator | np.random.RandomState):
             obj.set_state(state)

@@ -82,6 +82,8 @@ class RunConfig:
     """Objects of the user that are saved and restored with the run, by name."""
     loss: Any = None
     """The loss function of `whet.train`, which is known before the first step; None in a loop of the user."""
+    evaluate: Any = None
+    """The evaluation function of `whet.train`; None in a loop of the user."""
     is_custom_loop: bool = False
     """Whether the user wrote the training loop, whose variables a session cannot see."""
     on_event: EventHandler | None = None

@@ -4,17 +4,23 @@ No user code is called.
 """
 
 import functools
+import hashlib
 import os
+import re
 import sys
 import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from whet.verify.value_bytes import SCALARS
 
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CachedFunction = type(functools.lru_cache(len))
+HAVE_NAMES = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
+"""Types of objects that have a qualified name."""
 
 _SKIPPED_PACKAGES = frozenset(
     {
@@ -27,6 +33,9 @@ _SKIPPED_PACKAGES = frozenset(
 _LIBRARY_PATHS = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _MAX_DOTS = 3
 """Maximum depth to which an attribute such as `torch.nn.Linear.count` is followed into libraries."""
+_ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setattr", "exec", "eval"})
+_MAX_TEXT = 2_000
+"""Maximum characters of a text in which names are looked for."""
 _DRAWING_NAMES = frozenset(
     {
         "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
@@ -60,10 +69,14 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield variable, cell.cell_contents
+            value = cell.cell_contents
         except ValueError:
             # The variable is not assigned yet.
             continue
+        if isinstance(value, types.ModuleType):
+            yield from _named_parts(variable, value, {*_code_names(code)})
+        else:
+            yield variable, value
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
     yield from ((f"{name}({argument}=)", value) for argument, value in zip(arguments, defaults, strict=True))
@@ -129,6 +142,39 @@ def draws(function: Any) -> bool:
     return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
 
 
+def is_method(function: Any) -> bool:
+    """Return whether the first argument of a function is called self."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_argcount > 0 and code.co_varnames[0] == "self"
+
+
+def refers_to(function: Any, names: frozenset[str]) -> bool:
+    """Return whether the code of a function refers to attributes or variables of these names."""
+    code = getattr(function, "__code__", None)
+    return code is not None and any(name in names for name in _code_names(code))
+
+
+def has_own_name(value: Any, name: str) -> bool:
+    """Return whether a class or a method is reached by the name with which it was defined."""
+    if isinstance(value, types.FunctionType):
+        owner, _, own = value.__qualname__.rpartition(".")
+        return name.endswith(f".{own}") and owner != "" and not owner.endswith("<locals>")
+    return isinstance(value, type) and name == value.__name__
+
+
+def identity_bytes(value: Any) -> bytes:
+    """Return bytes that tell functions, classes and modules apart, and objects by their type."""
+    about = value if isinstance(value, HAVE_NAMES) else type(value)
+    text = " ".join(str(getattr(about, key, "")) for key in ("__module__", "__qualname__", "__name__"))
+    code = value.__code__ if isinstance(value, types.FunctionType) else None
+    return text.encode(errors="replace") + (b"" if code is None else _code_bytes(code))
+
+
+@functools.lru_cache(4_096)
+def _code_bytes(code: types.CodeType) -> bytes:
+    return hashlib.blake2b(code.co_code + repr((code.co_names, code.co_firstlineno)).encode(), digest_size=8).digest()
+
+
 def is_skipped_package(module: str | None) -> bool:
     """Return whether a module belongs to a package whose state is ignored."""
     name = (module or "").partition(".")[0]
@@ -155,8 +201,15 @@ def _is_of_library(function: types.FunctionType) -> bool:
     return any(part in function.__code__.co_filename for part in _LIBRARY_PATHS)
 
 
-def _code_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+@functools.lru_cache(4_096)
+def _code_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names in a piece of code and in the code inside of it."""
+    names = [*code.co_names]
+    # setattr(module, "count", 1), globals()["count"] and exec("count = 1") have the name in a text.
+    has_texts = not _ACCESSED_BY_TEXT.isdisjoint(names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _code_names(constant)
+            names += _code_names(constant)
+        elif has_texts and isinstance(constant, str):
+            names += re.findall(r"[^\W\d]\w*", constant[:_MAX_TEXT])
+    return tuple(names)

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import marshal
+import mmap
 import os
 import queue
 import random
@@ -33,13 +34,18 @@ from torch.utils.data import DataLoader
 from whet.checkpoint.attributes import module_machinery
 from whet.verify.code_references import (
     FUNCTIONS,
+    HAVE_NAMES,
     CachedFunction,
     class_attributes,
     class_references,
     draws,
     function_references,
+    has_own_name,
+    identity_bytes,
     is_library_class,
+    is_method,
     is_skipped_package,
+    refers_to,
 )
 from whet.verify.value_bytes import GENERATORS, SCALARS, array_bytes, generator_bytes, scalar_bytes, tensor_bytes
 
@@ -47,11 +53,15 @@ _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4_096
 """Items of a container that are entered. A larger container of plain values is hashed as a whole."""
+_MAX_MAPPED_BYTES = 1_048_576
+"""Bytes of a mapped file that are compared."""
 _SAMPLE_ITEMS = 128
 """Items compared in a container that is only sampled: half from its start, half from its end."""
 # Their state is saved with the run, does not affect training, or cannot be read.
-_SKIPPED_TYPES = (Optimizer, types.CodeType, types.BuiltinFunctionType, types.FrameType, torch.dtype)
+_SKIPPED_TYPES = (Optimizer, types.CodeType, types.BuiltinFunctionType, types.FrameType)
 _CData: Any = ctypes.Structure.__base__
+_POSITION_NAMES = frozenset({"tell", "seek"})
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _CONTAINERS = (set, frozenset, dict, list, tuple, collections.deque)
 
 
@@ -70,6 +80,14 @@ class StateWalk:
     digests: dict[str, bytes] = field(default_factory=dict)
     visited: dict[int, Any] = field(default_factory=dict)
     """Every object that was entered, by id. It is kept alive, so that its id is not reused during the walk."""
+    labels: Mapping[int, str] = field(default_factory=dict)
+    """Names of known objects, by id. A variable that refers to another one has changed."""
+    _names: dict[int, str] = field(default_factory=dict)
+    """The names under which objects were entered first, by id."""
+    _written: dict[str, Any] = field(default_factory=dict)
+    """Files that are only written, usually logs."""
+    _asks_positions: bool = False
+    """Whether any code asks a file for its position."""
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
         """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
@@ -80,13 +98,14 @@ class StateWalk:
             if type(value) in weakref.ProxyTypes:
                 # Get the object behind the proxy: it may be a known one. Raises if it no longer exists.
                 value = value.__init__.__self__
-            if id(value) in self.known or id(value) in self.visited:
-                return
             if isinstance(value, SCALARS):
                 self._record(name, scalar_bytes(value))
                 return
-            if _is_skipped(value):
+            if self.follows_code:
+                self._record_identity(value, name)
+            if id(value) in self.known or id(value) in self.visited or _is_skipped(value):
                 return
+            self._names[id(value)] = name
             self.visited[id(value)] = value
             parts = list(self._parts(value, name))
             if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray, *GENERATORS)):
@@ -102,10 +121,32 @@ class StateWalk:
         for part, of_part in parts:
             self.walk(of_part, part, depth + 1)
 
+    def _record_identity(self, value: Any, name: str) -> None:
+        """Record which function, class or object a name refers to, because it may be exchanged for another."""
+        if has_own_name(value, name):
+            # Such names appear when an object of another class does.
+            return
+        other = ""
+        if not isinstance(value, HAVE_NAMES):
+            other = (self.labels if id(value) in self.known else self._names).get(id(value), "")
+        self._record(name, other.encode(errors="replace") + identity_bytes(value))
+
+    def finish(self) -> dict[str, bytes]:
+        """Record the positions of written files, if any code asks for one, and return all hashes."""
+        for name, file in self._written.items() if self._asks_positions else ():
+            try:
+                self._record(name, str(file.tell()).encode())
+            except (OSError, ValueError):
+                # For example a full disk, since text that is not written yet is written first.
+                self.partial[name] = None
+        return self.digests
+
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         """Record a value, and yield the objects that it refers to with their names."""
         if isinstance(value, Tensor):
             self._record(name, tensor_bytes(value, is_sample=self.is_sample))
+            if value.is_leaf and value.grad is not None:
+                yield f"{name}.grad", value.grad
         elif isinstance(value, np.ndarray):
             self._record(name, array_bytes(value, is_sample=self.is_sample))
             if value.dtype.hasobject:
@@ -115,10 +156,13 @@ class StateWalk:
         elif isinstance(value, weakref.ReferenceType):
             yield f"{name}()", value()
         elif isinstance(value, FUNCTIONS):
+            self._asks_positions = self._asks_positions or refers_to(value, _POSITION_NAMES)
             yield from function_references(value, name) if self.follows_code else ()
         elif isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             self._record(name, b"finished" if frame is None else str(frame.f_lasti).encode())
+            if value.gi_yieldfrom is not None:
+                yield f"{name}.gi_yieldfrom", value.gi_yieldfrom
             yield from () if frame is None else ((f"{name}.{local}", v) for local, v in frame.f_locals.items())
         elif isinstance(value, set | frozenset):
             # Sorted, because the order of a set differs between processes.
@@ -175,16 +219,30 @@ class StateWalk:
         """Yield the parts of an object. Some classes of the standard library keep their state outside attributes."""
         if isinstance(value, array.array | memoryview | _CData):
             self._record(name, bytes(value))
+        elif isinstance(value, mmap.mmap):
+            with memoryview(value) as view:
+                self._record(name, str(value.tell()).encode() + bytes(view[:_MAX_MAPPED_BYTES]))
+                if len(view) > _MAX_MAPPED_BYTES and not view.readonly:
+                    self.partial[name] = None
+        elif type(value).__module__ == "sqlite3":
+            self._record(name, str(getattr(value, "total_changes", "")).encode())
+        elif type(value).__module__ == "operator":
+            # An itemgetter, for example, is a class and its arguments.
+            yield name, value.__reduce__()
         elif isinstance(value, SynchronizedBase):
             # multiprocessing.Value and Array: commonly used to pass the epoch to data workers.
             yield name, value.get_obj()
         elif isinstance(value, os._Environ):
             yield name, dict(value)
-        elif isinstance(value, io.BufferedReader | io.TextIOWrapper):
-            # Record the read position. A file opened for writing is treated as a log.
+        elif isinstance(value, _FILES):
+            # The position of a text file that is read cannot be asked for while it is iterated.
             file = value.buffer if isinstance(value, io.TextIOWrapper) else value
-            is_read = not file.closed and file.readable() and not file.writable()
-            self._record(name, str(file.tell()).encode() if is_read else b"")
+            if file.closed or not file.seekable():
+                self._record(name, b"")
+            elif file.readable():
+                self._record(name, str(file.tell()).encode())
+            else:
+                self._written[name] = value
         elif isinstance(value, DataLoader):
             yield from ((f"{name}.{key}", getattr(value, key)) for key in ("generator", "sampler", "collate_fn"))
         elif isinstance(value, io.StringIO | io.BytesIO):
@@ -193,22 +251,30 @@ class StateWalk:
             yield f"{name}.get()", value.get(None)
         elif isinstance(value, queue.SimpleQueue):
             self._record(name, str(value.qsize()).encode())
+            if not value.empty():
+                # Its items cannot be read without taking them out.
+                self.partial[name] = None
         elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
             yield name, dict(value.items())
         elif isinstance(value, weakref.WeakSet):
             yield name, list(value)
         elif isinstance(value, CachedFunction):
-            # The cache of a function that draws random numbers is state. Other caches can be recomputed.
-            if draws(value.__wrapped__):
+            # The cache of a function that draws random numbers or reads weights is state. Others can be recomputed.
+            if draws(value.__wrapped__) or is_method(value.__wrapped__) or self._reads_tensors(value.__wrapped__):
                 self._record(name, str(value.cache_info().currsize).encode())
             yield name, value.__wrapped__
         else:
             yield from self._object_parts(value, name)
 
+    def _reads_tensors(self, function: Any) -> bool:
+        values = (value for _, value in function_references(function, ""))
+        return any(isinstance(value, Tensor | np.ndarray | nn.Module) for value in values)
+
     def _module_parts(self, module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         for part in (module._parameters, module._buffers, module._modules):
             yield from ((f"{name}.{key}", item) for key, item in part.items() if item is not None)
-        yield from ((f"{name}.{key}", item) for key, item in module_attributes(module))
+        attributes = (*module_attributes(module), *scripted_attributes(module))
+        yield from ((f"{name}.{key}", item) for key, item in attributes)
         yield from class_references(type(module)) if self.follows_code else ()
 
     def _object_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -229,12 +295,15 @@ class StateWalk:
 def changed_names(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
     """Return the names of values that differ, in the order of `now`. Parts of a changed container are left out.
 
+    Values that are new come last: they often are parts of a new object, which another name refers to.
+
     >>> changed_names({"len(seen)": b"0", "n": b"1"}, {"len(seen)": b"1", "seen[0]": b"5", "n": b"1"})
     ['seen']
     """
     changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     names = dict.fromkeys(name[4:-1] if name.startswith("len(") else name for name in changed)
-    return [name for name in names if not any(prefix in names for prefix in _prefixes(name))]
+    outer = [name for name in names if not any(prefix in names for prefix in _prefixes(name))]
+    return sorted(outer, key=lambda name: name not in before and f"len({name})" not in before)
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -248,6 +317,13 @@ def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((key, value) for key, value in vars(module).items() if key not in machinery)
 
 
+def scripted_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that TorchScript keeps outside of __dict__."""
+    if isinstance(module, torch.jit.RecursiveScriptModule):
+        names = (key for key in module._concrete_type.get_attributes() if key != "training")
+        yield from ((key, getattr(module, key)) for key in names)
+
+
 def _is_skipped(value: Any) -> bool:
     if isinstance(value, FUNCTIONS):
         return False
@@ -255,7 +331,8 @@ def _is_skipped(value: Any) -> bool:
         return True
     if isinstance(value, type):
         return is_library_class(value)
-    return not isinstance(value, _ENTERED) and is_skipped_package(type(value).__module__)
+    module = type(value).__module__
+    return not isinstance(value, _ENTERED) and module not in _ENTERED_MODULES and is_skipped_package(module)
 
 
 def _global_generators() -> tuple[Any, ...]:
@@ -285,9 +362,11 @@ _ENTERED = (
     *_ITERATORS, CachedFunction, types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList,
     collections.ChainMap, array.array, queue.Queue, queue.SimpleQueue, contextvars.ContextVar, threading.local,
     io.StringIO, io.BytesIO, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
-    memoryview, _CData, SynchronizedBase, os._Environ, io.BufferedReader, io.TextIOWrapper,
+    memoryview, mmap.mmap, _CData, SynchronizedBase, os._Environ, *_FILES,
 )  # fmt: skip
 """Types of the standard library that may hold the user's state."""
+_ENTERED_MODULES = ("sqlite3", "multiprocessing.shared_memory", "statistics", "operator")
+"""Modules of the standard library with such types, which are slow to import or few."""
 
 
 def reachable(objects: Iterable[Any]) -> dict[int, Any]:

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import random
+import re
 import uuid
 from collections.abc import Mapping
 from decimal import Decimal
@@ -22,10 +23,13 @@ _WORDS_PER_ROW = 1_024
 
 SCALARS = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, Enum, np.generic, Fraction, Decimal,
-    dt.date, dt.time, dt.timedelta, PurePath, uuid.UUID,
+    dt.date, dt.time, dt.timedelta, PurePath, uuid.UUID, re.Pattern, torch.dtype, torch.device, np.dtype,
 )  # fmt: skip
 """Types whose values are compared by their repr."""
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (
+    torch.Generator, np.random.Generator, np.random.RandomState, random.Random,
+    np.random.BitGenerator, np.random.SeedSequence,
+)  # fmt: skip
 
 
 def scalar_bytes(value: Any) -> bytes:
@@ -95,7 +99,13 @@ def _generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
     if isinstance(generator, np.random.Generator):
-        return _with_lists(generator.bit_generator.state)
+        return _generator_state(generator.bit_generator)
+    if isinstance(generator, np.random.BitGenerator):
+        # `spawn` counts its children in the seed sequence, and does not change the state.
+        children = getattr(generator.seed_seq, "n_children_spawned", 0)
+        return _with_lists(generator.state), children
+    if isinstance(generator, np.random.SeedSequence):
+        return _with_lists(generator.state)
     if isinstance(generator, np.random.RandomState):
         return _with_lists(generator.get_state(legacy=False))
     return generator.getstate()
