@@ -319,8 +319,9 @@ def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def scripted_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that TorchScript keeps outside of __dict__."""
-    if isinstance(module, torch.jit.RecursiveScriptModule):
-        names = (key for key in module._concrete_type.get_attributes() if key != "training")
+    if isinstance(module, torch.jit.ScriptModule):
+        kind: Any = getattr(module, "_concrete_type", None)
+        names = (key for key in ({} if kind is None else kind.get_attributes()) if key != "training")
         yield from ((key, getattr(module, key)) for key in names)
 
 
