@@ -72,9 +72,9 @@ def test_a_damaged_best_checkpoint_is_reported_and_the_newest_weights_are_evalua
 
     monkeypatch.setattr(store, "load_checkpoint", load)
     (seen,) = train(tmp_path / "run")
-    events = list(read_events(open_run(tmp_path / "run"), kinds=("eval", "warning")))
+    events = list(read_events(open_run(tmp_path / "run"), kinds=("eval",)))
     last_dev = [event for event in events if event.get("weight") is not None][-1]
     assert seen == last_dev.number("weight")
     assert events[-1].get("weights") == store.checkpoint_name(24)
-    (warning,) = [event for event in events if event.kind == "warning"]
-    assert "the best weights, after step 8, cannot be read" in str(warning.get("reason"))
+    warnings = [str(event.get("reason")) for event in read_events(open_run(tmp_path / "run"), kinds=("warning",))]
+    assert len([reason for reason in warnings if "the best weights, after step 8, cannot be read" in reason]) == 1

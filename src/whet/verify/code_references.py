@@ -159,7 +159,7 @@ def has_own_name(value: Any, name: str) -> bool:
     if isinstance(value, types.FunctionType):
         owner, _, own = value.__qualname__.rpartition(".")
         return name.endswith(f".{own}") and owner != "" and not owner.endswith("<locals>")
-    return isinstance(value, type) and name == value.__name__
+    return isinstance(value, type) and name in (value.__name__, "__class__")
 
 
 def identity_bytes(value: Any) -> bytes:

@@ -84,6 +84,8 @@ class StateWalk:
     """Names of known objects, by id. A variable that refers to another one has changed."""
     _names: dict[int, str] = field(default_factory=dict)
     """The names under which objects were entered first, by id."""
+    _referred: set[tuple[str, int]] = field(default_factory=set)
+    """The names and ids of recorded references."""
     _written: dict[str, Any] = field(default_factory=dict)
     """Files that are only written, usually logs."""
     _asks_positions: bool = False
@@ -123,9 +125,10 @@ class StateWalk:
 
     def _record_identity(self, value: Any, name: str) -> None:
         """Record which function, class or object a name refers to, because it may be exchanged for another."""
-        if has_own_name(value, name):
-            # Such names appear when an object of another class does.
+        if has_own_name(value, name) or (name, id(value)) in self._referred:
+            # Such names appear when an object of another class does, or another function that refers to the same.
             return
+        self._referred.add((name, id(value)))
         other = ""
         if not isinstance(value, HAVE_NAMES):
             other = (self.labels if id(value) in self.known else self._names).get(id(value), "")
