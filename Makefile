@@ -32,7 +32,7 @@ JOBS ?= 4
 DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup encoder demo doctor docs docs-site pictures lint test test-all dist try-wheel publish clean
+.PHONY: help setup encoder demo doctor docs docs-site pictures lint style types compiled checked test test-all dist try-wheel publish clean
 
 help:
 	@sed -n '/^PYTHON/q;s/^# \{0,1\}//p' Makefile
@@ -66,19 +66,31 @@ docs-site: $(READY)
 pictures: $(READY)
 	@$(BIN)/python tools/pictures.py
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/unsafe.py src examples benchmarks tools
-	@$(BIN)/mypy
 	@$(BIN)/python tools/docs.py --check
 
+types: $(READY)
+	@$(BIN)/mypy
+
+# pytest compiles the asserts of each file: once here, beside mypy, and not in each of the processes that run tests.
+compiled: $(READY)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq > $(VENV)/collected.txt || \
+		{ cat $(VENV)/collected.txt; exit 1; }
+
 # The opinion of mypy and the generated docs belong to the pinned torch.
-test: $(if $(TORCH),$(READY),lint)
+checked: $(READY)
+	@$(MAKE) --no-print-directory -j2 compiled $(if $(TORCH),,lint)
+
+test: checked
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
-test-all: $(if $(TORCH),$(READY),lint)
+test-all: checked
 	@WHET_SEARCH=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 $(RELEASE)/.ready: constraints.txt

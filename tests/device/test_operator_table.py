@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from torch.testing._internal import common_mps
-from torch.testing._internal.common_methods_invocations import op_db
 
 from paths import ROOT
 from whet.base.errors import UsageError
@@ -72,6 +70,10 @@ def test_the_table_agrees_with_torchs_own_parser(backend: str, report_count: Cal
 
 
 def _agreement(names: Iterable[str] | None, report_count: Callable[[str], None], *, most_samples: int) -> set[str]:
+    # Imported by the process that runs this file only: it takes a second.
+    from torch.testing._internal import common_mps
+    from torch.testing._internal.common_methods_invocations import op_db
+
     unimplemented = tool.unimplemented(inspect.getsource(common_mps))
     assert len(unimplemented) > 30
     failing = {

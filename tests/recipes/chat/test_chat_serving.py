@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from small_chat import WORDS, prepared
@@ -23,6 +22,9 @@ from whet.recipes.chat.responder import TextChunk
 from whet.recipes.chat.server.requests import BadRequestError
 from whet.recipes.chat.server.routes import AnswerQueue, ChatRoutes
 from whet.recipes.runner import train_recipe
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.torch
 
@@ -46,12 +48,15 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 @pytest.fixture
-def client(logged: dict[str, Any]) -> Iterator[openai.OpenAI]:
+def client(logged: dict[str, Any]) -> "Iterator[openai.OpenAI]":
+    # Imported by the process that runs this file only: it takes a second.
+    import openai
+
     with openai.OpenAI(base_url=logged["base_url"], api_key=logged["api_key"], max_retries=0, timeout=300) as made:
         yield made
 
 
-def test_openai_client_lists_models_completes_and_streams(client: openai.OpenAI) -> None:
+def test_openai_client_lists_models_completes_and_streams(client: "openai.OpenAI") -> None:
     assert [model.id for model in client.models.list()] == ["run"]
     asked: Any = {"model": "run", "messages": HELLO, "temperature": 0, "max_tokens": 8}
     whole = client.chat.completions.create(**asked)
@@ -76,7 +81,7 @@ def test_openai_client_lists_models_completes_and_streams(client: openai.OpenAI)
     assert text.choices[0].finish_reason in ("length", "stop")
 
 
-def test_seeds_and_stops(client: openai.OpenAI) -> None:
+def test_seeds_and_stops(client: "openai.OpenAI") -> None:
     asked: Any = {"model": "run", "messages": HELLO, "max_tokens": 30}
     one, again, other = (client.chat.completions.create(**asked, seed=seed) for seed in (1, 1, 2))
     text = one.choices[0].message.content or ""
@@ -89,26 +94,26 @@ def test_seeds_and_stops(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "what"),
     [
-        ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found"),
-        ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"messages": [{"role": "user", "content": "tea " * 500}]}, openai.BadRequestError, "context_length_exceeded"),
-        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "role"),
-        ({"max_tokens": 10**9}, openai.BadRequestError, "max_tokens"),
-        ({"n": 1_000_000}, openai.BadRequestError, "n"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs is not supported"),
-        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, "min_p is not supported"),
-        ({"extra_body": {"temprature": 0.1}}, openai.BadRequestError, "temprature is not supported"),
-        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice is not supported"),
-        ({"stop": [""]}, openai.BadRequestError, "stop takes"),
-        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, openai.APIStatusError, "413"),
+        ({"model": "gpt-4"}, "NotFoundError", "model_not_found"),
+        ({"messages": []}, "BadRequestError", "messages"),
+        ({"messages": [{"role": "user", "content": "tea " * 500}]}, "BadRequestError", "context_length_exceeded"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "BadRequestError", "role"),
+        ({"max_tokens": 10**9}, "BadRequestError", "max_tokens"),
+        ({"n": 1_000_000}, "BadRequestError", "n"),
+        ({"temperature": -1}, "BadRequestError", "temperature"),
+        ({"logprobs": True}, "BadRequestError", "logprobs is not supported"),
+        ({"extra_body": {"min_p": 0.1}}, "BadRequestError", "min_p is not supported"),
+        ({"extra_body": {"temprature": 0.1}}, "BadRequestError", "temprature is not supported"),
+        ({"tool_choice": "required"}, "BadRequestError", "tool_choice is not supported"),
+        ({"stop": [""]}, "BadRequestError", "stop takes"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, "APIStatusError", "413"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_invalid_requests_are_rejected(
-    client: openai.OpenAI, changes: dict[str, Any], kind: type[openai.APIStatusError], what: str
-) -> None:
-    with pytest.raises(kind) as logged:
+def test_invalid_requests_are_rejected(client: "openai.OpenAI", changes: dict[str, Any], kind: str, what: str) -> None:
+    import openai
+
+    with pytest.raises(getattr(openai, kind)) as logged:
         client.chat.completions.create(**{"model": "run", "messages": HELLO, **changes})
     assert what in f"{logged.value} {logged.value.code}"
 
@@ -138,6 +143,8 @@ def test_messages_are_counted_before_they_are_built(count: int, is_built: bool) 
 
 
 def test_wrong_key_host_origin_and_body_are_rejected(logged: dict[str, Any]) -> None:
+    import openai
+
     with (
         openai.OpenAI(base_url=logged["base_url"], api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as refused,
@@ -173,7 +180,9 @@ def test_wrong_key_host_origin_and_body_are_rejected(logged: dict[str, Any]) -> 
     connection.close()
 
 
-def test_concurrent_requests_are_answered_or_rejected_with_429(client: openai.OpenAI) -> None:
+def test_concurrent_requests_are_answered_or_rejected_with_429(client: "openai.OpenAI") -> None:
+    import openai
+
     def ask(_: int) -> str:
         try:
             client.chat.completions.create(model="run", messages=HELLO, max_tokens=30)
