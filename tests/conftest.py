@@ -17,16 +17,21 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, settings
 
+from amounts import IS_GATE, amount
 from fork_server import TIMEOUT_SECONDS, ForkServer
+from homes import new_home
 from paths import Run
 from warm_python import WarmPython
 
 # The gate draws the same examples each time, so that it fails for a change and not by chance; `make test-all` searches.
-for _profile, _is_fixed in (("gate", True), ("search", False)):
-    settings.register_profile(
-        _profile, deadline=None, derandomize=_is_fixed, suppress_health_check=[HealthCheck.too_slow]
-    )
-settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
+settings.register_profile(
+    "whet",
+    deadline=None,
+    derandomize=IS_GATE,
+    max_examples=amount(30, 100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("whet")
 
 # Users set neither: output stays buffered until it is flushed, and Python writes its cache files.
 for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
@@ -116,7 +121,7 @@ def whet(tmp_path: Path) -> Run:
     """Run `whet ARGUMENTS` in a new process and an empty folder."""
 
     def run(*arguments: str, cwd: Path = tmp_path, path: Path | None = None, **environment: str):
-        env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
+        env = {**os.environ, **environment, "WHET_HOME": str(new_home(tmp_path / "whet-home"))}
         if path is not None:
             env["PYTHONPATH"] = str(path)
         command = [sys.executable, "-m", "whet", *arguments]
@@ -144,7 +149,7 @@ def warm_whet(warm_python: WarmPython, tmp_path: Path) -> Run:
     """Run `whet ARGUMENTS` in an empty folder, like `whet`, without the seconds that importing torch takes."""
 
     def run(*arguments: str, cwd: Path = tmp_path, **environment: str):
-        env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
+        env = {**os.environ, **environment, "WHET_HOME": str(new_home(tmp_path / "whet-home"))}
         return warm_python.run("-m", "whet", *arguments, cwd=cwd, env=env)
 
     return run

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amounts import amount
 from paths import ReportCount
 from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, heavy_tailed, landscape, periodic
 from whet.autotune.candidates import ABOUT, plan_with
@@ -107,15 +108,15 @@ NOISES = {"gaussian": gaussian(0.04), "heavy tails": heavy_tailed, "drift": drif
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, report_count: ReportCount) -> None:
-    claims = 0
-    for seed in range(200):
+    claims, searches = 0, amount(40, 200)
+    for seed in range(searches):
         bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
         actual = search(PLAN, bench, budget_seconds=30, seed=seed)
         claims += bool(actual.settings) or actual.gain is not None
         if not actual.settings:
             assert all(measured.value == PLAN.settings[name].value for name, measured in actual.measured.items())
-    report_count(f"{noise}: {claims} false claims in 200 searches where nothing makes a difference")
-    assert claims <= 1
+    report_count(f"{noise}: {claims} false claims in {searches} searches where nothing makes a difference")
+    assert claims <= searches / 200
 
 
 def test_likely_simulated_gain_is_kept_together_with_a_certain_one() -> None:
@@ -202,7 +203,7 @@ def test_simulated_candidate_over_the_memory_limit_is_not_chosen() -> None:
 # --- the budget ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=amount(40, 150))
 @given(
     step=st.floats(0.0001, 40),
     preparation=st.floats(0, 30),

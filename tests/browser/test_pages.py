@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """With this variable: full trainings after a real measurement, for screenshots in the docs. Else a short one."""
-SMALL = ("arch.hidden_size=32", "arch.layers=1", "epochs=2", "max_steps=180", "eval_every=60")
+SMALL = ("arch.hidden_size=32", "arch.layers=1", "max_steps=120", "eval_every=40")
 WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
 OTHER_RATE = "lr=0.0005"
 
@@ -161,7 +161,7 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     # The run ends, and the page shows it without a reload.
     training.wait()
     expect(page.locator(".hero .pill")).to_have_text("done")
-    expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "180")
+    expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "120")
     expect(page.locator(".tile", has_text="test accuracy")).to_be_visible()
     # The goal metric is next to the loss, although its first value came after other curves.
     expect(page.locator(".chart h3").nth(1)).to_have_text("accuracy, macro f1, micro f1")

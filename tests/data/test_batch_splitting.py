@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from amounts import amount
 from small_models import TokenModel, convnet, images, ragged_tokens
 from whet.data.adapters import open_source
 from whet.data.batch import MicroBatch, Position
@@ -41,7 +42,7 @@ def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return (difference / sum(float(value.square().sum()) for value in theirs.values())) ** 0.5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(20, 40))
 @given(
     num_samples=st.integers(2, 24),
     micro_batch=st.integers(1, 24),
@@ -62,7 +63,7 @@ def test_token_weighted_gradients_do_not_depend_on_the_split(
     assert relative(cut, whole) < GRADIENT_BOUND[dtype]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=amount(10, 20))
 @given(
     num_samples=st.integers(2, 20),
     micro_batch=st.integers(1, 20),

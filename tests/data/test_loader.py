@@ -65,7 +65,7 @@ def test_a_fixed_order_is_the_loaders_own(name: str) -> None:
     assert_same_batches(run_batches(loader, epochs=2).batches, [*loader, *loader])
 
 
-@pytest.mark.parametrize("kill", [4, 6])
+@pytest.mark.parametrize("kill", [4, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*LOADERS, *RANDOM_LOADERS])
 def test_a_killed_run_sees_the_same_batches(name: str, kill: int, tmp_path: Path) -> None:
     make = {**LOADERS, **RANDOM_LOADERS}[name]

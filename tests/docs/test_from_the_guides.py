@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from homes import new_home
 from paths import ROOT, Run
 from tiny_bert import write_tiny_bert
 from warm_python import WarmPython
@@ -66,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "games.trmph").write_text("\n".join(games))
     (tmp_path / "train.py").write_text(script())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WHET_HOME", str(tmp_path / "whet-home"))
+    monkeypatch.setenv("WHET_HOME", str(new_home(tmp_path / "whet-home")))
     return tmp_path
 
 

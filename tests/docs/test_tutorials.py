@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from homes import new_home
 from paths import ROOT, Run
 from warm_python import WarmPython
 from whet.cli import main
@@ -52,7 +53,7 @@ def test_recipes_of_the_readme_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WHET_HOME", str(tmp_path / "whet-home"))
+    monkeypatch.setenv("WHET_HOME", str(new_home(tmp_path / "whet-home")))
     table = re.findall(r"^\| `whet (train|init) (\S+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {what for verb, what in table if verb == "train"} == set(BUILT_IN)
     for verb, what in table:

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
@@ -225,7 +225,6 @@ def test_an_unreadable_machine_file_is_rejected(tmp_path, monkeypatch):
     assert caught.value.got == "Permission denied"
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.one_of(st.text(), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
 )

@@ -4,7 +4,7 @@ import os
 import platform
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from machine_samples import sample
@@ -15,7 +15,6 @@ from whet.machine.linux import PowerSupply
 XEON = sample("linux", "cpuinfo-xeon.txt")
 ARM = sample("linux", "cpuinfo-arm.txt")
 MEMINFO = sample("linux", "meminfo.txt")
-lenient = settings(max_examples=60, deadline=None)
 
 
 def test_cpuinfo_of_a_xeon():
@@ -83,7 +82,6 @@ def test_truncated_at_every_character_a_fact_is_true_or_unknown(read, text):
         lambda text: linux.parse_memory_stat(text, "inactive_file"),
     ],
 )
-@lenient
 @given(
     text=st.one_of(st.text(), st.sampled_from([XEON, MEMINFO, "0::/a\n"]).flatmap(lambda t: st.permutations(t[:80])))
 )

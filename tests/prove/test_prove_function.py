@@ -14,8 +14,8 @@ QUICK = ("--seed", "3", "--kills", "2", "--steps", "12", "--budget", "2")
 
 
 @pytest.mark.parametrize("function", ["main", pytest.param("own_loop", marks=pytest.mark.slow)])
-def test_a_script_is_proved(whet: Run, tmp_path: Path, function: str) -> None:
-    done = whet("prove", f"{SCRIPT}:{function}", *QUICK, "--json")
+def test_a_script_is_proved(warm_whet: Run, tmp_path: Path, function: str) -> None:
+    done = warm_whet("prove", f"{SCRIPT}:{function}", *QUICK, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     proof = json.loads(done.stdout)
     assert (proof["verdict"], proof["recipe"]) == ("proved", "script_training")
@@ -33,8 +33,8 @@ def test_a_script_is_proved(whet: Run, tmp_path: Path, function: str) -> None:
         pytest.param("with_unseeded_data", "the data is not what the run was started with", marks=pytest.mark.slow),
     ],
 )
-def test_a_script_that_does_not_resume_exactly_is_caught(whet: Run, function: str, words: str) -> None:
-    done = whet("prove", f"{SCRIPT}:{function}", *QUICK)
+def test_a_script_that_does_not_resume_exactly_is_caught(warm_whet: Run, function: str, words: str) -> None:
+    done = warm_whet("prove", f"{SCRIPT}:{function}", *QUICK)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("broken")
     assert words in done.stdout

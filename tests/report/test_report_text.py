@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.report.evaluation import Evaluation
@@ -147,7 +147,6 @@ def test_incidents_as_text(kind: str, details: dict[str, Any], logged: str) -> N
     assert f"  step 7 after 2.0 s: {logged}" in page.splitlines()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     width=st.integers(-3, 130),
     unicode=st.booleans(),
@@ -263,7 +262,6 @@ def test_a_spike_inside_a_downsampled_point_is_drawn() -> None:
     assert drawn[0].startswith("9 |")
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     values=st.dictionaries(st.integers(0, 10**12), st.floats(), max_size=40),
     width=st.integers(-2, 90),

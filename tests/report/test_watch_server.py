@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amounts import amount
 from hostile_names import create_renamed_run
 from paths import ReportCount
 from web_client import PATIENCE_SECONDS, Served, serving, until
@@ -232,7 +233,7 @@ def test_no_request_makes_the_server_fail(server: Served, route: str, report_cou
     before = process.memory_info().rss
     statuses: dict[int, int] = {}
 
-    @settings(max_examples=200, database=None)
+    @settings(max_examples=amount(50, 200), database=None)
     @given(WORDS, st.lists(st.tuples(NAMES, WORDS), max_size=4), METHODS, HEADERS, st.binary(max_size=200))
     def ask(word: str, query: list[tuple[str, str]], method: str, headers: dict[str, str], body: bytes) -> None:
         # Every other request names an existing run; otherwise the route would not be reached.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.base.errors import WhetError
@@ -248,7 +248,6 @@ def seen_in(folder: Path) -> list[tuple[str, int, float]]:
     return [(e.kind, e.step, e.fields["loss"]) for e in read_events(folder, kinds={"step", "eval"})]
 
 
-@settings(max_examples=30, deadline=None)
 @given(happenings)
 def test_resumes_are_invisible_to_readers(script: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -274,7 +273,6 @@ def test_resumes_are_invisible_to_readers(script: list[tuple[str, int]]) -> None
         assert [p.mean for p in curves[-1].points] == losses
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_file_truncated_anywhere_loses_only_the_rest(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -300,7 +298,6 @@ HIDDEN = b'\xff\r{"kind":"step","time":1,"step":999}'
 """A damaged line with a carriage return and what looks like an event behind it."""
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_damaged_line_is_skipped_and_counted(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -321,7 +318,6 @@ def test_a_damaged_line_is_skipped_and_counted(data: st.DataObject) -> None:
             assert history.damaged == len(victims)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_damage_to_the_index_changes_the_events(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.run import follow
@@ -86,7 +86,6 @@ def extremes(curves: dict[str, Curve]) -> dict[str, tuple[object, ...]]:
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(acts, st.sampled_from([0, 10**9]))
 def test_a_live_history_equals_a_fresh_one(script: list[tuple[str, int]], leap: int) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from homes import new_home
 from hostile_names import create_renamed_run
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, create_run
@@ -20,7 +21,7 @@ RECORDED_PLAN = Path(__file__).parent / "recordings" / "browser" / "measured_pla
 
 def start(*words: str, folder: Path, **options: object) -> subprocess.Popen[str]:
     """Start `whet WORDS` as a separate process."""
-    environment = {**os.environ, "WHET_HOME": str(folder / "home")}
+    environment = {**os.environ, "WHET_HOME": str(new_home(folder / "home"))}
     command = [sys.executable, "-m", "whet", *words]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **options)  # type: ignore[call-overload]
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import whet
+from amounts import amount
 from fork_server import TIMEOUT_SECONDS
 from paths import SUPPORT
 from small_models import convnet, images
@@ -235,7 +236,6 @@ def test_a_stop_request_ends_a_pause() -> None:
         assert sum(stage.rests[rests:]) == 0
 
 
-@settings(max_examples=50)
 @given(
     policy=st.sampled_from(sorted(PLANS)),
     life=st.lists(st.tuples(readings, st.floats(0.5, 60), st.sampled_from([0.1, 0.13, 0.2, 0.9])), max_size=60),
@@ -317,7 +317,7 @@ def assert_same(result, expected) -> None:
         assert torch.equal(result[0][name], tensor), name
 
 
-@settings(max_examples=50)
+@settings(max_examples=amount(10, 50))
 @given(
     policy=st.sampled_from(sorted(PLANS)),
     life=st.lists(st.tuples(readings, st.sampled_from([0.1, 0.13, 0.3])), min_size=16, max_size=16),
