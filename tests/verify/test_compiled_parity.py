@@ -725,7 +725,7 @@ def test_graph_of_an_earlier_training_counts(tmp_path: Path) -> None:
     torch.compiler.reset()
     for name in ("first", "second"):
         before = num_graphs()
-        (line,) = reported(train(made(), tmp_path / name, epochs=1))
+        (line,) = reported(train(made(), tmp_path / name, epochs=1, verify="always"))
         assert line.startswith("compiled: loss and 8 gradients agree")
     assert num_graphs() == before, "or the second one shows nothing"
 
