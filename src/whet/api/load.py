@@ -123,7 +123,10 @@ def python_run_error(run: Run, command: str) -> UsageError:
 
 
 def load_model(word: str) -> Any:
-    """Return the model that a function of the user makes: alone, first in a tuple, or trained by it."""
+    """Call a user's function and return its model.
+
+    The function may return the model, return a tuple that starts with it, or train it.
+    """
     from torch import nn
 
     made = call_function(load_function(word, default=("model", "make_model", "main")), word)

@@ -96,15 +96,15 @@ def measured_settings(
     measured: dict[str, MeasuredSetting] = {}
     for name in plan.settings:
         value = plan.settings[name].value
-        losers = [trial for trial in trials if trial.setting == name and trial.settings[name] != value]
+        rejected = [trial for trial in trials if trial.setting == name and trial.settings[name] != value]
         winner = _winner(name, value, trials) if reverted is None else None
         if winner is not None:
             prefix = "" if winner.setting == name else f"together with {winner.setting}: "
             measured[name] = MeasuredSetting(value=value, reason=prefix + winner.note, evidence=_evidence(winner, name))
-        elif losers:
-            has_won = any(trial.verdict in ("faster", "likely") for trial in losers)
-            reason = reverted if reverted is not None and has_won else _why_kept(losers)
-            measured[name] = MeasuredSetting(value=value, reason=reason, evidence=_evidence(_closest(losers), name))
+        elif rejected:
+            has_won = any(trial.verdict in ("faster", "likely") for trial in rejected)
+            reason = reverted if reverted is not None and has_won else _why_kept(rejected)
+            measured[name] = MeasuredSetting(value=value, reason=reason, evidence=_evidence(_closest(rejected), name))
     return measured
 
 
@@ -114,9 +114,9 @@ def _winner(name: str, value: Scalar, trials: Sequence[TuneTrial]) -> TuneTrial 
     return next((t for t in won if t.settings[name] == value and t.against.get(name) != value), None)
 
 
-def _why_kept(losers: Sequence[TuneTrial]) -> str:
-    values = dict.fromkeys(trial.settings[trial.setting] for trial in losers)
-    closest = [_closest([trial for trial in losers if trial.settings[trial.setting] == value]) for value in values]
+def _why_kept(rejected: Sequence[TuneTrial]) -> str:
+    values = dict.fromkeys(trial.settings[trial.setting] for trial in rejected)
+    closest = [_closest([trial for trial in rejected if trial.settings[trial.setting] == value]) for value in values]
     if len(closest) == 1:
         return closest[0].note
     listed = [_describe_briefly(trial) for trial in closest[:_MAX_LISTED]]
@@ -124,9 +124,9 @@ def _why_kept(losers: Sequence[TuneTrial]) -> str:
     return "; ".join([*listed, f"and {num_more} more"] if num_more else listed)
 
 
-def _closest(losers: Sequence[TuneTrial]) -> TuneTrial:
-    """Return the losing trial with the highest speedup."""
-    return max(losers, key=lambda trial: trial.speedup or 0.0)
+def _closest(rejected: Sequence[TuneTrial]) -> TuneTrial:
+    """Return the rejected trial with the highest speedup."""
+    return max(rejected, key=lambda trial: trial.speedup or 0.0)
 
 
 def _evidence(trial: TuneTrial, name: str) -> Evidence:
@@ -155,7 +155,7 @@ def budget_seconds(run_seconds: float | None, *, most: float = MAX_BUDGET_SECOND
 
 
 def compile_budget_seconds(run_seconds: float) -> float:
-    """Return the seconds that compiling may take beyond the budget: three minutes, but at most 3 % of the run's time.
+    """Return how many seconds of compilation are allowed beyond the budget: 3 % of the run, at most three minutes.
 
     >>> compile_budget_seconds(600), compile_budget_seconds(36_000)
     (18.0, 180.0)

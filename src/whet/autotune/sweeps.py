@@ -71,7 +71,7 @@ def batch_sizes_to_sweep(plan: Plan, values: Sequence[Scalar]) -> list[int]:
     return sorted(fitting)
 
 
-def why_not_swept(plan: Plan, setting: str) -> str | None:
+def not_swept_reason(plan: Plan, setting: str) -> str | None:
     """Return why a setting cannot be swept; None if it can."""
     if setting in plan.overrides:
         return f"you set {setting}={plan.overrides[setting]}"
@@ -99,14 +99,16 @@ def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
     Raises UsageError if a requested sweep is not possible.
     """
     for setting in requested:
-        reason = why_not_swept(plan, setting)
+        reason = not_swept_reason(plan, setting)
         if reason is not None:
-            others = [f"--sweep {other}" for other in SWEEPS if why_not_swept(plan, other) is None]
+            others = [f"--sweep {other}" for other in SWEEPS if not_swept_reason(plan, other) is None]
             raise UsageError(
                 f"{setting} cannot be swept here", got=reason, try_=" or ".join(others) or "--against naive"
             )
     return [
-        setting for setting in SWEEPS if (setting in requested if requested else why_not_swept(plan, setting) is None)
+        setting
+        for setting in SWEEPS
+        if (setting in requested if requested else not_swept_reason(plan, setting) is None)
     ]
 
 

@@ -27,8 +27,8 @@ from whet.plan.setting import Scalar, TuneTrial, Verdict
 _MAX_PAIRS = 24
 # Precisions that need no comparison with fp32.
 _EXACT = ("fp32",)
-# Minimum seconds of extra preparation for which the note mentions the break-even point.
-_WORTH_MENTIONING = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
+# The note mentions the break-even point only if the extra preparation takes more than this many seconds.
+_MIN_NOTED_SECONDS = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
 # An upper bound for any core in float32: two 512-bit FMA units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
 
@@ -215,7 +215,7 @@ def _judge(
     result = timing.estimate
     assert result is not None
     note = describe_gain(result, show_setting(candidate.setting, best.plan.settings[candidate.setting].value))
-    if cost.cost_seconds > _WORTH_MENTIONING.get(candidate.setting, math.inf):
+    if cost.cost_seconds > _MIN_NOTED_SECONDS.get(candidate.setting, math.inf):
         note += f"; {cost.describe(candidate.setting)}"
     return "likely" if is_likely else "faster", note, timing
 

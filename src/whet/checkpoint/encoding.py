@@ -18,7 +18,7 @@ from whet.base.errors import WhetError
 # may come from an untrusted source.
 
 MAX_JSON_BYTES = 64 * 1024**2
-# Limits recursion, which a malicious file could otherwise exhaust.
+# Limits nesting: a malicious file could otherwise exceed the recursion limit.
 MAX_JSON_DEPTH = 64
 
 

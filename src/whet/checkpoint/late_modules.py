@@ -36,7 +36,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def describe_changes(model: nn.Module, initial: Mapping[str, str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Return which modules are not those of the initial model, and those of them that cannot be made again."""
+    """Return the modules that differ from the initial model, and the names of those that cannot be recreated."""
     now = describe_classes(model)
     initial = now if initial is None else initial
     changed = {name: cls for name, cls in now.items() if initial.get(name) != cls}

@@ -326,14 +326,14 @@ def restore_flags_and_attributes(
     for name, parameter in model.named_parameters():
         if frozen.is_changed(name, not parameter.requires_grad):
             changes.append(f"requires_grad of {name} is {name not in initial.frozen}")
-        elif frozen.wanted(name) == parameter.requires_grad:
-            parameter.requires_grad_(not frozen.wanted(name))
+        elif frozen.was_set(name) == parameter.requires_grad:
+            parameter.requires_grad_(not frozen.was_set(name))
     for name, module in model.named_modules():
         if in_eval.is_changed(name, not module.training):
             mode = "eval" if name in initial.in_eval else "train"
             changes.append(f"{name or 'the model'} is in {mode} mode")
         else:
-            module.training = not in_eval.wanted(name)
+            module.training = not in_eval.was_set(name)
     initial.last_in_eval = _modules_in_eval(model)
     return changes + attributes.restore_attributes(
         saved["attributes"], model, optimizers, initial.attributes, decoder, max_bytes=_max_bytes(model)
@@ -346,10 +346,10 @@ class _Flag:
     def __init__(self, saved: Mapping[str, Any], initial: Collection[str]) -> None:
         self._now, self._then, self._initial = frozenset(saved["now"]), frozenset(saved["initial"]), initial
 
-    def wanted(self, name: str) -> bool:
-        """Return the saved value."""
+    def was_set(self, name: str) -> bool:
+        """Return whether the flag was set for this name when the checkpoint was saved."""
         return name in self._now
 
     def is_changed(self, name: str, is_set: bool) -> bool:
         """Return whether the user has changed the flag since the run was started."""
-        return self.wanted(name) != is_set and (name in self._then) != (name in self._initial)
+        return self.was_set(name) != is_set and (name in self._then) != (name in self._initial)

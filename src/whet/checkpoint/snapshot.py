@@ -79,11 +79,11 @@ def take_snapshot(
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
-    `progress` is additional state of the caller, of any structure. Only the first `num_groups` parameter groups are
-    saved, because groups that were added later do not belong to the run. `others` are further optimizers by name. With
-    `has_gradients`, gradients are saved too, because the user's own code may accumulate them over several steps.
-    `registered` are objects of the user by name. With `initial`, flags and attributes of modules and optimizers are
-    saved too. Raises UsageError for state that has no encoding.
+    `progress` is the caller's own state, of any structure. Only the first `num_groups` parameter groups are saved,
+    because groups added later do not belong to the run. `others` maps names to additional optimizers and their
+    scalers. With `has_gradients`, gradients are saved too, because user code may accumulate them over several steps.
+    `registered` maps names to user objects. With `initial`, flags and attributes of modules and optimizers are also
+    saved. Raises UsageError for state that cannot be encoded.
     """
     tensors = model_tensors(model)
     encoder = StateEncoder(tensors)

@@ -57,7 +57,7 @@ def prove(
     uninterrupted part; the checkpoints of RUN are not changed. Exit code 1: broken, or cannot be proved.
     """
     from whet.api.prove import training_from_args, training_from_run
-    from whet.prove.proof import ProofRequest, render_proof, scratch_beside
+    from whet.prove.proof import ProofRequest, render_proof, scratch_directory
     from whet.prove.proof import prove as prove_training
     from whet.run.folder import next_run_path, shell_path
 
@@ -79,7 +79,7 @@ def prove(
     options += ["--budget", f"{budget:g}"] if budget != 60 else []
     repeat = ["whet", "prove", target, *(settings or ()), *options, "--kills", str(kills), "--seed", str(seed)]
     folder = run.absolute() if run else next_run_path(Path("runs"), recipe=f"{name}-proof").absolute()
-    with scratch_beside(folder) as scratch:
+    with scratch_directory(folder) as scratch:
         request = ProofRequest(
             training=training,
             recipe=name,

@@ -36,7 +36,7 @@ def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "B
     if name == "BruteForceSampler":
         _grid(space)
     if "seed" in options:
-        # The same seed for each trial would draw the same point.
+        # A fixed sampler seed would make every trial draw the same point.
         raise UsageError("set the seed of a search as an option", got=spec, try_=f"seed={options['seed']}")
     if name == "TPESampler":
         # Optuna's default of ten random trials would use up most of a small search.

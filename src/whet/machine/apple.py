@@ -275,7 +275,7 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 
 def memory_pressure(*, libc: Any = None) -> int | None:
-    """Return the memory pressure of the kernel (1, 2 or 4) without starting a program, or None on other systems."""
+    """Return the memory pressure level of the kernel (1, 2 or 4) without starting a process; None if not on macOS."""
     # A buffer of 8 bytes holds an int or a long, because macOS is always little-endian.
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
@@ -287,12 +287,12 @@ def swap_used(*, libc: Any = None) -> int | None:
     return None if raw is None or len(raw) < 24 else int.from_bytes(raw[16:24], "little")
 
 
-def _sysctl(name: bytes, most_bytes: int, *, libc: Any) -> bytes | None:
+def _sysctl(name: bytes, max_bytes: int, *, libc: Any) -> bytes | None:
     if libc is None:
         if sys.platform != "darwin":
             return None
         libc = ctypes.CDLL(None)
-    value, size = ctypes.create_string_buffer(most_bytes), ctypes.c_size_t(most_bytes)
+    value, size = ctypes.create_string_buffer(max_bytes), ctypes.c_size_t(max_bytes)
     try:
         if libc.sysctlbyname(name, value, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
             return None

@@ -64,7 +64,7 @@ def plan_warnings(context: RuleContext) -> Iterator[str]:
 
 
 def override_notes(plan: SettingValues) -> Iterator[str]:
-    """Yield the overrides that have no effect on this device, and a limit that the environment has removed."""
+    """Yield a note for each override with no effect on this device, and one if the GPU memory limit is disabled."""
     for name, setting in plan.settings.items():
         if "no_effect" in setting.evidence:
             yield f"{name}: {setting.reason}"

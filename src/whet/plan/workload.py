@@ -136,7 +136,7 @@ class Workload(FrozenModel):
 
     @property
     def data_bytes(self) -> int | None:
-        """Bytes of the whole data set on the device, or None if unknown."""
+        """Bytes of the whole dataset on the device, or None if unknown."""
         if self.num_samples is None or self.sample_bytes is None:
             return None
         return self.num_samples * self.sample_bytes

@@ -369,10 +369,10 @@ def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
 def kill_at_disk_calls(
     runner: ProofRunner, counter: KillCounter, *, num_drafts: int, budget_seconds: float, seed: int, log: Log
 ) -> int:
-    """Kill before each disk call of a resume and a save with its cleanup, and after the last; return their number.
+    """Kill before every disk call of a resume, save and cleanup, and after the last one. Return the number of calls.
 
     A kill before a call is equivalent to a kill after the previous call, because only these calls change the disk. The
-    calls are visited in an order drawn from `seed`, until the budget is used up.
+    calls are visited in random order, seeded by `seed`, until the time budget is used up.
     """
     stopped = runner.scratch / "stopped"
     # Stop in the middle of the last save, so that the calls include the removal of an unfinished checkpoint.

@@ -199,8 +199,8 @@ class _ProofRun:
 
 
 @contextlib.contextmanager
-def scratch_beside(path: Path) -> Iterator[Path]:
-    """Create a folder on the disk of `path` and remove it at the end.
+def scratch_directory(path: Path) -> Iterator[Path]:
+    """Create a temporary folder next to `path`, on the same disk, and remove it at the end.
 
     SIGTERM ends the proof like Ctrl-C does. Results must be moved out of the folder before it is removed.
     """

@@ -56,7 +56,7 @@ def truncated_normal_(weights: Tensor, *, deviation: float) -> Tensor:
 
 
 def init_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer without bias. The standard deviation of its weights is 1 / sqrt(inputs)."""
+    """Return a linear layer without bias, initialized with standard deviation 1 / sqrt(inputs)."""
     layer = nn.Linear(inputs, outputs, bias=False)
     truncated_normal_(layer.weight, deviation=1 / math.sqrt(inputs))
     return layer

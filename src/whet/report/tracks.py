@@ -75,7 +75,7 @@ class Track(FrozenModel):
             return None
         columns = zip(self.step, line.low or line.mean, line.high or line.mean, line.mean, strict=True)
         points = tuple(
-            # A point without a mean is a gap if its values were NaN or infinite; else there were none.
+            # A point without a mean is a gap if its values were NaN or Inf. Otherwise it has no values, and is dropped.
             CurvePoint(step=step, low=low, high=high, mean=mean, nonfinite=int(mean is None))
             for step, low, high, mean in columns
             if mean is not None or line.nonfinite

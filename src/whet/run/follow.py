@@ -67,7 +67,7 @@ class LiveHistory(History):
             return "grown" if self.layout.end > before else "unchanged"
 
     def events_since(self, position: int) -> Iterator[Event]:
-        """Yield the events after a position in the file, including void ones."""
+        """Yield the events after a byte offset in the file, including those that a resume made void."""
         with open_regular_file(self._path) as file:
             yield from _events_between(file, position, self.layout.end)
 

@@ -148,7 +148,7 @@ class Stepper:
     ) -> Outcome:
         mark = mark or self.device.mark
         computed = self._compute(loss, micro_batches, num_samples=num_samples, step=step, mark=mark)
-        # 5. Only a checked step waits for the device, before any weight changes.
+        # 5. Check the loss before any weight changes. This waits for the device, so only some steps are checked.
         if is_checked:
             self._check_finite(computed.loss)
         # 6. Update. After a failure from here on, only a checkpoint can restore the weights.

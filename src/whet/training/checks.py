@@ -143,7 +143,7 @@ def parse_allow(allow: object) -> tuple[str, ...]:
     return names
 
 
-# --- use of a session -------------------------------------------------------------------------------------------------
+# --- session usage ---------------------------------------------------------------------------------------------------
 
 
 def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:

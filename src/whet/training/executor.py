@@ -82,7 +82,7 @@ class Executor:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str | None = None) -> Outcome:
-        """Run optimizer step `number`, unless the NaN guard skips it. `optimizer` is one of several by name.
+        """Run optimizer step `number`, unless the NaN guard skips it. `optimizer` is a name if there are several.
 
         Raises RollbackRequiredError if the weights are NaN or Inf, or only half updated.
         """

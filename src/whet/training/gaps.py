@@ -160,7 +160,7 @@ class GapDetector:
             yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-        """Yield the user's code and objects besides the loss, by owner."""
+        """Yield each owner, such as "the model", with its user code and objects. The loss is added separately."""
         run = self._run
         yield "the model", list(_model_parts(run.model))
         for name, stepper in run.steppers.items():

@@ -1,8 +1,8 @@
-"""The parent process of a training: forwards signals and restarts it after a kill. Does not import torch.
+"""The parent of the training process: forwards signals and restarts it after a kill. Does not import torch.
 
-macOS and Linux kill a process with SIGKILL when memory runs out. A killed training resumes with the same plan. If it is
-killed again soon, or after memory pressure, it resumes with half the micro-batch, and the log records the step since
-which it is not bit-exact.
+macOS and Linux kill a process with SIGKILL when memory runs out. A killed run resumes with the same plan. If it is
+killed again soon, or after memory pressure, it resumes with half the micro-batch, and the log records the step from
+which it is no longer bit-exact.
 """
 
 import contextlib

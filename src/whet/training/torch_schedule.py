@@ -52,7 +52,7 @@ class TorchLearningRates(LearningRates):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def after_step(self, *, is_last_of_epoch: bool, stepped: Iterable[str] | None = None) -> None:
-        """Step the scheduler after an optimizer step or an epoch, as its interval says."""
+        """Step the scheduler after an optimizer step or an epoch, depending on its interval."""
         has_stepped = stepped is None or bool(list(stepped))
         if (self._interval == "step" and has_stepped) or (self._interval == "epoch" and is_last_of_epoch):
             self._scheduler.step()

@@ -259,7 +259,7 @@ def _measure(
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
         is_too_short = budget < MIN_BUDGET_SECONDS
-        why_not = f", too short to measure which settings are fastest{what_more(plan)}" if is_too_short else ""
+        why_not = f", too short to measure which settings are fastest{untried_note(plan)}" if is_too_short else ""
         emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
         if is_too_short:
             return None
@@ -280,7 +280,7 @@ def report_unmeasured(config: RunConfig) -> None:
     if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
         return
     plan = plan_from_rules(config)
-    if (plan.workload.num_steps or 0) >= _MIN_STEPS_TO_ADVISE and (more := what_more(plan)):
+    if (plan.workload.num_steps or 0) >= _MIN_STEPS_TO_ADVISE and (more := untried_note(plan)):
         report_lines(config.on_event, f"not measured: measure=False{more}")
 
 
@@ -292,7 +292,7 @@ _GAINS = {
 }
 
 
-def what_more(plan: Plan) -> str:
+def untried_note(plan: Plan) -> str:
     """Return what a measurement could try on this device, with the gains measured on similar devices."""
     tried = {"precision": "bf16", "layout": "channels_last", "compile": "compile"}
     open_settings = {

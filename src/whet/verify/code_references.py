@@ -143,7 +143,7 @@ def draws(function: Any) -> bool:
 
 
 def is_method(function: Any) -> bool:
-    """Return whether the first argument of a function is called self."""
+    """Return whether the first parameter of a function is named `self`."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_argcount > 0 and code.co_varnames[0] == "self"
 

@@ -57,7 +57,7 @@ def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[
     draft = path.with_suffix(".draft")
     write_private(draft, json.dumps(running.as_json()))
     with draft.open() as held:
-        with contextlib.suppress(OSError):  # A disk without locks: the next command starts another server.
+        with contextlib.suppress(OSError):  # If the filesystem has no locks, the next command starts another server.
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         draft.rename(path)
         try:

@@ -3,7 +3,7 @@
 from whet.base.units import GB, format_bytes
 from whet.plan.rule import Decision, RuleContext, rule
 
-# A data set below this share of the memory is copied to the device once.
+# A dataset below this share of the memory is copied to the device once.
 _RESIDENT_SHARE = 0.1
 # macOS spawns workers, and each imports torch again (about 5 s and several hundred MB).
 _MAC_WORKERS = 0
@@ -14,7 +14,7 @@ _LINUX_WORKERS = 2
 def choose_data_location(context: RuleContext) -> Decision:
     """Location of the samples during training: on the device, in host memory, or read by workers.
 
-    Why: a data set that takes less than a tenth of the memory is copied to the device once; then nothing is copied,
+    Why: a dataset that takes less than a tenth of the memory is copied to the device once; then nothing is copied,
     pinned or waited for during training. Samples that must be decoded are read by workers.
     When wrong: augmentation on the CPU.
     Override: none yet.
@@ -83,12 +83,12 @@ def choose_copies(context: RuleContext) -> Decision:
 
 @rule("L5", "worker_start_method")
 def choose_worker_start_method(context: RuleContext) -> Decision:
-    """Start method of workers: forked from this process, or spawned.
+    """Start method of data workers: fork or spawn.
 
-    Why: a fork shares the data set without copying or pickling it, and starts in milliseconds. On macOS a fork
-    after Metal has started aborts or hangs, so workers are spawned there: the data set must be picklable, and a script
+    Why: a forked worker shares the dataset without copying or pickling it, and starts in milliseconds. On macOS a fork
+    after Metal has started aborts or hangs, so workers are spawned there: the dataset must be picklable, and a script
     needs `if __name__ == "__main__"`.
-    When wrong: data sets that hold threads, locks or open connections, which do not survive a fork.
+    When wrong: datasets that hold threads, locks or open connections, which do not survive a fork.
     Override: workers=0 reads in this process.
     Sources: PyTorch documentation, "Multiprocessing best practices"; minimind#852 (a fork on macOS that hung).
     """

@@ -43,7 +43,7 @@ def choose_memory(context: RuleContext) -> Decision:
         limit, reason = float(usable), f"Metal recommends at most {format_bytes(usable)}; above it the Mac swaps"
     else:
         limit, reason = usable * _CPU_SHARE, f"three quarters of {format_bytes(usable)}; the rest is for the system"
-    # Other programs compete for main memory, but rarely for the memory of a card.
+    # Other programs compete for main memory, but rarely for the memory of a discrete GPU.
     if free is not None and device != "cuda" and free < limit:
         limit, reason = float(free), f"only {format_bytes(free)} are free now"
     # The limit above is that of the device. Divide it among the processes that share the device.

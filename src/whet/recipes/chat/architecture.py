@@ -109,7 +109,7 @@ class ChatArch(BaseModel):
         return (1 if self.tied else 2) * vocab_size * self.hidden_size
 
     def num_parameters(self, vocab_size: int) -> int:
-        """Return the number of all trained parameters."""
+        """Return the number of trainable parameters."""
         return self.depth * self.block_parameters + self.table_parameters(vocab_size)
 
     def token_flops(self, vocab_size: int) -> int:

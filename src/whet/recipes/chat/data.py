@@ -77,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatData:
-    """The three splits, and the objects needed to use the model."""
+    """The train, validation and test splits, with the tokenizer and the resolved architecture."""
 
     train: Any
     val: Any

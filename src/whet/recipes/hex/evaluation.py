@@ -65,5 +65,5 @@ def calibration_error(win: Floats, result: Floats) -> float:
 
 
 def _predicted_winner(win: Floats) -> Floats:
-    """Return 1 or 0; NaN for a probability of exactly 0.5."""
+    """Return 1 where a win is predicted, 0 where a loss is, and NaN where the probability is exactly 0.5."""
     return np.where(win == 0.5, np.nan, (win > 0.5).astype(float))

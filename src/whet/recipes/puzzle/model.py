@@ -118,7 +118,7 @@ class PuzzleModel(nn.Module):
 
 
 class PuzzleTable(nn.Module):
-    """An embedding for each puzzle. A step uses few of them, so they are trained by sign and excluded from the EMA."""
+    """One embedding per puzzle. Each step updates only a few, by the sign of the gradient. Not averaged by the EMA."""
 
     is_averaged = False
     is_table = True

@@ -139,7 +139,7 @@ def _assign_splits(sizes: Sequence[int]) -> list[str]:
 
 
 def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> dict[int, list[int]]:
-    """Return the rows of each unit by its first row: union-find over equal texts and equal groups."""
+    """Group rows that share a text or a group, by union-find. Return the rows of each unit, keyed by its first row."""
     parent = list(range(len(examples)))
 
     def root(row: int) -> int:

@@ -107,7 +107,7 @@ def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], 
     def largest(is_checkpointed: bool) -> int | None:
         if limit is None:
             return None
-        # Most splits of a large batch have the same size.
+        # Remove duplicates: many splits of a large batch give the same micro-batch size.
         sizes = (size for size in dict.fromkeys(even_splits(global_batch)) if size >= least)
         return next((size for size in sizes if needed(size, is_checkpointed) <= limit), None)
 

@@ -215,7 +215,8 @@ def _module_error(
             actual = compute(module, call, device.put) if expected else []
     except UnrepeatableDrawError:
         return 0.0
-    # Together, because a gradient that cancels, such as that of a bias before BatchNorm, is rounding beside the others.
+    # Compare all tensors together. Alone, a gradient that cancels to rounding error, as of a bias before BatchNorm,
+    # would fail.
     return relative_error(actual, expected) if expected else 0.0
 
 

@@ -267,7 +267,7 @@ def _estimate_fits(
 
 
 def _memory_findings(fits: Iterable[MachineFit]) -> list[PreflightFinding]:
-    """Return an error for each machine that is too small. Call this only for machines that the user named."""
+    """Return an error for each machine with too little memory. Call this only for machines that the user specified."""
     try_ = "activation_checkpointing=on, a smaller model, or another machine"
     return [
         Detection("too-little-memory", "error", fit.summary, try_).as_finding(None, during="the step")

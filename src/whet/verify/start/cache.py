@@ -145,7 +145,7 @@ def _unwrap(function: Any) -> Any:
 
 
 def _identity(function: Any) -> list[Any]:
-    """Return the identity of a function in its file, with its bytecode, because two lambdas may be on one line."""
+    """Return what identifies a function: module, name, line and bytecode, because two lambdas can share a line."""
     function = _unwrap(function)
     code = getattr(function, "__code__", None)
     details = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]

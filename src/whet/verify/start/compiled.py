@@ -57,7 +57,7 @@ _PLAUSIBLE_HALF_ROUNDING = 0.5
 # Smaller tensors vary most under dropout and are not compared, except for the loss.
 _MIN_ELEMENTS = 256
 _LOSS_NAME = "the loss"
-# Slices of a micro-batch for eager code, which then takes less memory than compiled code with all of it.
+# Eager code runs the micro-batch in this many slices, so that it needs less memory than the compiled code.
 _NUM_SLICES = 4
 
 _Distances = dict[str, float]

@@ -229,7 +229,7 @@ def _compare(
         return None
     noise = [0.0] * len(norms)
     if not _is_sharded(model):
-        with _rounded_weights(model), draws.repeat(slice(0, len(whole))):
+        with _perturbed_weights(model), draws.repeat(slice(0, len(whole))):
             rounded = _compute(model, loss, whole)
         noise = _norms([a - b for a, b in zip(expected.values, rounded.values, strict=True)])
     wrong = [
@@ -263,10 +263,10 @@ def _norms(values: list[Tensor]) -> list[float]:
 
 
 @contextmanager
-def _rounded_weights(model: nn.Module) -> Iterator[None]:
-    """Change every weight by a few units in the last place, to measure what rounding does to a gradient.
+def _perturbed_weights(model: nn.Module) -> Iterator[None]:
+    """Perturb every weight by a few units in the last place, to measure how rounding affects the gradients.
 
-    Some gradients are rounding alone, such as those of a bias before a norm, or those of a model without any error.
+    Some gradients consist of rounding error only: those of a bias before a norm, or of a model that fits perfectly.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     saved = [parameter.detach().clone() for parameter in parameters]

@@ -171,7 +171,7 @@ class RowIndex:
         return self._source.count(source)
 
     def label_number(self, cell: str) -> int:
-        """Return the number of a label cell. A new cell gets the next number."""
+        """Return the index of a label. A label not seen before gets the next index."""
         number = self._label_numbers.setdefault(cell, len(self.labels))
         if number == len(self.labels):
             if number >= MAX_LABELS:

@@ -49,7 +49,7 @@ class ColumnOverrides(BaseModel):
 
 
 class ColumnNames(BaseModel):
-    """The columns of a file, with the spelling of the file."""
+    """The names of the columns to read, spelled as in the file."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
