@@ -329,7 +329,7 @@ def test_global_batch_sizes_have_a_table_with_steps_per_second_and_a_picture_bes
     drawn = ET.fromstring(bench_chart(both))
     texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("global batch size") == texts.count("micro-batch") == 2
-    assert any("global-batch-size 64, micro-batch 32" in text for text in texts)
+    assert any("global batch size 64, micro-batch 32" in text for text in texts)
 
 
 def test_far_limit_makes_the_scale_logarithmic():

@@ -1,6 +1,7 @@
 """Measured plans: evidence, the cache, and training that is unchanged by measuring."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -58,6 +59,8 @@ TUNING_KINDS = ("tuning", "measuring", "estimate")
 @pytest.fixture(autouse=True)
 def a_home_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    # Otherwise a busy machine adds messages.
+    monkeypatch.setattr(tune, "_SILENT_SECONDS", math.inf)
 
 
 def a_session(model, *, logged=None, **changes):
@@ -159,6 +162,14 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
     other = a_session(a_model(), logged=logged, global_batch_size=16)
     other.config = tune.with_measured_plan(other.config, Loss(other.model))
     assert logged[1].startswith("measuring")
+
+
+def test_slow_steps_before_the_measurement_are_reported(monkeypatch):
+    monkeypatch.setattr(tune, "_SILENT_SECONDS", 0.0)
+    logged: list[str] = []
+    session = a_session(a_model(), logged=logged, epochs=40)
+    tune.with_measured_plan(session.config, Loss(session.model))
+    assert logged[:2] == [f"timing steps before the start, {done} done" for done in (0, 1)]
 
 
 def test_short_run_reports_that_it_is_not_measured():

@@ -148,6 +148,7 @@ def test_names_of_other_tools_with_the_same_meaning_are_accepted() -> None:
         (["DISABLE_COMPILE=1"], "DISABLE_COMPILE=1", "compile=off"),
         (["OMP_NUM_THREADS=4"], "OMP_NUM_THREADS=4", "threads=4"),
         (["BATCH_SIZE=8"], "BATCH_SIZE=8", "'global_batch_size'"),
+        (["learningrate=3e-4"], "learningrate=0.0003", "'learning_rate'"),
         (["zebra=8"], "zebra=8", "the nearest keys are "),
         (["beta1=0.9", "beta2=0.95"], "beta1=0.9; also unknown: beta2", ""),
     ],

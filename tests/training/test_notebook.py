@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import whet
 from small_training import train
@@ -58,6 +59,14 @@ def test_simulated_cells_that_hold_memory_are_named(notebook: SimulatedNotebook)
     assert "earlier cells hold old (34.3 MB), Out[5] (34.3 MB), batches (15.3 MB)" in str(error)
     assert "del old, batches, and run the cell again; or a smaller model" in str(error)
     assert held_by_cells((model, data), device="cuda") == {}, "these tensors are not on that device"
+
+
+def test_tensors_of_the_training_data_are_not_named(notebook: SimulatedNotebook) -> None:
+    x, y = torch.zeros(4_000_000, 1), torch.zeros(4_000_000, 1)
+    old = DataLoader(TensorDataset(torch.zeros(5_000_000, 1)))
+    data = DataLoader(Subset(TensorDataset(x, y), range(100)))
+    notebook.user_ns |= {"x": x, "y": y, "data": data, "old": old}
+    assert held_by_cells((data,), device="cpu") == {"old": 20_000_000}
 
 
 def test_outside_of_a_notebook_nothing_is_named() -> None:

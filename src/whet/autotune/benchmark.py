@@ -23,7 +23,7 @@ from whet.autotune.statistics import (
 )
 from whet.autotune.step_bench import PreparedStep, ProbeFailedError, Settings, StepBench
 from whet.autotune.sweeps import Variant
-from whet.base.units import format_bytes, format_seconds
+from whet.base.units import format_bytes, format_plural, format_seconds
 from whet.machine.facts import SystemState
 from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
@@ -274,7 +274,7 @@ def _close(prepared: PreparedStep) -> None:
 def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
     seconds, note = run.seconds, run.note
     if seconds is not None and seconds.repeats < _MIN_PAIRS:
-        few = "one step only" if not run.timings.visits else f"{seconds.repeats} repeats only"
+        few = "one step only" if not run.timings.visits else f"{format_plural(seconds.repeats, 'repeat')} only"
         note = "; ".join(filter(None, (note, few)))
     speedup = ratio_interval(run.log_ratios) if run.log_ratios and seconds else None
     execution = {name: run.plan.settings[name].value for name in _SHOWN if name in run.plan.settings}

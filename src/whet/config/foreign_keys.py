@@ -58,7 +58,8 @@ def unknown_key(
     meant = next((name for name in known if name.endswith(f".{key}")), None)
     # BATCH_SIZE, as a script spells it.
     meant = meant or next((name for name in (word, ALIASES.get(word, "")) if name in known), None)
-    meant = meant or closest_match(key, known)
+    # Aliases too: "learningrate" is a misspelling of "learning_rate".
+    meant = meant or closest_match(key, [*known, *(alias for alias, name in ALIASES.items() if name in known)])
     hint = f"did you mean {meant!r}?" if meant else f"the nearest keys are {', '.join(nearest_names(key, known))}"
     others = [name for name in values if name not in known and name != key]
     got += f"; also unknown: {', '.join(others)}"[:200] if others else ""

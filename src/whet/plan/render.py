@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from whet.base.errors import UsageError, closest_match, nearest_names
-from whet.base.units import format_bytes, format_count
+from whet.base.units import format_bytes, format_count, format_plural
 from whet.machine.render import machine_line
 from whet.plan.memory import predict_memory_parts
 from whet.plan.plan import Plan
@@ -42,7 +42,9 @@ def workload_line(workload: Workload) -> str:
     if workload.lengths_vary:
         mean = f"mean length {workload.mean_length:.0f} of" if workload.mean_length else "lengths up to"
         parts.append(f"{mean} {workload.max_length}")
-    parts.append(f"{workload.num_steps:,} steps" if workload.num_steps else "steps unknown until the data is read")
+    parts.append(
+        format_plural(workload.num_steps, "step") if workload.num_steps else "steps unknown until the data is read"
+    )
     return f"{workload.recipe}: " + ", ".join(parts)
 
 

@@ -305,7 +305,9 @@ def kill_at_random(
             before, state = state, counter.killed(process, state, run)
             resumed = f"resumed from {process.resumed_from}, " if process.resumed_from else ""
             place = ", inside a save" if state.was_interrupted_since(before) else ""
-            log(f"kill {counter.counts.kills:>3} of {kills}  run {runs}, {resumed}{when}{place}")
+            number = counter.counts.kills
+            total = f"of {kills}" if number <= kills else "(extra: few processes have resumed)"
+            log(f"kill {number:>3} {total}  run {runs}, {resumed}{when}{place}")
         numbers = _kill_numbers(first, counter.counts.kills)
         counter.finished(runner.finish(run, kills=numbers))
         runner.compare(run, kills=numbers)

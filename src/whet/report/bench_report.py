@@ -220,8 +220,7 @@ def bench_chart(result: BenchResult) -> str | None:
 
 def _sweep_panels(result: BenchResult, sweep: BenchSweep) -> list[ChartPanel]:
     """Return the panels of a sweep: speed, and memory where it is known."""
-    titles = {"micro_batch": "micro-batch", "global_batch_size": "global batch size", "against": ""}
-    x_title = titles.get(sweep.setting, sweep.setting)
+    x_title = "" if sweep.setting == "against" else _chart_name(sweep)
     is_joined = all(isinstance(row.value, int) for row in sweep.rows)
     speed = ChartPanel(
         title="samples per second",
@@ -269,7 +268,11 @@ def _marker_note(sweep: BenchSweep) -> list[str]:
 
 
 def _row_name(sweep: BenchSweep, row: BenchRow) -> str:
-    return "the plan" if sweep.setting == "against" else f"{sweep.setting.replace('_', '-')} {format_value(row.value)}"
+    return "the plan" if sweep.setting == "against" else f"{_chart_name(sweep)} {format_value(row.value)}"
+
+
+def _chart_name(sweep: BenchSweep) -> str:
+    return {"micro_batch": "micro-batch", "global_batch_size": "global batch size"}.get(sweep.setting, sweep.setting)
 
 
 def _speed_point(row: BenchRow) -> ChartPoint:

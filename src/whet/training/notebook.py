@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from whet.base.errors import InsufficientMemoryError
 from whet.base.units import format_bytes
@@ -14,7 +15,7 @@ _MIN_BYTES = 10 * 1024**2
 """Smaller variables are not listed."""
 _MAX_NAMES = 4
 _MAX_DEPTH = 3
-"""Nesting of lists and dicts that are searched for tensors."""
+"""Nesting of lists, dicts and datasets that are searched for tensors."""
 
 
 def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
@@ -79,7 +80,10 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _tensors(tensor)
     elif isinstance(value, Optimizer):
         yield from _tensors(value.state, depth)
+    elif isinstance(value, DataLoader):
+        yield from _tensors(value.dataset, depth)
     elif depth < _MAX_DEPTH:
+        value = list(vars(value).values()) if isinstance(value, Dataset) else value
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         for item in list(inner):
             yield from _tensors(item, depth + 1)

@@ -57,6 +57,8 @@ _TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
 
 Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
 """
+_SILENT_SECONDS = 1.0
+"""Progress of the timed steps is reported after this time."""
 _MIN_STEPS = 100
 """A run with fewer steps is not measured."""
 _MIN_STEPS_TO_ADVISE = 1_000
@@ -254,7 +256,7 @@ def _measure(
     watch = progress_callback(config.on_event)
     with local_bench(config, loss, plan) as bench:
         plan = bench.plan
-        preparation_seconds, step_seconds = _time_steps(bench)
+        preparation_seconds, step_seconds = _time_steps(bench, config.on_event)
         seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
@@ -373,11 +375,15 @@ def _search_in_process(
         return TuningResult(summary=(f"not measured: {error.reason}",))
 
 
-def _time_steps(bench: LocalStepBench) -> tuple[float, float]:
+def _time_steps(bench: LocalStepBench, on_event: EventHandler | None) -> tuple[float, float]:
     """Return the seconds that the rule-based plan takes to prepare, and those of a step."""
+    start = bench.clock()
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
     times: list[float] = []
     while len(times) < _TIMED_STEPS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_STEPS):
+        # Steps of a large model take seconds each, and nothing else is printed meanwhile.
+        if bench.clock() - start >= _SILENT_SECONDS:
+            emit_event(on_event, "measuring", {"message": f"timing steps before the start, {len(times)} done"})
         times.append(prepared.step(len(times)))
     prepared.close()
     # Without the slowest quarter: the first steps warm up, and other programs interrupt some.
