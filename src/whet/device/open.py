@@ -63,7 +63,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
             raise WhetError(
                 f"the device {kind} cannot be used",
                 got=reason,
-                try_="whet probe for details; --device cpu to train on the CPU",
+                try_="whet probe for details; --device cpu to use the CPU",
             )
     if kind == "cuda":
         if index >= torch.cuda.device_count():

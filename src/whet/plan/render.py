@@ -139,7 +139,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     description = {
         "weights": f"{trained + frozen:,} numbers of 4 bytes",
         "gradients": "one for each weight" if not frozen else f"only for the {trained:,} trainable weights",
-        "optimizer": f"{workload.optimizer_bytes} bytes for each trainable weight",
+        "optimizer": f"{format_plural(workload.optimizer_bytes, 'byte')} for each trainable weight",
         "activations": f"kept for the backward pass of {micro} samples of the maximum length, about",
         "device": "kernels and workspaces before the first tensor, about",
     }

@@ -10,6 +10,15 @@ from whet.base.model import FrozenModel
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8
+OPTIMIZER_BYTES = {
+    "adamw": ADAM_STATE_BYTES,
+    "adam_atan2": ADAM_STATE_BYTES,
+    # Momentum.
+    "sgd": 4,
+    # A row and a column for each matrix, which is far less than a byte; up to 4 for convolutions and vectors.
+    "adafactor": 1,
+}
+"""Bytes of state per trained parameter of the optimizers that whet builds, by name."""
 
 Scaling = Literal["linear", "square root"]
 

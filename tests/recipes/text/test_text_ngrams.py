@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.api.search import prepare_search
 from whet.base.errors import UsageError
 from whet.config.resolve import resolve_config
 from whet.data.batch import DictBatch, Ragged
@@ -172,6 +173,13 @@ def test_other_models_are_advised(tmp_path: Path) -> None:
     assert data.notes[-1] == "rare classes (rare): goal=macro_f1 by default; try class_weights=balanced"
     assert "weight" not in data.train
     assert recipe.selected_goal(config) == "macro_f1"
+
+
+def test_a_search_compares_by_the_goal_of_its_trials(tmp_path: Path) -> None:
+    uneven = write_uneven(tmp_path / "rows.jsonl")
+    even = write_uneven(tmp_path / "even.jsonl", num_rare=190)
+    goals = [prepare_search("text", [f"data={data}", "lr=0.1..1"]).config.goal for data in (uneven, even)]
+    assert goals == ["macro_f1", "accuracy"]
 
 
 def test_a_default_batch_is_limited_to_the_data(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from whet.base.errors import UsageError
 from whet.config.options import CommonConfig
 from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
-from whet.plan.workload import Workload
+from whet.plan.workload import OPTIMIZER_BYTES, Workload
 from whet.recipes.chat.architecture import ChatArch
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
         recipe="chat",
         num_parameters=arch.num_parameters(vocab_size),
         global_batch_size=config.global_batch_size,
+        optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_samples=num_rows,
         num_steps=config.count_steps(num_rows),
         max_length=arch.seq_len,

@@ -18,7 +18,7 @@ from pydantic import (
 from whet.base.errors import UsageError
 from whet.config.options import Auto, CommonConfig
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, supports_group_norm
-from whet.plan.workload import Workload
+from whet.plan.workload import OPTIMIZER_BYTES, Workload
 from whet.recipes.hex.architecture import HexArch, activation_bytes, count_parameters, num_groups
 
 DEFAULT_SIZE = 5
@@ -128,6 +128,7 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         recipe="hex",
         num_parameters=count_parameters(config.arch),
         global_batch_size=config.global_batch_size,
+        optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         # Only the linear layers of attention are matrix products with a row per cell.

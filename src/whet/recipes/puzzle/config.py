@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from whet.base.errors import UsageError
 from whet.config.options import Auto, CommonConfig
 from whet.plan.kernel_support import ADD_NORM, SHORT_ROTARY_ATTENTION, supports_add_norm, supports_short_attention
-from whet.plan.workload import Workload
+from whet.plan.workload import OPTIMIZER_BYTES, Workload
 
 TRAIN_GRIDS_4X4 = 200
 PUZZLES_PER_GRID = 32
@@ -192,6 +192,7 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
         recipe="puzzle",
         num_parameters=count_parameters(config.arch, sizes),
         global_batch_size=config.global_batch_size,
+        optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         max_length=sizes.length + config.arch.puzzle_emb_len,

@@ -19,7 +19,7 @@ from pydantic import (
 from whet.base.errors import UsageError
 from whet.config.options import Auto, CommonConfig
 from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
-from whet.plan.workload import Workload
+from whet.plan.workload import OPTIMIZER_BYTES, Workload
 from whet.recipes.text.backbone import LINEAR, SMALL, Backbone, read_backbone
 from whet.recipes.text.corpus import ClassWeights, read_class_weights
 from whet.recipes.text.readers.samples import ColumnOverrides
@@ -295,6 +295,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         recipe="text",
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
+        optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         max_length=max_length,
@@ -327,6 +328,7 @@ def _describe_linear(config: TextConfig) -> Workload:
         recipe="text",
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
+        optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_steps=config.count_steps(None),
         max_length=LINEAR_NGRAMS,
         lengths_vary=True,

@@ -94,7 +94,17 @@ class TextRecipe(Recipe):
         """Return the metric that selects the best weights; auto: macro-F1 if some classes are rare, else accuracy."""
         if config.goal != "auto":
             return config.goal
-        return "macro_f1" if self._data is not None and self._data.is_uneven else "accuracy"
+        if self._data is not None:
+            is_uneven = self._data.is_uneven
+        elif config.is_embedded:
+            is_uneven = False
+        else:
+            # A search asks before its trials load the data.
+            from whet.recipes.text.corpus import rare_classes
+            from whet.recipes.text.corpus_reader import load_corpus
+
+            is_uneven = bool(rare_classes(load_corpus(config).corpus))
+        return "macro_f1" if is_uneven else "accuracy"
 
     def model(self, config: TextConfig, data: "TextData") -> "Classifier":
         from whet.recipes.text.factory import make_model
