@@ -151,8 +151,6 @@ def shortened(words: list[str]) -> list[str]:
     """Return a command that takes seconds: few steps, a small model, little time to measure."""
     if words[0] in _INTERACTIVE:
         return [*words, "--help"]
-    if words[0] == "bench" and words[1].endswith(".json"):
-        return words
     keys = {word.partition("=")[0] for word in words}
     smaller = _SMALLER.get(words[1], ()) if words[0] != "data" and len(words) > 1 else ()
     more = [setting for setting in smaller if setting.partition("=")[0] not in keys]
