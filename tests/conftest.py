@@ -44,22 +44,31 @@ _SET_BY_TORCH |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 _IGNORED = _SET_BY_PYTEST | _SET_BY_TORCH
 
 _LONG_FILES = (
-    "distributed/test_multi_process_training.py",
     "virtual_mac/test_virtual_operators.py",
+    "distributed/test_multi_process_training.py",
+    "data/test_loader.py",
     "prove/test_prove.py",
-    "virtual_mac/test_apple_device.py",
-    "docs/test_docs.py",
-    "docs/test_tutorials.py",
-    "training/test_supervisor.py",
-    "faults/test_search_kills.py",
     "faults/test_hostile_files.py",
-    "virtual_mac/test_pytest_plugin.py",
+    "docs/test_tutorials.py",
+    "verify/test_compiled_parity.py",
     "browser/test_pages.py",
+    "virtual_mac/test_apple_device.py",
+    "virtual_mac/test_pytest_plugin.py",
+    "faults/test_search_kills.py",
+    "prove/test_prove_function.py",
+    "browser/test_broken_connections.py",
+    "recipes/text/test_text_training.py",
+    "step/test_step_rollback.py",
+    "training/test_state_cases.py",
+    "docs/test_docs.py",
+    "docs/test_examples.py",
+    "training/test_supervisor.py",
+    "training/test_shipped_bench.py",
     "cli/test_measure_command.py",
     "device/test_heap.py",
-    "autotune/test_tuning_search.py",
 )
-"""Files that take half a minute or more. They start first: each runs in one worker, and a late one delays the end."""
+"""Files that take longest. They start first, in this order: each runs in one worker, and a late one delays the end. One
+of the virtual Mac is the first, because the others wait until its native part is built."""
 
 _NEEDS_TORCH = re.compile(r"^pytestmark = [^=]*\bmark\.torch\b", re.MULTILINE)
 _HAS_TORCH = find_spec("torch") is not None and not os.environ.get("WHET_TEST_WITHOUT_TORCH")
@@ -78,7 +87,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
+    places = {Path(__file__).parent / file: place for place, file in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -148,13 +148,13 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     steps = page.locator(".tile", has_text="steps").locator("strong")
     held_at = int(steps.inner_text())
     # The timeline ends with the training, not with the last logged event.
-    page.wait_for_function(ENDS_WITH_THE_WORK)
+    page.wait_for_function(ENDS_WITH_THE_WORK, polling=200)
     page.locator("#plan summary").click()
     tables = page.locator(".plan-settings")
     expect(tables).to_have_count(2)
     assert [table.evaluate(BROKEN_WORDS) for table in tables.all()] == [[], []]
     training.go_on()
-    page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at)
+    page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at, polling=200)
     assert plot.evaluate(REACH) > 0.9
     visit.picture("live")
     draw_terminal(stage)

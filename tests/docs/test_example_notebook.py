@@ -53,6 +53,7 @@ def test_all_cells_run(client: Any, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "notebook" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_saves_and_resumes_when_it_is_run_again(client: Any, tmp_path: Path) -> None:
     setup, make, train, *_ = _code(client)
     # Two hundred steps of 50 ms: the interrupt comes long before the end.

@@ -205,7 +205,7 @@ def test_rates_are_those_of_a_plain_loop(name: str, interval: str, optimizer: st
     assert len({json.dumps(groups) for groups in expected}) > 1, "rates that never change show nothing"
 
 
-@pytest.mark.parametrize("stop", [1, 6, 8])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 6, 8])
 @pytest.mark.parametrize(("name", "interval"), cases())
 def test_a_stopped_run_resumes_with_the_same_rates(name: str, interval: str, stop: int, tmp_path: Path) -> None:
     first, second = Work(MAKERS[name]), Work(MAKERS[name])

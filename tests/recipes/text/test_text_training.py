@@ -310,6 +310,7 @@ def test_bad_data_is_rejected_before_a_run_folder_exists(cli: Cli, content: byte
     assert not (cli.folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_training_on_real_texts(cli: Cli) -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
