@@ -20,7 +20,7 @@ above it in this list (docs/architecture.md):
     training     Session, train, callbacks, schedules
     doctor       examines a device: operators, known bugs, parity, resume, speed
     hpo          hyperparameter search on Optuna, each trial a run folder
-    prove        kills a training, resumes it and compares every bit
+    prove        kills a training run, resumes it and compares every bit
     recipes      complete workloads that ship with whet
     api          what `import whet` offers where recipes are needed
     cli          the command line: one file per command

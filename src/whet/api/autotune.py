@@ -78,7 +78,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
 
 
 def open_function_bench(arguments: Mapping[str, Any]) -> Any:
-    """Set up the training of a function, so that its steps can be timed. Called in the child process."""
+    """Set up the training run of a function, so that its steps can be timed. Called in the child process."""
     from whet.device.open import current_machine
     from whet.plan.plan import make_plan
     from whet.training.step_bench import LocalStepBench

@@ -43,7 +43,7 @@ LogLine = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """The training, sweeps and time budget of a benchmark."""
+    """The training run, sweeps and time budget of a benchmark."""
 
     what: str
     """The recipe or function, as accepted by `load_training`."""
@@ -59,7 +59,7 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback | None = None) -> BenchResult:
-    """Start a process for the training and measure it. The budget starts when this function is called."""
+    """Start a process for the training run and measure it. The budget starts when this function is called."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
     sweeps: list[BenchSweep] = []

@@ -21,7 +21,7 @@ _FUNCTION_TARGET = "whet.api.prove:train_function_segment"
 def training_from_args(
     what: str, args: Sequence[str], *, file: Path | None, device: str
 ) -> tuple[str, ProvableTraining]:
-    """Return the name and the training of a recipe, configured by key=value arguments, or of a function."""
+    """Return the name and the training run of a recipe, configured by key=value arguments, or of a function."""
     loaded = load_training(what)
     if isinstance(loaded, ScriptTraining):
         if args or file:
@@ -32,7 +32,7 @@ def training_from_args(
 
 
 def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[str, ProvableTraining]:
-    """Return the name and the training of a run folder, with the settings saved in it."""
+    """Return the name and the training run of a run folder, with the settings saved in it."""
     run = open_run(path)
     # The folder must not choose which code is executed: only the user does, by naming a file.
     what = recipe_spec(run, given=file, command="prove")
@@ -47,13 +47,13 @@ def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[str
 
 
 def provable_function(training: ScriptTraining, *, device: str) -> ProvableTraining:
-    """Return the training of a function. Each process calls the function, and its run folder is redirected."""
+    """Return the training run of a function. Each process calls the function, and its run folder is redirected."""
     arguments = {"function": training.target, "config": dict(training.config.config), "device": device}
     return ProvableTraining(target=_FUNCTION_TARGET, arguments=arguments)
 
 
 def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], *, device: str) -> ProvableTraining:
-    """Return the training of a recipe with its config."""
+    """Return the training run of a recipe with its config."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),

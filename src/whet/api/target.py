@@ -27,7 +27,7 @@ MODEL_NAMES = ("recipe", "model", "main")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptTraining:
-    """The training of a function, as it called `whet.train` or `whet.Session`."""
+    """The training run of a function, as it called `whet.train` or `whet.Session`."""
 
     target: str
     """The function as `path.py:function` or `module:function`, valid in any working folder."""
@@ -38,7 +38,7 @@ class ScriptTraining:
 
 
 def load_training(target: str) -> Recipe | ScriptTraining:
-    """Return the recipe that `target` names, or the training that a function makes."""
+    """Return the recipe that `target` names, or the training run that a function makes."""
     if target in BUILT_IN:
         return validate_recipe(load_factory(target)(), target)
     made = call_function(load_function(target, default=TRAINING_NAMES), target)

@@ -134,7 +134,7 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         on_event: Called with every event. "line" draws a progress line on standard error; None is silent.
         measure: Let a new run that is long enough measure first which plan is fastest. The measured steps do not affect
             training (docs/measure.md).
-        open_bench: Opens the same training in a separate process for measuring.
+        open_bench: Opens the same training run in a separate process for measuring.
         config: Of a recipe: a TOML or YAML file with options.
 
     global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
@@ -166,7 +166,7 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
         overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
         plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
-        workload: Description of the training for the plan; by default it is derived from the model and the data.
+        workload: Description of the training run for the plan; by default it is derived from the model and the data.
         goal: Metric that selects the best checkpoint and drives early stopping.
         mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
         init_from: Run or import whose weights a new run starts with.
@@ -246,7 +246,7 @@ def _resolve_batch(
 
 
 def _command(what: str, values: Mapping[str, Any], file: Path | None, *, device: str, run: Path) -> list[str]:
-    """Return the command line of the same training. It resumes the run."""
+    """Return the command line of the same training run. It resumes the run."""
     from whet.config.sources import as_argument, flatten
 
     settings = [as_argument(key, value) for key, value in flatten(dict(values)).items()]

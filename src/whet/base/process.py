@@ -107,7 +107,7 @@ def gc_disabled() -> Iterator[None]:
     try:
         yield
     finally:
-        # Unfreezing is not undone one by one: a measurement inside a training must keep its objects frozen.
+        # Unfreezing is not undone one by one: a measurement inside a training run must keep its objects frozen.
         if not was_frozen:
             gc.unfreeze()
         if was_enabled:

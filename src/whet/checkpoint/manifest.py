@@ -47,7 +47,7 @@ class CheckpointInfo(FrozenModel):
     exactness: Literal["bit-exact"] | tuple[str, ...] = BIT_EXACT
     """The value "bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
     gaps: tuple[str, ...] = ()
-    """State of the training that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
+    """State of the training run that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
     unregistered: tuple[str, ...] = ()
     """Variables of the user that the checkpoint does not hold, and that have changed since the run began or cannot be
     compared."""

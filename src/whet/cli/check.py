@@ -47,7 +47,7 @@ def check(
     make Python wait for the device, code that needs CUDA, weights in a problematic layout, and known faults of the
     machine that affect the model. Each finding has its line and a fix.
 
-    Exit code 1: something would stop the training; with --strict, also something that slows it down or may be wrong.
+    Exit code 1: something would stop the run; with --strict, also something that slows it down or may be wrong.
     """
     from whet.api.verify import check as check_model
     from whet.verify.preflight.render import render_sarif, render_text

@@ -146,7 +146,7 @@ def forward(
     WANDB_MODE=offline whet forward runs/text-001 --to wandb --project reviews
 
     Works during and after training. Reads the run folder from a separate process, so that a slow dashboard cannot slow
-    the training. Ctrl-C stops it; run the same command again to forward what is missing.
+    the training run. Ctrl-C stops it; run the same command again to forward what is missing.
     """
     from whet.report.forward.dashboards import UnreachableError, open_dashboard
     from whet.report.forward.forwarder import forward_run

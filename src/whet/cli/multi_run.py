@@ -122,7 +122,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal line
         if kind in ("start", "resume"):
-            # Each generation is a training with its own speed and end.
+            # Each generation is a training run with its own speed and end.
             line.close()
             line = ProgressLine(recipe.name)
         if not output.quiet and kind in shown_events:

@@ -109,7 +109,7 @@ def rank_lost(line: str) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    # A closed stderr, or a full disk behind it, must not end a training.
+    # A closed stderr, or a full disk behind it, must not end a training run.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(printable(text), file=sys.stderr)

@@ -42,7 +42,7 @@ def watch(
     whet watch runs/text-001 --terminal
 
     Shows curves, plan, events, memory, temperature and comparisons. Only reads run folders, so it can neither slow down
-    nor stop a training. Ctrl-C stops it.
+    nor stop a training run. Ctrl-C stops it.
     """
     if terminal or once:
         _watch_in_terminal(folder, once=once)
@@ -101,7 +101,7 @@ def _watch_in_terminal(folder: Path, *, once: bool = False) -> None:
         board = reader.read(rows=_MAX_PLAIN_ROWS)
         output.result("\n".join(line.plain.rstrip() for line in render_board(board, area)))
         return
-    # Leave the CPU to the training.
+    # Leave the CPU to the training run.
     with contextlib.suppress(OSError):
         os.nice(10)
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""The options of a training, declared once: type, default and meaning.
+"""The options of a training run, declared once: type, default and meaning.
 
 Keywords of `whet.Session` and `whet.train` (written into their signatures by `tools/keywords.py`), keys of the command
 line and of config files, and `docs/keys.md` all come from the classes here:

@@ -261,7 +261,7 @@ class MapStyleSource(AbstractSource):
         self._identity: SampleIdentity | None = None
         self._loading = loading or LoadingConfig()
         if isinstance(order, StreamedOrder):
-            # Workers would read ahead of a sampler that depends on the training.
+            # Workers would read ahead of a sampler that depends on the training run.
             self._loading = replace(self._loading, workers=0)
         self.workers = self._make_workers(self._loading.workers) if self._loading.workers else None
 

@@ -109,7 +109,7 @@ class SamplerOrder(SampleOrder):
 class StreamedOrder(SampleOrder):
     """The order of a sampler that has no length or that saves its own state: it is read batch by batch.
 
-    The batches are read in this process, because the sampler may depend on the training.
+    The batches are read in this process, because the sampler may depend on the training run.
     """
 
     num_samples = None

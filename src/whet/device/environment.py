@@ -54,7 +54,7 @@ def check_mps_memory(watermarks: tuple[float, float]) -> None:
 
 
 def configure_compile_cache() -> None:
-    """Cache compiled code in whet's home folder, so that the next start of the same training is faster.
+    """Cache compiled code in whet's home folder, so that the next start of the same training run is faster.
 
     The default of torch is a temporary folder, which a reboot deletes. The cache holds code that is executed, so only
     the user may write to it.

@@ -32,7 +32,7 @@ _COMMUNICATION_ERRORS = ("connection", "timed out", "timeout", "socket", "peer",
 
 
 class RankGroup:
-    """The process group of a training, from the view of one rank."""
+    """The process group of a training run, from the view of one rank."""
 
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks

@@ -39,7 +39,7 @@ class RuleContext(SettingValues):
 
     @property
     def processes_per_device(self) -> int:
-        """Number of processes of this training that share the device's memory."""
+        """Number of processes of this training run that share the device's memory."""
         local = self.workload.local_size
         if self.device_type == "cpu":
             return local

@@ -1,4 +1,4 @@
-"""The head of a training: machine, workload, plan and time in a few lines. `whet plan RUN` prints all settings."""
+"""The head of a training run: machine, workload, plan and time in a few lines. `whet plan RUN` prints all settings."""
 
 import textwrap
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The workload: the facts about a training that a plan needs. A plan never changes them."""
+"""The workload: the facts about a training run that a plan needs. A plan never changes them."""
 
 from typing import Literal
 

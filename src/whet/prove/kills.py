@@ -29,7 +29,7 @@ MAX_SECONDS = 3600.0
 MAX_KILLS_PER_RUN = 8
 # The fraction of kills at any time after the process starts, including imports. All other kills happen during training.
 EARLY_SHARE = 0.1
-# Kills happen in this first part of the training after its first checkpoint. The rest is left for the processes that
+# Kills happen in this first part of the run after its first checkpoint. The rest is left for the processes that
 # resume the run.
 REACH = 0.35
 # If the kills covered too little, try up to this many more, or as many as were requested if that is larger.
@@ -40,7 +40,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvableTraining:
-    """A training to prove: "module:function", called with a run folder, and its arguments.
+    """A training run to prove: "module:function", called with a run folder, and its arguments.
 
     The proof sets the arguments `steps`, the maximum number of steps, and `every`, the steps between checkpoints. A
     function `preload(arguments)` in the same module may import what the training will import.
@@ -108,7 +108,7 @@ def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
 
 
 class ProofRunner:
-    """Starts processes of one training and compares finished runs with an uninterrupted run."""
+    """Starts processes of one training run and compares finished runs with an uninterrupted run."""
 
     def __init__(
         self, training: ProvableTraining, launcher: Launcher, scratch: Path, *, steps: int, every: int
@@ -139,7 +139,7 @@ class ProofRunner:
         return self._processes[-1]
 
     def run_uninterrupted(self, run: Path, *, launcher: Launcher | None = None) -> TrainingProcess:
-        """Run a training to its end. A failure without a kill is an error."""
+        """Train to the end. A failure without a kill is an error."""
         process = self.start(run, launcher=launcher)
         code = process.wait(self.limit_seconds)
         if code == 0:

@@ -62,7 +62,7 @@ class TrainingProcess:
 
     @property
     def start_seconds(self) -> float:
-        """Seconds from the start of the process to the start of the training."""
+        """Seconds from the start of the process to the start of the training run."""
         return next((float(message["time"]) - self.started for message in self.messages("ready")), self.seconds)
 
     @property
@@ -86,14 +86,14 @@ class Launcher(Protocol):
 
 
 class ProcessLauncher:
-    """Starts a new Python process for each training. Slow, but closest to real use. A context manager."""
+    """Starts a new Python process for each training run. Slow, but closest to real use. A context manager."""
 
     def __init__(self, hash_seed: int) -> None:
         self._environment = env.child_environment(**_hash_seed_variable(hash_seed))
         self._newest: JsonWorker | None = None
 
     def start(self, order: ProcessOrder) -> TrainingProcess:
-        """Start a training in a new process."""
+        """Start a training run in a new process."""
         worker = self._newest = JsonWorker(
             "whet.prove.training_process:run_order", order.as_json(), environment=self._environment
         )
@@ -115,7 +115,7 @@ class ProcessLauncher:
 
 
 class ForkLauncher:
-    """Forks each training from a process that has imported torch. Linux and CPU only. A context manager."""
+    """Forks each training run from a process that has imported torch. Linux and CPU only. A context manager."""
 
     def __init__(self, hash_seed: int) -> None:
         environment = env.child_environment(**_hash_seed_variable(hash_seed))
@@ -130,7 +130,7 @@ class ForkLauncher:
         return None if threads == 1 else f"its libraries started {threads} threads when they were imported"
 
     def start(self, order: ProcessOrder) -> TrainingProcess:
-        """Start a training in a fork."""
+        """Start a training run in a fork."""
         pid = self._newest = int(self._request({"start": order.as_json()}, _SLACK_SECONDS)["pid"])
 
         def wait(seconds: float) -> int | None:

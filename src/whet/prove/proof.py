@@ -32,7 +32,7 @@ from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, V
 # Limits of the number of steps; within them, TARGET_SECONDS determines it.
 MAX_STEPS, MIN_STEPS = 48, 12
 NUM_CHECKPOINTS = 12
-# Steps of the trial run, which shows how fast the training is and which device it uses.
+# Steps of the trial run, which shows how fast the training run is and which device it uses.
 TRIAL_STEPS = 8
 # The target duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
@@ -42,7 +42,7 @@ MAX_NAMES = 8
 
 @dataclass(kw_only=True, slots=True)
 class ProofRequest:
-    """The training to prove, and the effort."""
+    """The training run to prove, and the effort."""
 
     training: ProvableTraining
     recipe: str

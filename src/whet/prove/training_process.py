@@ -1,4 +1,4 @@
-"""The training processes of a proof: one training with a counting disk, and the fork server. Runs in children.
+"""The training processes of a proof: one training run with a counting disk, and the fork server. Runs in children.
 
 Nothing here imports torch before the training does. A training process writes its messages to a file, because they must
 survive a SIGKILL and a fork has no pipe.
@@ -40,7 +40,7 @@ class ProcessOrder(FrozenModel):
     """The instructions for a training process."""
 
     target: str
-    """The training as "module:function", called with the run folder, the arguments and `on_event`."""
+    """The training run as "module:function", called with the run folder, the arguments and `on_event`."""
     arguments: dict[str, Any]
     run: Path
     messages: Path
@@ -55,7 +55,7 @@ class ProcessOrder(FrozenModel):
 
 
 class TrainFunction(Protocol):
-    """A training that can be proved: it starts in a run folder or resumes from it."""
+    """A training run that can be proved: it starts in a run folder or resumes from it."""
 
     def __call__(self, run: Path, arguments: dict[str, Any], *, on_event: Any) -> None: ...
 
@@ -105,12 +105,12 @@ for _name in DISK_CALLS:
 
 
 def run_order(_channel: WorkerChannel, order: dict[str, Any]) -> int:
-    """Run one training in a separate process; return the exit code."""
+    """Train once in a separate process; return the exit code."""
     return run_training(ProcessOrder.model_validate(order))
 
 
 def run_training(order: ProcessOrder) -> int:
-    """Run the training of an order; return the exit code."""
+    """Train as an order says; return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     # Redirect the descriptors, not sys.stdout, so that output of C libraries is captured too.
@@ -158,9 +158,9 @@ def _describe(error: Exception) -> dict[str, Any]:
 
 
 def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
-    """Import torch and the libraries of a training once, and start each training as a fork.
+    """Import torch and the libraries once, and start each training run as a fork.
 
-    Each fork imports the training's module again: whatever the module draws or reads at import must be the same in
+    Each fork imports the training run's module again: whatever the module draws or reads at import must be the same in
     every process, or the proof must fail.
     """
     for request in channel.messages():
@@ -174,7 +174,7 @@ def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
 
 
 def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
-    """Import the libraries of the training; return the number of threads, because only one may fork.
+    """Import the libraries of the training run; return the number of threads, because only one may fork.
 
     A child process determines the list of libraries, so that no code of the training runs here.
     """

@@ -32,7 +32,7 @@ from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 
 MAX_BATCH_SECONDS = 20.0
-"""Time limit for finding the global batch size before a training. It usually takes much less."""
+"""Time limit for finding the global batch size before a training run. It usually takes much less."""
 
 
 def is_auto_batch(keywords: SessionKeywords) -> bool:

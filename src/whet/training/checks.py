@@ -183,7 +183,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Raise: the placeholder for the loss of a training with manual steps, which only a custom loop can compute."""
+    """Raise: the placeholder for the loss of a training run with manual steps, which only a custom loop can compute."""
     raise UsageError(
         "this command needs a loss function, and the training makes manual steps",
         got="session.manual",
@@ -308,7 +308,7 @@ def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
-    """Raise for a training that several ranks do not support, or that would depend on their number."""
+    """Raise for a training run that several ranks do not support, or that would depend on their number."""
     if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)

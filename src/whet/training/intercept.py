@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FirstStepReached(BaseException):
-    """Raised before the first step. Holds the config and the loss of the training."""
+    """Raised before the first step. Holds the config and the loss of the training run."""
 
     def __init__(self, config: "RunConfig", loss: "LossFunction") -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class FirstStepReached(BaseException):
 
 
 class SegmentEnded(BaseException):
-    """Raised at the end of the session of a proof: the code after it is no part of the training."""
+    """Raised at the end of the session of a proof: the code after it is no part of the training run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofSegment:
-    """A short part of a training in a run folder of a proof."""
+    """A short part of a training run in a run folder of a proof."""
 
     run: Path
     steps: int

@@ -69,7 +69,7 @@ class SessionKeywords:
     plan: Plan | None = None
     """Plan of a new run, made by `whet.tune` or `whet.make_plan`."""
     workload: Workload | None = None
-    """Description of the training for the plan; by default it is derived from the model and the data."""
+    """Description of the training run for the plan; by default it is derived from the model and the data."""
     goal: str | None = None
     """Metric that selects the best checkpoint and drives early stopping."""
     mode: Literal["auto", "min", "max"] = "auto"
@@ -92,7 +92,7 @@ class SessionKeywords:
     # Below: set by recipes, not by users.
     recipe: str = PYTHON_RECIPE
     config: Mapping[str, Any] | None = None
-    """Options that are written to the run folder and compared when the run resumes; None for those of the training."""
+    """Options that are written to the run folder and compared when the run resumes; None for those of `training`."""
     command: Sequence[str] = ()
     attach: Mapping[str, bytes] = field(default_factory=dict)
     """Extra files of a new run folder, by name."""

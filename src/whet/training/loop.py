@@ -126,7 +126,7 @@ def train(
     except MeasurementStoppedError as stop:
         if is_notebook():
             raise
-        # As after Ctrl-C in the training: the same call starts it again.
+        # As after Ctrl-C in the training run: the same call starts it again.
         return TrainResult(
             path=None, state="stopped", step=0, reason=str(stop), metrics={}, best=None, exit_code=128 + signal.SIGINT
         )
@@ -231,7 +231,7 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
 
 
 def describe_result(result: TrainResult) -> str:
-    """Return the line that ends a training."""
+    """Return the line that ends a training run."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
     where = f"; whet report {shell_path(result.path)} shows the run" if result.path else ""
     return f"train: {result.reason} at step {result.step:,}{metrics}{where}"

@@ -1,4 +1,4 @@
-"""Helpers for measurements before a training: the bench in this process, and progress reports."""
+"""Helpers for measurements before a training run: the bench in this process, and progress reports."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ AnyOptimizer = Optimizer | OptimizerChoice
 
 
 class MeasurementStoppedError(KeyboardInterrupt):
-    """Ctrl-C before a training, while its plan or its batch size was measured."""
+    """Ctrl-C before a training run, while its plan or its batch size was measured."""
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def stopped_by_ctrl_c(on_event: EventHandler | None) -> Iterator[None]:
 
 
 def local_bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
-    """Return a bench of this training in this process."""
+    """Return a bench of this training run in this process."""
     return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
 
 

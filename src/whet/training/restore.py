@@ -91,7 +91,7 @@ CUSTOM_LOOP = f"{_RESTORED}; your own variables only if registered"
 
 
 def missing_state(info: CheckpointInfo, *, is_custom_loop: bool) -> list[str]:
-    """Return what a checkpoint lacks that may influence the training, or may not: a variable can be a log."""
+    """Return what a checkpoint lacks that may influence the training run, or may not: a variable can be a log."""
     missing = [f"{variables} and is not saved" for variables in info.unregistered]
     if missing and not is_custom_loop:
         missing[-1] += " (register={name: object}, if training reads it)"
@@ -134,7 +134,7 @@ class RestoredRun:
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
     missing: list[str]
-    """What the checkpoint lacks that may influence the training."""
+    """What the checkpoint lacks that may influence the training run."""
     fields: dict[str, Any]
     """Fields of the resume event."""
     changed_code: list[str]

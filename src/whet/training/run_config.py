@@ -154,7 +154,7 @@ def make_run_config(
 
 
 def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Mapping[str, Any]:
-    """Return what a resume compares: the options of a recipe, or those of the training."""
+    """Return what a resume compares: the options of a recipe, or those of the training run."""
     if keywords.config is not None:
         return keywords.config
     weights = {} if keywords.init_from is None else {"init_from": str(keywords.init_from)}

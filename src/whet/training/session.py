@@ -84,7 +84,7 @@ class Session:
         measure: Let a new run that is long enough measure which plan is fastest, at its first step (docs/measure.md).
             Default: True.
         plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
-        workload: Description of the training for the plan; by default it is derived from the model and the data.
+        workload: Description of the training run for the plan; by default it is derived from the model and the data.
         goal: Metric that selects the best checkpoint and drives early stopping.
         mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
         init_from: Run or import whose weights a new run starts with.

@@ -1,4 +1,4 @@
-"""Time a training that comes from Python in a process of its own, where compiling may crash or hang.
+"""Time a training run that comes from Python in a process of its own, where compiling may crash or hang.
 
 The model, the optimizer, the loss and a few batches are sent in one message, so that a loss that refers to the model
 still does. It is a pickle, which executes code when it is read. That is safe here: this process writes it, the child
@@ -76,7 +76,7 @@ def shipped_bench(
     plan: Plan,
     step_seconds: float | None = None,
 ) -> ProcessStepBench:
-    """Return a bench that times this training in a separate process. Entering it starts the process.
+    """Return a bench that times this training run in a separate process. Entering it starts the process.
 
     `plan` is the plan of a LocalStepBench that has learned the workload, and `step_seconds` the time of its steps. The
     model stays where it is. Raises NotShippedError.
@@ -111,7 +111,7 @@ def shipped_bench(
 
 @contextmanager
 def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[LocalStepBench]:
-    """Open the training that the parent has sent. Called in the child process."""
+    """Open the training run that the parent has sent. Called in the child process."""
     with stream:
         try:
             shipped: ShippedTraining = pickle.load(stream)
@@ -136,7 +136,7 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
 
 
 def _check_first_loss(bench: LocalStepBench, expected: float) -> None:
-    """Raise if this process computes another loss than the parent: it would measure another training."""
+    """Raise if this process computes another loss than the parent: it would measure another training run."""
     actual, plan = bench.first_loss(), bench.plan
     # Kernels of a GPU may add in any order. Those of a CPU do not, with the same number of threads.
     bound = 0.0 if plan.device == "cpu" else PARITY_BOUNDS[plan.precision][0]

@@ -72,7 +72,7 @@ _MAX_RECORDED_BYTES = 512 << 20
 
 
 class LocalStepBench:
-    """Times one training on this machine. Enter it, prepare settings, and run their steps in any order."""
+    """Times one training run on this machine. Enter it, prepare settings, and run their steps in any order."""
 
     recovery_seconds = 0.0
     """Seconds to recover from a stopped probe; 0 because a probe in this process is never stopped."""
@@ -93,7 +93,7 @@ class LocalStepBench:
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
         self.about = evidence_key(plan, model)
-        """The key for cached measurements: the training as requested, without values that are measured later."""
+        """The key for cached measurements: the training run as requested, without values that are measured later."""
         self._requested_plan = plan
         self.plan = plan
         """The plan from rules alone. Entering adds the measured memory per sample."""

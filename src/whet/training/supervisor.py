@@ -34,7 +34,7 @@ VARIABLE = "WHET_SUPERVISOR"
 """Environment variable of a supervised process: the pid of the parent and the file descriptor for reports to it."""
 
 EARLY_KILL_STEPS = 20
-"""A training that was killed again within this many steps resumes with a smaller micro-batch."""
+"""A training run that was killed again within this many steps resumes with a smaller micro-batch."""
 
 # A report always has this size, so that it overwrites the previous one completely.
 _MESSAGE_BYTES = 8_192
@@ -42,7 +42,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class KilledError(WhetError):
-    """Raised if a training was killed and is not restarted."""
+    """Raised if a training run was killed and is not restarted."""
 
     def __init__(self, what: str, *, got: str, try_: str, code: int) -> None:
         super().__init__(what, got=got, try_=try_)
@@ -235,7 +235,7 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def exit_with_parent() -> None:
-    """Exit when the supervisor is killed, so that killing `whet train` also ends the training."""
+    """Exit when the supervisor is killed, so that killing `whet train` also ends the training run."""
     if not is_supervised():
         return
     if sys.platform == "linux":
@@ -246,7 +246,7 @@ def exit_with_parent() -> None:
 
 
 def _poll_parent() -> None:
-    """Stop the training, with a final save, once the parent is gone. For systems without a parent-death signal."""
+    """Stop the training run, with a final save, once the parent is gone. For systems without a parent-death signal."""
     while is_supervised():
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -68,7 +68,7 @@ class TorchLearningRates(LearningRates):
             self._expected = self._position()
 
     def check_length(self, num_steps: int | None) -> None:
-        """Raise if OneCycleLR ends before the run: torch would raise in the middle of the training."""
+        """Raise if OneCycleLR ends before the run: torch would raise in the middle of the training run."""
         if num_steps is None or not isinstance(self._scheduler, OneCycleLR):
             return
         left = self._scheduler.total_steps - self._scheduler.last_epoch

@@ -9,7 +9,7 @@ from whet.config.resolve import read_options
 
 
 class TrainingConfig(SessionOptions):
-    """The options that define the training; `config/options.py` declares them."""
+    """The options that define the training run; `config/options.py` declares them."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the options for the run folder. A function is replaced by its name, a scheduler by its class."""

@@ -1,4 +1,4 @@
-"""Measure plans for a training: the fastest settings, and the global batch size."""
+"""Measure plans for a training run: the fastest settings, and the global batch size."""
 
 import math
 import time
@@ -68,7 +68,7 @@ _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
 """Settings that a loop has fixed before its first step: it has read its first batch by then."""
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
-"""Opens the same training in a separate process."""
+"""Opens the same training run in a separate process."""
 
 
 def tune(
@@ -141,7 +141,7 @@ def tune(
         lr_batch: With global_batch_size="auto": the batch size that the learning rate is meant for. Default: 32.
         device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
         overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
-        workload: Description of the training for the plan; by default it is derived from the model and the data.
+        workload: Description of the training run for the plan; by default it is derived from the model and the data.
     """
     handler = ProgressLine("tune") if on_event == "line" else on_event
     keywords = SessionKeywords.from_call({**locals(), "on_event": handler})

@@ -40,7 +40,7 @@ def choose_workers(context: RuleContext) -> Decision:
 
     Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
     (about 5 s and several hundred MB of the shared memory each), so none there until a measurement shows a gain.
-    Texts are tokenized once, before the first step, in the training's own process and without threads: they need no
+    Texts are tokenized once, before the first step, in the training run's own process and without threads: they need no
     workers, no process is forked while a tokenizer has threads, and TOKENIZERS_PARALLELISM makes no difference.
     When wrong: heavy decoding on a Mac and long runs; many cores and slow decoding elsewhere.
     Override: workers=N.

@@ -259,7 +259,7 @@ def choose_freed_memory(context: RuleContext) -> Decision:
     Why: a step allocates what the last one freed. glibc returns large blocks at once, so that each of their pages is
     faulted in and zeroed again, a thousand in a step of 70 ms. Kept, steps took 0.97 of the time for text,
     0.98 for chat and 0.78 for a small Hex net on two cores, with the same peak memory and the same bits. After
-    the training, and when memory runs out, it is returned. GPUs have caches of their own.
+    the training run, and when memory runs out, it is returned. GPUs have caches of their own.
     When wrong: an evaluation that needs far more memory than a step, on a shared machine; steps of very
     different sizes, whose free blocks do not fit the next one: with layers of up to 200 MB that varied a thousandfold
     from step to step, a peak of 1.1 GB became 1.2 to 1.5 GB. Blocks of over 256 MB are always returned.

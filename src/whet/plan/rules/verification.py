@@ -9,7 +9,7 @@ def choose_verify(context: RuleContext) -> Decision:
 
     Why: wrong results of a device raise no error. On MPS and CUDA, loss and gradients of a tiny batch are compared
     with the CPU's, and computed twice to see whether the bits repeat; a model with `outputs` is checked for causality
-    on every device. It takes a second or two for small models, does not affect the training, and a pass is remembered.
+    on every device. It takes a second or two for small models, does not affect training, and a pass is remembered.
     A compiled model is compared with its eager code on every device, each time (rule K2).
     When wrong: a large model whose first step cannot wait for the CPU.
     Override: verify=off, or verify=always; also when a run is resumed.

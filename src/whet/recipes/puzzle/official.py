@@ -17,7 +17,7 @@ from whet.recipes.puzzle.recipe import PuzzleRecipe
 from whet.recipes.runner import create_run
 
 CONFIG_FILE = "all_config.yaml"
-"""The file with the options of a training, which the official implementation writes beside its checkpoints."""
+"""The file with the options of a training run, which the official implementation writes beside its checkpoints."""
 _PREFIX = "inner."
 
 

@@ -50,7 +50,7 @@ class TextPredictor:
         self.has_pairs = has_pairs
         """Whether the model was trained on pairs; None if the run does not record it."""
         self.columns = columns
-        """The column options of the training."""
+        """The column options of the training run."""
         self._separators = SEPARATORS if separator == AUTO else () if separator is None else (separator,)
         self._model = model
         self._tokenizer = tokenizer

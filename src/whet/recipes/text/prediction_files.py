@@ -57,7 +57,7 @@ class QueryReader:
 
         Args:
             overrides: Columns named on the command line.
-            trained_on: Columns named for the training, used if the file has them.
+            trained_on: Columns named for the training run, used if the file has them.
             has_pairs: Whether the model was trained on pairs; None if unknown.
         """
         if path.is_dir():
@@ -88,7 +88,7 @@ class QueryReader:
     def _resolve_columns(self, overrides: ColumnOverrides, trained_on: ColumnOverrides) -> ColumnOverrides:
         source = self._source
         names = column_names(source)
-        # Columns from the command line take precedence over those of the training.
+        # Columns from the command line take precedence over those of the training run.
         resolved = _present_columns(names, trained_on).model_copy(update=overrides.model_dump(exclude_none=True))
         if names:
             try:

@@ -1,4 +1,4 @@
-"""Watch for core contention during a training on the CPU."""
+"""Watch for core contention during a training run on the CPU."""
 
 from typing import TYPE_CHECKING
 

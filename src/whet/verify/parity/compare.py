@@ -336,7 +336,7 @@ def compare_devices(
 def _compare_training(
     replicas: ReplicaFactory, device: AbstractDevice, *, steps: int, progress: Callable[[str], None]
 ) -> tuple[TrainingParity, tuple[str, ...]]:
-    """Compare the training with the CPU, and return why it cannot be judged."""
+    """Compare the training run with the CPU, and return why it cannot be judged."""
     obstacle = replicas.obstacle
     if obstacle is None:
         try:

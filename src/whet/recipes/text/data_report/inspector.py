@@ -334,7 +334,7 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
-    """Return the serious defects of a corpus in memory, without locations. Run before each training."""
+    """Return the serious defects of a corpus in memory, without locations. Run before each training run."""
     findings, hashes = FindingCollector(), TextHashes()
     counts: Counter[str] = Counter()
     names = [name.casefold() for name in corpus.classes]
