@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpu_time import spent_by_children
+from homes import new_home
 from paths import Run
 from whet.cli import main, output
 
@@ -91,6 +92,7 @@ def test_bad_input_is_a_three_line_error(whet: Run, tmp_path: Path, words: tuple
     (tmp_path / "broken.yaml").write_text("lr: [")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "nothing.py").write_text("")
+    new_home(tmp_path / "whet-home")
     before = sorted(tmp_path.rglob("*"))
     before_it = spent_by_children()
     done = whet(*words)
