@@ -444,6 +444,39 @@ def test_simulated_compiled_code_that_differs_is_not_used() -> None:
     assert "differs from the eager model" in next(t.note for t in actual.trials if t.verdict == "failed")
 
 
+def test_simulated_blocks_that_lost_are_not_compiled_again() -> None:
+    def seconds(plan: Plan) -> float:
+        kernels = 0.7 if plan.optimizer_kernels == "foreach" else 1.0
+        # A gain only with other kernels: it is found in the second pass, when blocks have lost already.
+        threads = 1.0 if plan.threads == PLAN.threads else 0.7 if kernels < 1 else 1.1
+        return 0.06 * kernels * threads * (2.0 if plan.compile == "blocks" else 1.0)
+
+    bench = SimulatedStepBench(
+        PLAN, seconds, noise=gaussian(0.01), failure=lambda plan: "error" if plan.compile == "on" else None
+    )
+    actual = search(PLAN, bench, budget_seconds=300)
+    assert actual.settings == {"optimizer_kernels": "foreach", "threads": 1}
+    assert of(actual, "compile") == ["no gain", "failed"]
+
+
+def test_simulated_model_that_the_user_compiles_is_measured_like_others() -> None:
+    plan = make_plan(load_machine("h200"), TEXT, overrides={"compile": "on"})
+    bench = SimulatedStepBench(plan, lambda plan: 0.03 if plan.precision == "bf16" else 0.06, noise=gaussian(0.01))
+    assert search(plan, bench, budget_seconds=120).settings == {"precision": "bf16"}
+
+
+def test_simulated_fp16_is_tried_if_bf16_disagrees() -> None:
+    bench = SimulatedStepBench(
+        GPU_PLAN,
+        lambda plan: 0.03 if plan.precision in ("bf16", "fp16") else 0.06,
+        noise=gaussian(0.01),
+        agrees=lambda plan: plan.precision != "bf16",
+    )
+    actual = search(GPU_PLAN, bench, budget_seconds=60)
+    assert of(actual, "precision")[0] == "disagrees"
+    assert actual.settings["precision"] == "fp16"
+
+
 def test_simulated_gpu_with_tensor_cores_tries_neither_fp16_nor_fp32() -> None:
     bench = SimulatedStepBench(GPU_PLAN, lambda plan: 0.06, noise=gaussian(0.01))
     actual = search(GPU_PLAN, bench, budget_seconds=60)

@@ -42,7 +42,7 @@ _FIRST_COMPILE_SHARE = 0.5
 # Precisions of a GPU that need not be tried after another one: tensor cores are as fast in bf16 as in fp16, which needs
 # loss scaling, and faster in tf32 than fp32 without them.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
-# Settings to try on top of compiled code. Any other would compile the model again, and was tried before.
+# Settings to try on top of code that the search has compiled. Most others would compile the model again.
 _ON_COMPILED_CODE = ("compile", "graph", "micro_batch")
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
@@ -153,11 +153,14 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return False for a change that lost by far, and for a micro-batch beyond one that lost."""
-    if state.best.plan.compile != "off" and not _suits_compiled_code(state.best.plan, candidate):
+    # If the user compiles the model, every candidate is compiled.
+    is_compiled_here = state.best.plan.compile != state.base.plan.compile
+    if is_compiled_here and not _suits_compiled_code(state.best.plan, candidate):
         return False
-    if candidate.changes == {"compile": "blocks"}:
-        # The whole model is compiled to more fused kernels. Its blocks are for a model that cannot be compiled in time.
-        return state.best.plan.compile != "on" and not state.speedups.get(frozenset([("compile", "on")]))
+    # The whole model is compiled to more fused kernels. Its blocks are for a model that cannot be compiled in time.
+    has_whole = state.best.plan.compile == "on" or state.speedups.get(frozenset([("compile", "on")]))
+    if candidate.changes == {"compile": "blocks"} and has_whole:
+        return False
     other = _AS_FAST.get(str(candidate.changes.get("precision")))
     if other is not None and device_kind(state.best.plan) == "cuda" and _has_tried(state, other):
         return False
@@ -175,7 +178,8 @@ def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
 
 
 def _has_tried(state: _SearchState, precision: str) -> bool:
-    tried = (trial.settings.get("precision") for trial in state.trials if trial.verdict != "failed")
+    unusable = ("failed", "disagrees")
+    tried = (trial.settings.get("precision") for trial in state.trials if trial.verdict not in unusable)
     return precision in (state.base.plan.precision, *tried)
 
 

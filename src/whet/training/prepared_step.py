@@ -80,13 +80,13 @@ class LocalPreparedStep:
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
     def check(self) -> None:
-        """Raise if the compiled model differs from eager execution, or is not compiled at all."""
+        """Raise ProbeFailedError if the compiled model differs from eager execution, or is not compiled at all."""
         if self._compiled is None or skip_reason(self.plan) is not None:
             return
         model, loss, device = self._bench.model, self._bench.loss, self._built.device
-        micro = next(self._built.split(self._bench.batch(0)))
         may_slice = self.plan.workload.whole_batch_reason is None
-        with self._applied():
+        with probe_errors(), self._applied():
+            micro = next(self._built.split(self._bench.batch(0)))
             parity, _ = run_check(
                 lambda: compare_compiled_with_eager(
                     model, device, loss, micro, precision=self.plan.precision, may_slice=may_slice
