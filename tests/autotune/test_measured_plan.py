@@ -13,9 +13,11 @@ from whet.autotune.process_bench import ProcessStepBench
 from whet.autotune.result import TuningResult
 from whet.base.errors import UsageError
 from whet.plan.setting import MeasuredSetting
+from whet.recipes import runner
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
 from whet.training import auto_batch_size, tune
+from whet.training.measurement import MeasurementStoppedError
 
 pytestmark = pytest.mark.torch
 
@@ -179,6 +181,15 @@ def test_short_run_reports_that_it_is_not_measured():
     assert session.config.plan is None
     assert logged[0].startswith(("about ", "less than a second"))
     assert ", too short to measure which settings are fastest; whet.tune could try bf16 and compile: up to" in logged[0]
+
+
+def test_ctrl_c_while_a_recipe_is_measured_returns_a_result(monkeypatch, tmp_path):
+    def interrupt(*_, **__):
+        raise MeasurementStoppedError("stopped by Ctrl-C while measuring")
+
+    monkeypatch.setattr(runner, "train_recipe", interrupt)
+    result = whet.train("text", run=tmp_path / "run", on_event=None)
+    assert (result.state, result.step, result.exit_code, result.path) == ("stopped", 0, 130, None)
 
 
 @pytest.mark.parametrize("where", ["prepare", "search", "batch size"])

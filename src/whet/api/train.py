@@ -18,6 +18,7 @@ from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.loop import TrainResult
+from whet.training.measurement import MeasurementStoppedError
 from whet.training.tune import OpenStepBench
 
 if TYPE_CHECKING:
@@ -217,16 +218,19 @@ def train_by_name(
     handler = line if on_event == "line" else on_event
     if resolved.is_batch_open:
         resolved = _resolve_batch(what, resolved, path, device=device, measure=measure)
-    result = train_recipe(
-        recipe,
-        resolved,
-        run=path,
-        device=device,
-        command=command,
-        on_event=handler,
-        allow=(allow,) if isinstance(allow, str) else tuple(allow),
-        open_bench=partial(recipe_bench, what, resolved, device=device) if measure else None,
-    )
+    try:
+        result = train_recipe(
+            recipe,
+            resolved,
+            run=path,
+            device=device,
+            command=command,
+            on_event=handler,
+            allow=(allow,) if isinstance(allow, str) else tuple(allow),
+            open_bench=partial(recipe_bench, what, resolved, device=device) if measure else None,
+        )
+    except MeasurementStoppedError as stop:
+        return loop.measurement_stopped(stop)
     if on_event == "line" and result.state == "done":
         line.print_line(loop.describe_result(result))
     return result

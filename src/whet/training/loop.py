@@ -124,12 +124,19 @@ def train(
             open_bench=open_bench,
         )
     except MeasurementStoppedError as stop:
-        if is_notebook():
-            raise
-        # As after Ctrl-C in the training run: the same call starts it again.
-        return TrainResult(
-            path=None, state="stopped", step=0, reason=str(stop), metrics={}, best=None, exit_code=128 + signal.SIGINT
-        )
+        return measurement_stopped(stop)
+
+
+def measurement_stopped(stop: MeasurementStoppedError) -> TrainResult:
+    """Return the result of a training run that Ctrl-C ended before its first step; in a notebook, raise.
+
+    As after Ctrl-C in the training run, the same call starts it again.
+    """
+    if is_notebook():
+        raise stop
+    return TrainResult(
+        path=None, state="stopped", step=0, reason=str(stop), metrics={}, best=None, exit_code=128 + signal.SIGINT
+    )
 
 
 def train_run(
