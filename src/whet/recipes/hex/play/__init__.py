@@ -1,1 +1,1 @@
-"""Play Hex against a player, in the terminal and on a web page."""
+"""Play Hex against a player on a web page."""
