@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder
+from whet.checkpoint.state_format import missing_children, seed_of_spawner, spawn
 
 pytestmark = pytest.mark.torch
 
@@ -63,6 +65,23 @@ def test_a_generator_spawns_the_same_again() -> None:
     spawner.spawn(3)
     made = round_trip({"spawner": spawner})[0]["spawner"]
     assert made.spawn(1)[0].random() == spawner.spawn(1)[0].random()
+
+
+def test_a_generator_that_spawned_thousands_is_advanced_in_parts() -> None:
+    spawner, again = np.random.default_rng(2), np.random.default_rng(2)
+    spawner.spawn(2_500)
+    spawn(again, missing_children(again, seed_of_spawner(spawner)) or 0)
+    assert again.spawn(1)[0].random() == spawner.spawn(1)[0].random()
+
+
+def test_a_seed_that_would_be_mixed_for_hours_is_refused() -> None:
+    spawner = np.random.default_rng(2)
+    spawner.spawn(1)
+    encoder = StateEncoder()
+    encoded: Any = encoder.encode(spawner, "spawner")
+    encoded["seed"]["pool_size"] = 10**6
+    with pytest.raises(ValueError, match="a pool of 1000000 words"):
+        StateDecoder(encoder.finish()).decode(encoded)
 
 
 def test_equal_containers_of_two_states_stay_two_objects() -> None:

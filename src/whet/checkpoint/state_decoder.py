@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from whet.checkpoint.encoding import DTYPES
 from whet.checkpoint.state_format import BIT_GENERATORS, FACTORIES, ID, ORDER, TAG, find_class
 
+_MAX_SEED_POOL = 4_096
+
 
 class StateDecoder:
     """Decodes states.
@@ -238,9 +240,16 @@ def _decode_torch_generator(decoder: StateDecoder, value: dict[str, Any]) -> tor
 def _decode_numpy_generator(decoder: StateDecoder, value: dict[str, Any]) -> np.random.Generator:
     state = decoder.decode(value["state"])
     kind = getattr(np.random, _one_of(state["bit_generator"], BIT_GENERATORS))
-    bits = kind(np.random.SeedSequence(**decoder.decode(value["seed"]))) if "seed" in value else kind()
+    bits = kind(_decode_seed(decoder.decode(value["seed"]))) if "seed" in value else kind()
     bits.state = state
     return np.random.Generator(bits)
+
+
+def _decode_seed(state: dict[str, Any]) -> np.random.SeedSequence:
+    # Mixing takes time that grows with the square of the pool. NumPy's own pools have 4 words.
+    if state["pool_size"] > _MAX_SEED_POOL:
+        raise ValueError(f"a seed with a pool of {state['pool_size']} words")
+    return np.random.SeedSequence(**state)
 
 
 def _decode_random_state(decoder: StateDecoder, value: dict[str, Any]) -> np.random.RandomState:

@@ -27,6 +27,7 @@ import torch
 
 TAG, ORDER, ID = "$", "$order", "$id"
 FACTORIES: dict[str, Any] = {"None": None} | {t.__name__: t for t in (list, dict, set, int, float, bool, str, tuple)}
+_SPAWNED_AT_ONCE = 1_000
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 CHANGEABLE = (
     list, dict, OrderedDict, defaultdict, Counter, set, deque, bytearray, io.BytesIO, np.ndarray, torch.Generator,
@@ -83,5 +84,7 @@ def missing_children(generator: np.random.Generator, saved: dict[str, Any] | Non
 
 def spawn(generator: np.random.Generator, number: int) -> None:
     """Advance the count of spawned generators."""
-    if number:
-        generator.spawn(number)
+    seed: Any = getattr(generator.bit_generator, "seed_seq", None)
+    # In parts: a run may have spawned one per step, and each takes memory.
+    for start in range(0, number, _SPAWNED_AT_ONCE):
+        seed.spawn(min(_SPAWNED_AT_ONCE, number - start))
