@@ -56,7 +56,7 @@ def join_path(path: str, name: object) -> str:
 
 
 def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
-    """Return the state of a generator's seed sequence if it has spawned others. It is no part of the generator's state.
+    """Return the state of a generator's seed sequence if it has spawned others; NumPy keeps it outside the state.
 
     >>> seed_of_spawner(np.random.default_rng(0))
     >>> generator = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
 
 
 def missing_children(generator: np.random.Generator, saved: dict[str, Any] | None) -> int | None:
-    """Return how many generators are to be spawned to be where a saved one was. None if the seed is another."""
+    """Return how many generators must be spawned to match a saved one; None if the seeds differ."""
     seed = getattr(generator.bit_generator, "seed_seq", None)
     if not isinstance(seed, np.random.SeedSequence):
         return 0 if saved is None else None

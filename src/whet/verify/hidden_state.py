@@ -126,7 +126,7 @@ class StateWalk:
     def _record_identity(self, value: Any, name: str) -> None:
         """Record which function, class or object a name refers to, because it may be exchanged for another."""
         if has_own_name(value, name) or (name, id(value)) in self._referred:
-            # Such names appear when an object of another class does, or another function that refers to the same.
+            # Such a name is new only if another object or function leads to it, which is recorded itself.
             return
         self._referred.add((name, id(value)))
         other = ""
