@@ -157,7 +157,7 @@ class BatchSplitting:
             self._unlogged = run.state.step, reason
 
     def log_decision(self) -> None:
-        """Log why batches are not split. Call this after a successful step: the whole batch may fail in the same way."""
+        """Log why batches are not split. Call this after a successful step: the whole batch may fail the same way."""
         if self._unlogged is not None:
             step, reason = self._unlogged
             self._unlogged = None
