@@ -156,6 +156,7 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     training.go_on()
     page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at, polling=200)
     assert plot.evaluate(REACH) > 0.9
+    page.evaluate("() => scrollTo(0, 0)")
     visit.picture("live")
     draw_terminal(stage)
     # The run ends, and the page shows it without a reload.
