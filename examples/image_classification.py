@@ -21,7 +21,8 @@ class Stripes(Dataset):
         draw = torch.Generator().manual_seed(seed)
         self.labels = torch.randint(0, 3, (size,), generator=draw)
         rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
-        shapes = torch.stack([rows // 2 % 2, columns // 2 % 2, (rows // 4 + columns // 4) % 2]).float()
+        squares = (rows // 4 + columns // 4) % 2
+        shapes = torch.stack([rows // 2 % 2, columns // 2 % 2, squares]).float()
         self.images = shapes[self.labels][:, None] + torch.randn(size, 1, 16, 16, generator=draw)
         self.augment = augment
 
