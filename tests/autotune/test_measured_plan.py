@@ -180,6 +180,15 @@ def test_short_run_reports_that_it_is_not_measured():
     session.config = tune.with_measured_plan(session.config, Loss(session.model))
     assert session.config.plan is None
     assert logged[0].startswith(("about ", "less than a second"))
+    assert logged[0].endswith(", too short to measure which settings are fastest")
+
+
+def test_run_of_a_minute_says_what_tuning_could_try(monkeypatch):
+    monkeypatch.setattr(tune, "_time_steps", lambda *_: (0.0, 61.0 / 160))
+    logged: list[str] = []
+    session = a_session(a_model(), logged=logged, epochs=40)
+    assert session.config.training.total_steps(4) == 160
+    tune.with_measured_plan(session.config, Loss(session.model))
     assert ", too short to measure which settings are fastest; whet.tune could try bf16 and compile: up to" in logged[0]
 
 

@@ -321,6 +321,7 @@ def test_workers_keep_the_memory_format() -> None:
         (lambda: DataLoader(Nothing(), batch_size=6), "the data is empty"),
         (lambda: DataLoader(Stream(), batch_size=6, collate_fn=lambda samples: None), "returned no batch"),
         (lambda: DataLoader(PAIRS, batch_size=6, collate_fn=lambda samples: None), "returned nothing"),
+        (lambda: DataLoader((pair for pair in ()), batch_size=6), r"has no length\n.*DataLoader\(generator\)"),
         (lambda: DataLoader(PAIRS, batch_size=None), "batch size of the DataLoader is unknown"),
         (
             lambda: DataLoader(PAIRS, batch_size=None, sampler=BatchSampler(RandomSampler(PAIRS), 4, drop_last=False)),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from whet.base.errors import UsageError
 from whet.data.batch import Position
 from whet.data.stream_reader import StreamedBatch, StreamReader
 
@@ -67,3 +68,13 @@ def test_a_restored_stream_skips_nothing() -> None:
     reader.load_state({"consumed": 3})
     rest: list[StreamedBatch[str]] = list(reader.batches(Position(samples=3)))
     assert [batch.data for batch in rest] == ["def", "gh"]
+
+
+def test_a_stream_that_can_be_read_only_once_is_named() -> None:
+    letters = iter("abc")
+    reader = StreamReader(
+        letters, iterate=lambda _: letters, read=lambda iterator, *_: next(iterator, None), length=len
+    )
+    assert len(list(reader.batches(Position()))) == 3
+    with pytest.raises(UsageError, match=r"the data is used up after epoch 1\n.*\n.*a new pass over the samples"):
+        next(reader.batches(Position(epoch=1)))

@@ -107,6 +107,26 @@ def test_data_with_nan_that_were_repaired_start_anew(tmp_path: Path) -> None:
     assert whet.train(model, loader(x, y), optimizer=sgd(model), on_event=None, **options).state == "done"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_in_the_tensors_of_a_loader_is_reported_before_the_first_step(bad: float) -> None:
+    model, (x, y) = nn.Linear(10, 2), (torch.randn(64, 10), torch.randint(0, 2, (64,)))
+    events: list[tuple[str, Any]] = []
+
+    def train_on(x: torch.Tensor) -> None:
+        def loss(batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(batch[0].nan_to_num(posinf=0)), batch[1])
+
+        events.clear()
+        whet.train(model, loader(x, y), loss=loss, optimizer=sgd(model), on_event=lambda *event: events.append(event))
+
+    train_on(x)
+    assert "data" not in dict(events)
+    spoilt = x.clone()
+    spoilt[40:43, 3] = bad
+    train_on(spoilt)
+    assert events[0] == ("data", {"notes": ["x has NaN or Inf in 3 of 64 samples"]})
+
+
 def test_without_a_folder_nan_in_the_data_is_named_too() -> None:
     model = nn.Linear(10, 2)
     x, y = torch.full((64, 10), torch.inf), torch.randint(0, 2, (64,))
@@ -136,6 +156,34 @@ def test_a_run_with_steps_or_foreign_files_is_kept(tmp_path: Path) -> None:
 
 def read_last(run: Path, kind: str) -> Any:
     return list(read_events(open_run(run), kinds=(kind,)))[-1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "note"),
+    [
+        ([{"image": torch.randn(10), "label": 1}] * 32, "whet: the batch has 'image', 'label'"),
+        ([(torch.randn(10), 1)] * 32, "whet: the batch has 2 fields"),
+    ],
+)
+def test_a_missing_field_is_reported_with_those_of_the_batch(rows: Any, note: str) -> None:
+    model = nn.Linear(10, 2)
+    with pytest.raises((KeyError, IndexError)) as raised:
+        whet.train(
+            model,
+            DataLoader(rows, batch_size=16),
+            loss=lambda batch: model(batch["images" if isinstance(rows[0], dict) else 2]).mean(),
+            optimizer=sgd(model),
+            on_event=None,
+        )
+    assert raised.value.__notes__ == [note]
+
+
+def test_a_loss_that_is_a_float_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(10, 2)
+    loss = nn.functional.cross_entropy
+    with pytest.raises(whet.WhetError, match=r"the loss must be a tensor\n.*float\n.*not loss.item"):
+        train(tmp_path / "run", loss=lambda batch: loss(model(batch[0]), batch[1]).item())
+    assert not (tmp_path / "run").exists()
 
 
 # --- the failed layer ------------------------------------------------------------------------------------------------

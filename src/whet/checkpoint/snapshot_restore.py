@@ -198,7 +198,7 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dic
         raise WhetError(
             f"the checkpoint does not fit this {role}",
             got="; ".join(problems),
-            try_="the model the run was started with",
+            try_=f"the {role} that the run was started with, or another run folder for this one",
         )
     replaced: dict[str, Tensor] = {}
     for name, target in targets.items():

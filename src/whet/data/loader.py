@@ -39,7 +39,9 @@ def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]
         check_no_loader_inside(data)
         if "global_batch_size" not in given:
             raise UsageError(
-                "the batch size is not known", got="data without one", try_="global_batch_size=32, or a DataLoader"
+                "the batch size is unknown",
+                got=f"{type(data).__name__} without global_batch_size",
+                try_="global_batch_size=32 with data that yields samples, or a DataLoader",
             )
         return given
     decided: dict[str, Any] = {"global_batch_size": loader_batch_size(data), "shuffle": is_shuffled(data)}
@@ -125,6 +127,12 @@ def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
     batch_size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
     # A sampler may be made for other data than the loader's, such as range(100) for the first 100 samples.
     source: Any = getattr(sampler, "dataset" if type(sampler) is DistributedSampler else "data_source", loader.dataset)
+    if not hasattr(source, "__len__"):
+        raise UsageError(
+            "the dataset of the DataLoader has no length",
+            got=f"DataLoader({type(source).__name__})",
+            try_="a torch.utils.data.IterableDataset whose __iter__ starts a new pass over the samples",
+        )
     size = len(source)
     if type(sampler) is SequentialSampler:
         return SeededOrder(size, batch_size=batch_size, seed=seed, shuffle=False, drop_last=drop_last)
@@ -165,3 +173,21 @@ def loader_columns(loader: DataLoader[Any]) -> Columns | None:
         return None
     tensors = dataset.tensors if rows is None else [tensor[rows] for tensor in dataset.tensors]
     return name_fields(tensors) if all(tensor.device.type == "cpu" for tensor in tensors) else None
+
+
+def describe_non_finite_data(loader: DataLoader[Any]) -> str | None:
+    """Return which tensors in memory behind a loader have NaN or Inf; None if all are finite.
+
+    This is reported and not refused: some losses mask missing values.
+
+    >>> x = torch.tensor([[1.0], [float("nan")]])
+    >>> describe_non_finite_data(DataLoader(TensorDataset(x, torch.tensor([0, 1]))))
+    'x has NaN or Inf in 1 of 2 samples'
+    """
+    columns = loader_columns(loader) or {}
+    parts = []
+    for name, column in columns.items():
+        if isinstance(column, torch.Tensor) and column.is_floating_point() and not bool(column.isfinite().all()):
+            num_bad = int((~column.isfinite()).reshape(len(column), -1).any(1).sum())
+            parts.append(f"{name} has NaN or Inf in {num_bad:,} of {len(column):,} samples")
+    return "; ".join(parts) or None

@@ -89,8 +89,9 @@ class StreamReader(Generic[T]):
             iterator = self._iterate(epoch)
             ahead = self._read(iterator, epoch, start, None)
         if ahead is None and start == 0:
+            what = "the data is empty" if epoch == 0 else f"the data is used up after epoch {epoch:,}"
             got = f"{type(self._iterable).__name__} without samples"
-            raise UsageError("the data is empty", got=got, try_="data with samples that can be read again")
+            raise UsageError(what, got=got, try_="data whose __iter__ starts a new pass over the samples each time")
         while ahead is not None:
             # Reading ahead shows which batch is the last one, so the state is saved before it. At the end of an epoch
             # it is saved afterward, because it may contain the epoch number.

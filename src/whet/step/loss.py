@@ -211,7 +211,9 @@ def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
         raise WhetError(
             "the loss must be a tensor",
             got=type(total).__name__,
-            try_='return loss, (sum of losses, weight), {"loss": loss}, or an output with .loss',
+            try_="return loss, not loss.item()"
+            if isinstance(total, int | float)
+            else 'return loss, (sum of losses, weight), {"loss": loss}, or an output with .loss',
         )
     if total.numel() != 1:
         raise WhetError(

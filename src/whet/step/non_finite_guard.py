@@ -85,7 +85,7 @@ class NonFiniteGuard:
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MAX_SKIPPED or in_a_row > MAX_CONSECUTIVE_SKIPS:
             got = f"step {step}: {how}; with it {len(self.skipped)} steps would be skipped, {in_a_row} in a row"
-            raise self._diverged(got)
+            raise self._diverged(got) from None
 
     def _observe_finite(self, loss: float) -> str | None:
         count, mean, deviation = len(self._recent), *self._mean_and_deviation()

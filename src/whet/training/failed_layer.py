@@ -1,4 +1,4 @@
-"""Find the layer that raised an exception, and its arguments, in the traceback."""
+"""Find the layer or the batch that an exception is about in its traceback."""
 
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -6,15 +6,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from whet.data.batch import MicroBatch
+
 _MAX_TENSORS = 4
 
 
 def note_failed_layer(error: BaseException | None, model: nn.Module) -> None:
     """Add a note to an exception that names the innermost layer or torch.nn.functional function, and its arguments.
 
-    Nothing is computed: the frames of the traceback still hold the arguments.
+    For a missing key or index outside of a layer, it names the fields of the batch. Nothing is computed: the frames of
+    the traceback still hold the arguments.
     """
-    if error is None or (description := _describe_layer(error, model) or _describe_function(error)) is None:
+    if error is None:
+        return
+    description = _describe_layer(error, model) or _describe_function(error) or _describe_batch(error)
+    if description is None:
         return
     note = f"whet: {description}"
     if note not in getattr(error, "__notes__", ()):
@@ -47,6 +53,21 @@ def _describe_function(error: BaseException) -> str | None:
         if is_functional and (got := _tensor_arguments(frame)):
             description = f"{frame.f_code.co_name} got {got}"
     return description
+
+
+def _describe_batch(error: BaseException) -> str | None:
+    """Describe the batch that a loss was called with, if the loss asked for a field that the batch lacks."""
+    if not isinstance(error, LookupError):
+        return None
+    for frame in _frames(error):
+        micro = frame.f_locals.get("micro")
+        if not isinstance(micro, MicroBatch):
+            continue
+        if isinstance(micro.data, Mapping):
+            return f"the batch has {', '.join(map(repr, micro.data))}"
+        if isinstance(micro.data, tuple | list):
+            return f"the batch has {len(micro.data)} fields"
+    return None
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

@@ -8,11 +8,12 @@ from typing import Any, Literal, Never
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from whet.base.errors import UsageError
 from whet.config.goal import resolve_mode
 from whet.config.options import SchedulerObject
-from whet.data.loader import with_loader_options
+from whet.data.loader import describe_non_finite_data, with_loader_options
 from whet.distributed.ranks import read_rank_info
 from whet.machine.pressure import ReadSystemState
 from whet.plan.plan import Plan
@@ -24,7 +25,7 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training import checks, intercept
 from whet.training.auto_batch_size import resolve_auto_batch_size
 from whet.training.callback import Callback
-from whet.training.callbacks.event_log import EventHandler
+from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine, is_notebook
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
@@ -173,6 +174,8 @@ def train_run(
     handler = line if on_event == "line" else on_event
     if not is_rank_zero:
         handler = None
+    if isinstance(data, DataLoader) and (problems := describe_non_finite_data(data)):
+        emit_event(handler, "data", {"notes": [problems]})
     resolved = resolve_auto_batch_size(
         model, data, replace(keywords, on_event=handler), loss=loss, optimizer=optimizer, may_measure=measure
     )

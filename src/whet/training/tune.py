@@ -62,7 +62,8 @@ _SILENT_SECONDS = 1.0
 _MIN_STEPS = 100
 """A run with fewer steps is not measured."""
 _MIN_STEPS_TO_ADVISE = 1_000
-"""Runs with fewer steps get no advice to measure."""
+_MIN_SECONDS_TO_ADVISE = 60.0
+"""Shorter runs get no advice to measure."""
 
 _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
 """Settings that a loop has fixed before its first step: it has read its first batch by then."""
@@ -261,7 +262,8 @@ def _measure(
         budget = budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
         is_too_short = budget < MIN_BUDGET_SECONDS
-        why_not = f", too short to measure which settings are fastest{untried_note(plan)}" if is_too_short else ""
+        more = untried_note(plan) if seconds >= _MIN_SECONDS_TO_ADVISE else ""
+        why_not = f", too short to measure which settings are fastest{more}" if is_too_short else ""
         emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
         if is_too_short:
             return None
