@@ -32,7 +32,9 @@ JOBS ?= 4
 DEVICE ?= auto
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup encoder demo doctor docs docs-site pictures lint style types compiled checked test test-all dist try-wheel publish clean
+.PHONY: help setup encoder demo doctor docs docs-site pictures lint test test-all dist try-wheel publish clean
+# Parts of lint and test.
+.PHONY: style types compiled checked
 
 help:
 	@sed -n '/^PYTHON/q;s/^# \{0,1\}//p' Makefile

@@ -208,7 +208,7 @@ def test_a_script_is_planned_for_a_mac(warm_whet: Run, tmp_path: Path) -> None:
     assert "workload  script_training: " in done.stdout
     assert "mps" in next(line for line in done.stdout.splitlines() if line.startswith("device "))
     assert "speed " in done.stderr
-    assert not list(tmp_path.iterdir()), "nothing was trained"
+    assert [path.name for path in tmp_path.iterdir()] == ["whet-home"], "nothing was trained"
     done = warm_whet("plan", f"{SCRIPT}:main", "lr=1", cwd=tmp_path)
     assert (done.returncode, "a script has its settings in its code" in done.stderr) == (2, True)
 
