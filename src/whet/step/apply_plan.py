@@ -1,8 +1,8 @@
-"""Apply a plan to a model and a device, for training and for measuring.
+"""Apply a plan to a model and a device, for both training and measuring.
 
-`open_planned_device`, `open_planned_source`, `place_model`, `make_strategy` and `build_stepper` are called once.
-`apply_plan` is the context in which steps of a plan run. Training enters its parts one by one, because it verifies the
-model in between. Measuring enters all of them for each candidate.
+`open_planned_device`, `open_planned_source`, `place_model`, `make_strategy` and `build_stepper` are each called once.
+`apply_plan` is the context manager in which the steps of a plan run. Training enters the parts of that context one by
+one, because it verifies the model in between; measuring enters the whole context for each candidate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,10 @@ _DEFAULT_BUCKET_MB = 25.0
 
 
 def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan, AbstractDevice, str | None]:
-    """Open the planned device and apply the settings of the whole process. Each rank has its own GPU.
+    """Open the device that the plan names and apply the process-wide settings. Each rank gets its own GPU.
 
-    Returns the plan, the device, and why it is not the requested device (None if it is). With
-    on_device_failure=cpu, a device that cannot be opened leads to a new plan for the CPU.
+    Return the plan, the device, and the reason why it is not the requested device (None if it is). With
+    on_device_failure=cpu, a device that cannot be opened is replaced by the CPU, with a new plan for it.
     """
     opened = open_device(
         rank_device(plan.device, 0 if ranks is None or ranks.is_single_process else ranks.local_rank),
@@ -82,7 +82,7 @@ def open_planned_source(
     collate_fn: CollateFunction | None = None,
     pad_token_id: int | None = None,
 ) -> AbstractSource:
-    """Open data by the plan: on the device or on the host, read by workers or in this process."""
+    """Open the data as planned: stored on the device or on the host, read by worker processes or by this process."""
     return open_source(
         data,
         device,
@@ -107,11 +107,12 @@ def place_model(
     optimizer: Optimizer | None = None,
     layout: WeightLayout | None = None,
 ) -> WeightLayout:
-    """Move the model to the device in the planned layout. Return the layout, which can restore the original one.
+    """Move the model to the device and give its weights the planned memory layout.
 
-    Raises UsageError for settings that the device does not support, before the layout changes.
+    Return the layout, which can restore the original one. Raise UsageError, before the layout changes, for settings
+    that the device does not support.
     """
-    # Move first: the layout applies to the tensors on the device.
+    # Move the model first: the layout applies to the tensors on the device.
     device.put_model(model, optimizer)
     if optimizer is not None:
         _move_state(optimizer)
@@ -122,21 +123,21 @@ def place_model(
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move state created by an optimizer's constructor, such as Adagrad's, to the device of its parameter."""
+    """Move state that an optimizer creates in its constructor, as Adagrad does, to the device of each parameter."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(state, dict):
-            # Scalars are step counts, whose device depends on the kernels.
+            # Scalar state is a step count, and the kernels determine which device it belongs on.
             moved = {k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
             state.update(moved)
 
 
 def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: AbstractDevice) -> ParallelStrategy:
-    """Distribute the model over the ranks. All ranks start with the weights of rank 0."""
+    """Return the strategy that distributes the model over the ranks. All ranks start with the weights of rank 0."""
     if group.is_single_process:
         return ParallelStrategy()
     group.broadcast_model(model)
     if plan.sharding == "full":
-        # Imported only where it is needed: FSDP loads a large part of torch.
+        # Imported only when needed: FSDP loads a large part of torch.
         from whet.distributed.sharded import ShardedStrategy
 
         return ShardedStrategy(model, group, blocks=find_blocks(model), kind=device.kind)
@@ -156,9 +157,9 @@ def build_stepper(
     other_parameters: Sequence[nn.Parameter] = (),
     keeps_kernels: bool = False,
 ) -> tuple[Stepper, list[float]]:
-    """Build the optimizer, if it is not the user's own, and the stepper; also return the base learning rates.
+    """Build the stepper, and the optimizer unless the user passed one. Return the stepper and the base learning rates.
 
-    The user's own optimizer gets the planned kernels, unless it `keeps_kernels`.
+    A user's optimizer gets the planned kernels unless `keeps_kernels` is set.
     """
     strategy, restore_kernels = strategy or ParallelStrategy(), None
     graphs, graph_obstacle = _open_graphs(plan, device, is_single_process=strategy.is_single_process)
@@ -205,7 +206,7 @@ def build_stepper(
 def _open_graphs(
     plan: Plan, device: AbstractDevice, *, is_single_process: bool
 ) -> tuple[AbstractGraphs | None, str | None]:
-    """Return the graph capture of the device if the plan uses graphs, or the reason why there is none."""
+    """Return the device's graph capture, or None and the reason why a plan that uses graphs gets none."""
     if plan.graph == "off":
         return None, None
     if not is_single_process:
@@ -217,7 +218,7 @@ def _open_graphs(
 
 
 def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
-    """Set the number of threads and the precision of float32 products. Both are global to the process."""
+    """Set the number of threads and the precision of float32 matrix products, which are global to the process."""
     if isinstance(plan.threads, int):
         set_num_threads(plan.threads)
     device.use_precision(plan.precision)
@@ -225,7 +226,7 @@ def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
 
 @contextmanager
 def apply_kernels(plan: Plan, model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """Use the planned attention and norm kernels while entered, and products that the device computes correctly."""
+    """Use the planned attention and norm kernels, and split products that the device would compute wrongly."""
     with device.use_kernels(attention=plan.attention, norms=plan.norms), split_large_heads(plan, model):
         yield
 
@@ -240,9 +241,9 @@ def apply_plan(
     optimizer: Optimizer | None = None,
     compiled: CompiledCalls | None = None,
 ) -> Iterator[None]:
-    """Run steps of this plan while entered: layout, threads, precision, kernels, checkpointing, compilation.
+    """Apply a plan inside the `with` block: layout, threads, precision, kernels, checkpointing and compilation.
 
-    The caller creates `compiled`, so that compiled code is kept when the plan is entered again.
+    The caller creates `compiled`, so that compiled code is reused when the plan is applied again.
     """
     layout.use(plan.layout, optimizer)
     set_process_settings(plan, device)

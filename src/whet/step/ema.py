@@ -10,11 +10,11 @@ from whet.distributed.strategies import local_tensor
 
 
 class Ema:
-    """An exponential moving average of all parameters and buffers of real or complex numbers.
+    """An exponential moving average of all floating-point and complex parameters and buffers.
 
-    The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the average soon forgets the initial weights.
-    Modules with `is_averaged = False` are left out, such as state between steps and tables of which a step changes few
-    rows.
+    The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the initial weights soon lose their influence.
+    Modules with `is_averaged = False` are excluded, such as state carried between steps, or tables of which each step
+    changes only a few rows.
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
@@ -25,12 +25,12 @@ class Ema:
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the current tensors. They are looked up each time: a forward pass may replace a buffer."""
+        """Return the tensors to average. They are looked up each time, because a forward pass may replace a buffer."""
         named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
         return {name: tensor for name, tensor in named if _has_average(tensor)}
 
     def follow_model(self) -> dict[str, Tensor]:
-        """Add tensors that were created, resized or renamed, drop those that are gone, and return the current ones."""
+        """Add new, resized and renamed tensors, drop those that no longer exist, and return the current ones."""
         live = self._live()
         before = self.average
         if live.keys() != before.keys() or any(before[name].shape != live[name].shape for name in live):
@@ -39,7 +39,7 @@ class Ema:
         return live
 
     def _averages(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the averages of those tensors that have one, by their current names: pruning renames a weight."""
+        """Return the existing averages by the current names of their tensors. Pruning renames a weight to `*_orig`."""
         before = self.average
         names = {name: name if name in before else name.removesuffix("_orig") for name in live}
         return {n: before[o] for n, o in names.items() if o in before and before[o].shape == live[n].shape}
@@ -54,7 +54,11 @@ class Ema:
 
     @torch.no_grad()
     def update_by(self, share: float | Tensor) -> None:
-        """Update with a given share. A tensor share can change between replays; the result has the same bits."""
+        """Update the average with the given weight of the new values.
+
+        A captured step passes a tensor, whose value can change between replays; the result is bitwise the same as for a
+        number.
+        """
         live = self.follow_model()
         now = [local_tensor(live[name].detach()) for name in self.average]
         if not now:
@@ -64,7 +68,7 @@ class Ema:
             torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):
-            # Average half precision in float32, like the kernel for a Python float.
+            # Average half precision in float32, as the kernel for a Python number does.
             wide = torch.promote_types(average.dtype, torch.float32)
             if average.dtype == wide:
                 average.lerp_(weights, share.to(wide))
@@ -74,7 +78,7 @@ class Ema:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Swap the average into the model while entered."""
+        """Swap the averaged weights into the model inside the `with` block."""
         self._swap()
         try:
             yield
@@ -91,7 +95,7 @@ class Ema:
 
 
 def _has_average(tensor: Tensor) -> bool:
-    # torch cannot average 8-bit floats, and masks of them would make no sense.
+    # torch cannot average 8-bit floats, and an average of integers or masks is meaningless.
     is_wide = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
     return is_wide and tensor.layout is torch.strided
 

@@ -1,6 +1,6 @@
-"""Checks that a captured step is still valid.
+"""Check whether a step can be captured, and whether a captured step is still valid.
 
-A replay runs no Python, so everything that Python decided during the capture must still hold.
+A replay runs no Python code, so everything that Python decided during the capture must still hold.
 """
 
 import functools
@@ -34,14 +34,15 @@ def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device:
         return "the learning rate of SGD is on the host, unless it is fused"
     if any(isinstance(group["lr"], Tensor) and group["lr"].device != device for group in groups):
         return f"the learning rate of {name} is a tensor on the host; use a number, or a tensor on {device}"
-    # The scaler reads on the host whether gradients are finite. Only a fused optimizer decides that on the device.
+    # The scaler checks on the host whether gradients are finite. Only fused optimizers make that decision on the
+    # device.
     if scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"loss scaling waits for the device in every step of {name}, unless it is fused"
     return None
 
 
 def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Return which hooks a replay would not call; None if there are none."""
+    """Return a description of hooks that a replay would not call; None if there are none."""
     shared = [*_MODULE_HOOKS, "_full_backward_hooks"]
     if any(getattr(nn_module, f"_global{name}", None) for name in shared):
         return "hooks on all modules would not be called"
@@ -60,7 +61,7 @@ def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
 
 
 class CapturedTensors:
-    """The modes and addresses of the tensors of a model and an optimizer.
+    """The modes and tensor addresses of a model and an optimizer.
 
     The modules are listed once, because the modes are read in every step.
     """
@@ -71,7 +72,7 @@ class CapturedTensors:
         self._optimizer = optimizer
 
     def modes(self) -> Hashable:
-        """Return the training flags and the requires_grad flags."""
+        """Return the training flags of all modules and the requires_grad flags of all tensors."""
         return (
             tuple([module.training for module in self._modules]),
             tuple([t.requires_grad for named in self._tensors for t in named.values() if t is not None]),
@@ -90,10 +91,10 @@ class CapturedTensors:
 
 
 class CapturedGroups:
-    """The hyperparameters of an optimizer in a captured step.
+    """The hyperparameters of an optimizer during captured steps.
 
-    A learning rate that is a number stays one for the user and for eager steps. A captured step reads it from a tensor
-    on the device, which is filled before each replay. All other hyperparameters are constants of the capture.
+    If a learning rate is a number, it remains one for the user and for eager steps. A captured step reads it from a
+    tensor on the device, which is filled before each replay. All other hyperparameters are constants of the capture.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, dtype: torch.dtype) -> None:
@@ -101,7 +102,7 @@ class CapturedGroups:
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
 
     def constants(self) -> Hashable:
-        """Return all hyperparameters but the learning rates that are numbers."""
+        """Return all hyperparameters except learning rates that are plain numbers."""
         return tuple(
             [
                 _as_key(value)
@@ -112,14 +113,14 @@ class CapturedGroups:
         )
 
     def fill_rates(self) -> None:
-        """Write the current learning rates to the tensors that captured steps read."""
+        """Copy the current learning rates to the tensors that captured steps read."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if not isinstance(group["lr"], Tensor):
                 rate.fill_(group["lr"])
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
-        """Make the optimizer read its learning rates from the tensors, for a capture."""
+        """Make the optimizer read its learning rates from tensors on the device, for the duration of a capture."""
         numbers = [group["lr"] for group in self._optimizer.param_groups]
         self.fill_rates()
         try:
@@ -133,17 +134,18 @@ class CapturedGroups:
 
 
 def loss_key(loss: Callable[..., Any]) -> Hashable:
-    """Return a key for a loss: its code, and the scalars and objects that it refers to.
+    """Return a key for a loss, made from its code and the scalars and objects it refers to.
 
-    A loss may be a new closure in each step, over a changing number. Nested objects are not inspected.
+    A user's loop may create a new closure over a changing number in each step. Nested objects are not inspected.
     """
     return tuple([_as_key(value) for value in loss_dependencies(loss)])
 
 
 def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
-    """Yield everything that a loss refers to. A caller keeps these objects alive so that their ids are not reused.
+    """Yield everything a loss refers to. The caller keeps these objects alive, so that their ids are not reused.
 
-    A weakref.proxy stands for its object. If that is gone, the proxy is left out: isinstance would raise.
+    A weakref.proxy is replaced by the object it refers to. If that object no longer exists, the proxy is left out,
+    because isinstance would raise.
     """
     for part in _dependencies(loss):
         if type(part) not in weakref.ProxyTypes:
@@ -188,7 +190,7 @@ def _as_key(value: Any) -> Hashable:
 
 
 class HostSnapshot:
-    """The state of the host's random generators and of the buffers of a model."""
+    """A copy of the host's random generator states and of a model's buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = BufferSnapshot(model)
@@ -196,7 +198,7 @@ class HostSnapshot:
         self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """Return a change by Python that a replay would not repeat; None if there is none."""
+        """Return a description of a change made by Python code that a replay would not repeat; None if there is none."""
         if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
         for saved in self._buffers.saved:

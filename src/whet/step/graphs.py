@@ -1,8 +1,8 @@
-"""Optimizer steps captured once per shape and replayed as one launch.
+"""Optimizer steps that are captured once per shape and then replayed with a single launch.
 
-This module runs the step of `step.py` eagerly, captures it or replays it. A shape runs eagerly when it first appears,
-and is captured when it appears again. No step runs only for a capture, and a failed capture changes nothing. Steps that
-cannot be captured run eagerly, and `graph_obstacle` holds the reason.
+This module runs, captures or replays the step of `step.py`. A shape runs eagerly the first time and is captured the
+second time. No step runs just for the sake of a capture, and a failed capture changes nothing. Steps that cannot be
+captured run eagerly; `graph_obstacle` holds the reason.
 """
 
 import statistics
@@ -36,18 +36,19 @@ from whet.step.static_inputs import StaticInputs, signature
 from whet.step.step import Outcome, Stepper, WrongReplayError
 
 MAX_CAPTURED_SHAPES = 16
-"""Maximum number of captured shapes; further shapes run eagerly. Each one takes memory for its inputs and its graph."""
+"""Maximum number of captured shapes; other shapes run eagerly. Each capture uses memory for its inputs and its graph.
+"""
 _MAX_SEEN_SHAPES = 256
 _STEPS_TO_REPEAT = 64
-"""Capturing is given up if no shape repeats within this many steps."""
+"""If no shape repeats within this many steps, capturing is given up."""
 _MAX_RECAPTURES = 3
 _TIMED_STEPS = 3
 _LAUNCH_BOUND_SHARE = 0.75
-"""A step is launch-bound if the host needs at least this share of its time to launch its kernels."""
+"""A step is launch-bound if launching its kernels takes at least this share of its time."""
 _CHECK_AT_LEAST_EVERY = 1024
-"""Replays between checks against eager execution. Earlier checks happen at every power of two."""
+"""Maximum number of replays between two checks against eager execution. A check also happens at every power of two."""
 _TOLERANCE = {"bf16": 5e-3, "fp16": 5e-3}
-"""Allowed relative difference between replayed and eager loss: the kernels are the same, but not the order of sums."""
+"""Maximum relative difference between replayed and eager loss: the kernels are the same, the order of sums is not."""
 
 
 @dataclass(slots=True)
@@ -59,23 +60,23 @@ class _CapturedStep:
     kept: list[Any]
     """Objects that the loss refers to. They are kept alive so that their ids are not reused."""
     gradients: list[Tensor | None] | None
-    """The gradients that a replay computes for an update outside of the graph; None if the update is captured too."""
+    """The gradients that a replay computes for an update outside the graph; None if the update is captured too."""
     is_verified: bool = False
-    """Whether a replay was compared with eager execution."""
+    """Whether a replay has been compared with eager execution."""
 
 
 @dataclass(slots=True)
 class _SeenShape:
-    """A shape that is not captured yet."""
+    """A shape that has not been captured yet."""
 
     num_steps: int = 0
     """Number of eager steps with this shape."""
     syncs: list[str] = field(default_factory=list)
-    """Source lines that waited for the device in the last step."""
+    """Source lines that made the host wait for the device in the last step."""
 
 
 class GraphedStepper(Stepper):
-    """A Stepper that replays captured graphs if possible; otherwise `graph_obstacle` holds the reason."""
+    """A Stepper that replays captured graphs where possible. Where it is not, `graph_obstacle` holds the reason."""
 
     def __init__(
         self,
@@ -88,25 +89,28 @@ class GraphedStepper(Stepper):
         only_if_launch_bound: bool = False,
         **options: Any,
     ) -> None:
-        """Make captured steps. With `only_if_launch_bound`, the first steps decide whether capturing is worth it."""
+        """Create a stepper that captures its steps.
+
+        With `only_if_launch_bound`, the first steps determine whether capturing is worthwhile.
+        """
         super().__init__(model, optimizer, device, **options)
         self._graphs = graphs
         self.is_launch_bound = None if only_if_launch_bound else True
         self._launch_shares: list[float] = []
         self._is_compiled = is_compiled
         self._captured_kinds: set[Hashable] = set()
-        """The loss, modes and number of micro-batches of captured shapes.
+        """Combinations of loss, modes and number of micro-batches that have been captured.
 
-        A new shape of a known kind is captured without an eager step, which would take the same memory again outside of
-        the graph's pool.
+        A new shape of a known combination is captured without a preceding eager step, which would allocate the same
+        memory a second time outside the graph's pool.
         """
-        # A compiled model compiles for each new shape and may benchmark kernels, which must not be captured.
+        # A compiled model compiles for each new shape and may benchmark kernels; neither may happen during a capture.
         self._runs_eagerly_first = is_compiled
         self._tensors = CapturedTensors(model, optimizer)
         self._groups = CapturedGroups(optimizer, device.torch_device, dtype=device.lr_dtype)
         self._constants = self._groups.constants()
         self._captures_update = True
-        """False if hyperparameters other than the learning rate change again and again, as betas with OneCycleLR."""
+        """False if a hyperparameter other than the learning rate keeps changing, such as betas with OneCycleLR."""
         self._seen: dict[Hashable, _SeenShape] = {}
         self._captured: dict[Hashable, _CapturedStep] = {}
         self._ema_share: Tensor | None = None
@@ -160,7 +164,7 @@ class GraphedStepper(Stepper):
             outcome = self._run_eagerly(key, loss, made, num_samples=num_samples, step=step)
             return replace(outcome, marks=(*fetching, *outcome.marks))
         self._num_replays += 1
-        # Check the first replay of each shape, and then a share of all replays, independent of the number of shapes.
+        # Check the first replay of each shape, and then a fraction of all replays, however many shapes there are.
         is_due = not captured.is_verified or _is_check_due(self._num_replays)
         expected = self._eager_loss(loss, made, num_samples) if is_due else None
         captured.is_verified = True
@@ -175,7 +179,7 @@ class GraphedStepper(Stepper):
                 parameter.grad = gradient
             self._update(step)
             self.zero_grad()
-        # Clone, because the next replay overwrites these tensors.
+        # Clone these tensors, because the next replay overwrites them.
         replayed, norm = captured.outcome.loss.clone(), captured.outcome.grad_norm
         if expected is not None:
             self._check_loss(replayed, expected)
@@ -187,14 +191,14 @@ class GraphedStepper(Stepper):
         )
 
     def _find_obstacle(self) -> None:
-        """Stop capturing if the optimizer or a hook makes replays wrong."""
+        """Stop capturing if the optimizer or a hook would make replays wrong."""
         obstacle = capture_obstacle(self.optimizer, self.scaler, self.device.torch_device)
         obstacle = obstacle or hook_obstacle(self.model, self.optimizer)
         if obstacle is not None:
             self.release_graphs(obstacle)
 
     def _watch_constants(self) -> None:
-        """Capture again after a hyperparameter has changed; after a second change, without the update."""
+        """Discard all captures if a hyperparameter has changed. After the second change, capture without the update."""
         constants = self._groups.constants()
         if constants == self._constants:
             return
@@ -221,7 +225,7 @@ class GraphedStepper(Stepper):
             outcome = self._step(loss, made, num_samples=num_samples, step=step)
         if self.is_launch_bound is None:
             self._time_launches(start)
-        # Clear gradients as after a replay, whose gradients are in the graph's pool.
+        # Clear the gradients, as a replay does: its gradients are in the graph's pool.
         self.optimizer.zero_grad(set_to_none=True)
         self._num_eager_steps += 1
         if seen is not None:
@@ -234,7 +238,7 @@ class GraphedStepper(Stepper):
         return outcome
 
     def _time_launches(self, start: float) -> None:
-        """Decide from the first steps whether the device waits for the host, which only then repays a capture."""
+        """Decide from the first steps whether they are launch-bound; otherwise, capturing does not pay off."""
         launched = time.perf_counter()
         self.device.sync()
         # The first step allocates memory and loads kernels.
@@ -255,7 +259,7 @@ class GraphedStepper(Stepper):
             ema.update_by(self._ema_share)
 
     def _set_ema_share(self, step: int) -> None:
-        """Write the EMA share of this step in place, like the learning rate: a captured step reads it from there."""
+        """Write the EMA share of this step to the tensor from which a captured step reads it."""
         if self.ema is None or self.graph_obstacle is not None:
             return
         if self._ema_share is None:
@@ -265,7 +269,7 @@ class GraphedStepper(Stepper):
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def _valid_capture(self, key: Hashable) -> _CapturedStep | None:
-        """Return the captured step of a shape; None if there is none. Discard all captures if addresses changed."""
+        """Return the captured step for a key; None if there is none. If addresses have changed, discard all captures."""
         captured = self._captured.get(key)
         if captured is None or captured.addresses == self._addresses():
             return captured
@@ -295,8 +299,8 @@ class GraphedStepper(Stepper):
         # Python code runs during the capture but not during a replay, so it must have no side effects.
         before, inputs = HostSnapshot(self.model), StaticInputs(made)
         if all(inputs.num_bytes > captured.inputs.num_bytes for captured in self._captured.values()):
-            # Capture the largest graph first. Memory of smaller graphs is too fragmented for it, but they fit into its
-            # memory, so they are captured again afterwards.
+            # Capture the largest graph first. The memory of smaller graphs is too fragmented for it, but they fit into
+            # its memory, so they are captured again afterward.
             self._captured.clear()
             self._graphs.forget()
         run = self._step if self._captures_update else self._compute
@@ -312,7 +316,7 @@ class GraphedStepper(Stepper):
         except WhetError:
             raise
         except Exception as error:
-            # Keep only the text: the error itself would keep the activations of the step alive.
+            # Keep only the text: the exception itself would keep the activations of the step alive.
             problem = f"capturing failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         # Return the gradients to the pool for the next capture.
         self.abort()
@@ -348,11 +352,11 @@ class GraphedStepper(Stepper):
     # --- periodic checks ----------------------------------------------------------------------------------------------
 
     def _eager_loss(self, loss: MicroLoss, made: Sequence[MicroBatch], num_samples: int) -> Tensor:
-        """Compute the loss of this step eagerly. Restore the buffers and generators that the forward pass changes."""
+        """Compute the loss of this step eagerly, then restore the buffers and generators that the forward pass changed."""
         buffers, rng = BufferSnapshot(self.model), get_torch_rng(self.device)
         total: Tensor | None = None
         weights: Tensor | float | None = None
-        # Keep gradients enabled for a compiled model: without them, it would be compiled again.
+        # Keep gradients enabled for a compiled model, which would otherwise be compiled again.
         with self._graphs.warm_up(), torch.set_grad_enabled(self._is_compiled):
             for micro in made:
                 with self.device.autocast(self._precision):
@@ -367,7 +371,7 @@ class GraphedStepper(Stepper):
         return total if weights is None else total / clamp_weight(weights)
 
     def _check_loss(self, replayed: Tensor, expected: Tensor) -> None:
-        """Raise if the losses differ. Waits for the device. NaN and Inf are left to the non-finite guard."""
+        """Raise WrongReplayError if the losses differ; this waits for the device. NaN and Inf are left to the guard."""
         ours, theirs = float(replayed), float(expected)
         tolerance = _TOLERANCE.get(self._precision, 1e-4) * max(abs(theirs), 1e-3)
         if abs(ours - theirs) > tolerance:

@@ -1,8 +1,8 @@
-"""Loss functions: how they are called, what they may return, and the weight of a micro-batch in a step.
+"""Loss functions: how they are called, what they may return, and how micro-batches are weighted in a step.
 
-A mean over the samples of a micro-batch is weighted by their number. A pair (sum, weight) provides the weight, such as
-the number of tokens for a language model. The loss of a step is the sum of all parts divided by the sum of all weights,
-for every split of the batch.
+A mean over the samples of a micro-batch is weighted by the number of samples. A pair (sum, weight) provides its own
+weight, such as the number of tokens for a language model. The loss of a step is the sum of all parts divided by the sum
+of all weights, however the batch is split.
 """
 
 import functools
@@ -23,19 +23,19 @@ from whet.data.batch import MicroBatch
 _TINY = 1e-37
 
 LossFunction = Callable[..., Any]
-"""A user's loss: `loss(micro)`, or a torch loss of (input, target), such as F.cross_entropy or nn.MSELoss()."""
+"""A loss from the user: `loss(micro)`, or a torch loss of (input, target) such as F.cross_entropy or nn.MSELoss()."""
 MicroLoss = Callable[[MicroBatch], Any]
-"""A loss as whet calls it."""
+"""A loss in the form in which whet calls it."""
 
 
 class BatchLoss:
-    """Calls a user's loss with the data of a micro-batch, in the type of the user's batch."""
+    """A user's loss, called with the data of a micro-batch in the user's own batch type."""
 
     def __init__(self, function: LossFunction, model: nn.Module) -> None:
         self.function = function
         self.model = model
         self.is_observed = False
-        """Whether its source code has been compared with that of the run."""
+        """Whether the source code of the loss has been compared with the code that the run started with."""
         self._is_criterion = _is_criterion(function, model)
         self._has_tensors = (
             self._is_criterion
@@ -54,14 +54,14 @@ class BatchLoss:
         return self.function(outputs, target)
 
     def _move_criterion(self, device: torch.device) -> None:
-        """Move the tensors of a criterion, such as class weights, to the device that the model computes on."""
+        """Move the tensors of a criterion, such as class weights, to the device on which the model computes."""
         held = next(itertools.chain(self.function.buffers(), self.function.parameters()))  # type: ignore[attr-defined]
         if held.device != device:
             self.function.to(device)  # type: ignore[attr-defined]
 
 
 def adapt_loss(loss: Any, model: nn.Module) -> BatchLoss:
-    """Return the loss as whet calls it. Raise for something that cannot be called with a micro-batch."""
+    """Wrap a user's loss in a BatchLoss. Raise UsageError if it cannot be called with a micro-batch."""
     if isinstance(loss, BatchLoss):
         return loss
     if not callable(loss):
@@ -74,10 +74,10 @@ _CONSTANTS = (str, bool, type, types.BuiltinFunctionType, types.ModuleType)
 
 
 def loss_code(loss: Any) -> Hashable:
-    """Return what identifies a loss across steps: its code and that of the functions and modules that it refers to.
+    """Return a key that identifies a loss across steps: its code and that of the functions and modules it refers to.
 
-    A loop may define a loss anew in each step, over other numbers and tensors. It is the same loss then, and its code
-    keeps none of them alive.
+    A loop may define a loss anew in each step, with different numbers and tensors. It is then still the same loss, and
+    the key keeps none of those objects alive.
     """
     code: Hashable = _code(loss.function if isinstance(loss, BatchLoss) else loss, _MAX_DEPTH)
     return code
@@ -85,7 +85,7 @@ def loss_code(loss: Any) -> Hashable:
 
 def _code(value: Any, depth: int) -> Any:
     if type(value) in weakref.ProxyTypes:
-        # Its object may be gone, and then isinstance raises.
+        # A proxy whose object no longer exists: isinstance would raise.
         return type(value)
     if value is None or isinstance(value, _CONSTANTS):
         return value
@@ -105,10 +105,10 @@ def _code(value: Any, depth: int) -> Any:
     if isinstance(value, tuple | list | dict):
         return type(value), codes(itertools.islice(value.values() if isinstance(value, dict) else value, _MAX_PARTS))
     if isinstance(value, nn.Module) and next(itertools.chain(value.parameters(), value.buffers()), None) is not None:
-        # A weak reference equals another one to the same object, and keeps neither the module nor its id in use.
+        # Weak references to the same object are equal, and keep neither the module nor its id in use.
         key: Any = weakref.ref(value) if type(value).__hash__ is nn.Module.__hash__ else type(value)
         return key
-    # A criterion or another object that is called: its functions and flags, such as reduction="sum".
+    # A criterion or another callable object: include its functions and flags, such as reduction="sum".
     return type(value), codes(vars(value).values() if callable(value) and hasattr(value, "__dict__") else ())
 
 
@@ -121,7 +121,7 @@ def _cell_contents(cell: types.CellType) -> Any:
 
 
 def _is_criterion(loss: Any, model: nn.Module) -> bool:
-    """Return whether a loss is called as loss(model(x), y) and not as loss(micro)."""
+    """Return whether a loss is called as loss(model(x), y) rather than loss(micro)."""
     if loss is model:
         raise UsageError(
             "the model is not its own loss", got="loss=model", try_="loss=lambda batch: model(**batch).loss"
@@ -129,7 +129,7 @@ def _is_criterion(loss: Any, model: nn.Module) -> bool:
     num_required, num_accepted = _num_arguments(loss.forward if isinstance(loss, nn.Module) else loss)
     if num_required <= 1 <= num_accepted:
         return isinstance(loss, nn.modules.loss._Loss)
-    # partial(F.cross_entropy, label_smoothing=0.1)
+    # A partial such as partial(F.cross_entropy, label_smoothing=0.1).
     function = loss.func if isinstance(loss, functools.partial) else loss
     is_torch = isinstance(function, nn.Module) or str(getattr(function, "__module__", "")).startswith("torch.")
     if num_required == 2 and is_torch:
@@ -143,13 +143,13 @@ def _is_criterion(loss: Any, model: nn.Module) -> bool:
 
 
 def _name(loss: Any) -> str:
-    """Return the name of a loss as it can be typed; that of a lambda is unknown."""
+    """Return the name of a loss as the user would type it; "loss_fn" for a lambda, which has no name."""
     name = getattr(loss.func if isinstance(loss, functools.partial) else loss, "__name__", type(loss).__name__)
     return str(name) if str(name).isidentifier() else "loss_fn"
 
 
 def _options(loss: Any) -> str:
-    """Return the keyword arguments of a partial as they can be typed."""
+    """Return the keyword arguments of a partial as the user would type them."""
     given = loss.keywords if isinstance(loss, functools.partial) else {}
     return "".join(
         f", {name}={value!r}" if isinstance(value, str | float | int) else f", {name}=..."
@@ -158,7 +158,7 @@ def _options(loss: Any) -> str:
 
 
 def _num_arguments(function: Callable[..., Any]) -> tuple[int, float]:
-    """Return how many positional arguments are required, and how many are accepted; one if it is unknown."""
+    """Return how many positional arguments a function requires and how many it accepts; 1 for both if that is unknown."""
     if (
         type(function) is types.FunctionType
         and not function.__dict__
@@ -194,7 +194,7 @@ def _as_pair(data: Any, loss: Any) -> tuple[Any, Any]:
 
 
 def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
-    """Return (mean, None) or (sum, weight). Raise for any other value.
+    """Normalize what a loss returned to (mean, None) or (sum, weight). Raise WhetError for unsupported values.
 
     A loss may return a scalar, a pair (sum, weight), a dict with "loss", or an object with `.loss` (transformers).
     """
@@ -236,7 +236,7 @@ def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise for the second value of a pair if it is no weight."""
+    """Raise WhetError if the second value of a pair is not a valid weight."""
     hint = 'the pair (sum of losses, weight), or {"loss": loss, "name": metric} to log a metric'
     if weight is not None and not isinstance(weight, Tensor | SupportsFloat):
         raise WhetError("the loss's weight must be a number", got=f"a {type(weight).__name__}", try_=hint)
@@ -255,11 +255,11 @@ def _check_weight(weight: Any) -> None:
 
 
 def loss_scalars(returned: Any) -> dict[str, Tensor]:
-    """Return the other scalars of a dict with "loss", to be logged. Complex numbers are left out."""
+    """Return the other scalars of a dict with "loss", which are logged. Complex numbers are left out."""
     if not isinstance(returned, Mapping) or hasattr(returned, "to_tuple"):
         return {}
     return {
-        # Events pass their fields as arguments of methods.
+        # Events receive their fields as keyword arguments of methods, so "self" is taken.
         "self_" if name == "self" else str(name): value.detach().reshape(())
         for name, value in returned.items()
         if name != "loss" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
@@ -267,7 +267,7 @@ def loss_scalars(returned: Any) -> dict[str, Tensor]:
 
 
 def clamp_weight(weight: Tensor | float) -> Tensor | float:
-    """Return the weight, at least the smallest positive number: a batch without labels has loss 0, not NaN."""
+    """Clamp the weight to at least the smallest positive number, so that a batch without labels has loss 0, not NaN."""
     if isinstance(weight, Tensor):
         return weight.clamp(min=torch.finfo(weight.dtype).tiny)
     return max(float(weight), _TINY)

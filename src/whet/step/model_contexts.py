@@ -22,7 +22,7 @@ from whet.plan.warnings import ROW_LIMIT
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model: children of its outermost ModuleLists, or else Sequentials."""
+    """Return the repeated blocks of a model: the children of its outermost ModuleLists, or else of its Sequentials."""
     for kind in (nn.ModuleList, nn.Sequential):
         children = (block for group in _outermost(model, kind) for block in group.children())
         blocks = list(dict.fromkeys(children))
@@ -41,10 +41,13 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 @contextmanager
 def deterministic(is_on: bool) -> Iterator[None]:
-    """Allow only deterministic kernels while entered, or all. torch raises for an operator without one."""
+    """Allow only deterministic kernels inside the `with` block, or all kernels.
+
+    If only deterministic kernels are allowed, torch raises for an operator that has none.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if is_on != before[0]:
-        # Also switched off: the plan is "off" with the flag on only if the user overrides it.
+        # This may also switch the flag off: if the flag is on, the plan is "off" only by the user's override.
         torch.use_deterministic_algorithms(is_on)
     try:
         yield
@@ -57,9 +60,9 @@ def deterministic(is_on: bool) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_activations(model: nn.Module) -> Iterator[None]:
-    """Keep only the inputs of blocks, and recompute their activations in the backward pass.
+    """Keep only the inputs of blocks and recompute their activations in the backward pass.
 
-    The recomputation restores the random generators, so dropout is the same and the gradient is unchanged.
+    The recomputation restores the random generators, so dropout masks and gradients are unchanged.
     """
     blocks = find_blocks(model)
     if not blocks:
@@ -77,19 +80,20 @@ def checkpoint_activations(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for block, own in zip(blocks, before, strict=True):
-            # Deleting the attribute reveals the forward of the class. A forward that the user set is put back.
+            # Deleting the attribute restores the forward method of the class. A forward that the user had set is put
+            # back.
             del block.forward
             if own is not None:
                 block.forward = own
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Return whether a block has running statistics, which the recomputation must not update again."""
+    """Return whether a block has running statistics, which a recomputation must not update a second time."""
     return any(_batch_norms(block) for block in find_blocks(model))
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first pass and the recomputation, which must not update running statistics."""
+    """Return the contexts for the first pass and for the recomputation, which must not update running statistics."""
     return nullcontext(), _freeze_statistics(block)
 
 
@@ -114,15 +118,16 @@ def _batch_norms(block: nn.Module) -> list[nn.Module]:
 
 
 def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers whose backward pass gives wrong gradients on the planned device, by name.
+    """Return the linear layers, by name, whose backward pass gives wrong gradients on the planned device.
 
-    The gradient of a layer's input is a product that sums over its outputs. On M1 and M2 with torch before 2.14, such a
-    sum is wrong over more than 32,768 of them (pytorch#177116): a language model's head over its vocabulary.
+    The gradient of a layer's input is a product that sums over the layer's outputs. On M1 and M2 with torch before
+    2.14, such sums are wrong over more than 32,768 outputs (pytorch#177116), as in the output layer of a language
+    model.
     """
     if "linear-rows" not in plan.hazards:
         return {}
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    # A layer with a forward of its own is not known to compute a plain product.
+    # A layer with a forward method of its own may not compute a plain product.
     return {
         name: linear
         for name, linear in linears
@@ -134,7 +139,7 @@ def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
 
 @contextmanager
 def split_large_heads(plan: Plan, model: nn.Module) -> Iterator[None]:
-    """Compute `large_heads` in pieces of outputs while entered, which costs one copy of the outputs."""
+    """Compute `large_heads` in slices of their outputs inside the `with` block. This costs one copy of the outputs."""
     heads: list[nn.Module] = [*large_heads(plan, model).values()]
     for head in heads:
         head.forward = partial(_linear_in_pieces, head)
@@ -157,9 +162,9 @@ def _linear_in_pieces(head: Any, x: Tensor) -> Tensor:
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 _DYNAMIC_LENGTHS = ("sorted", "packed", "packed_bucketed")
-"""Values of `lengths` with too many shapes to compile each of them."""
+"""Values of `lengths` that produce too many shapes to compile each one separately."""
 _COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
-"""Modules whose errors mean that the compiler failed, not the model."""
+"""Modules whose errors mean that the compiler failed rather than the model."""
 _CPP_ERROR_WORDS = ("C++", "Cxx", "Cpp")
 """Words in errors about a missing C++ compiler."""
 
@@ -175,7 +180,7 @@ def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
 
 
 class CompiledCalls:
-    """Compiled calls of a model or its blocks, which `in_use` activates. The modules stay the same objects."""
+    """Compiled calls of a model or its blocks, active inside `in_use`. The modules remain the same objects."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         configure_compile_cache()
@@ -186,13 +191,14 @@ class CompiledCalls:
                 got=type(model).__name__,
                 try_="an nn.ModuleList or nn.Sequential of blocks, or compile=on for the whole model",
             )
-        # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic.
+        # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic
+        # lengths.
         is_dynamic = True if plan.workload.lengths_vary and plan.lengths in _DYNAMIC_LENGTHS else None
         self._calls = [(module, module._compiled_call_impl, _compiled_call(module, is_dynamic)) for module in modules]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Call the compiled code while entered."""
+        """Call the compiled code inside the `with` block."""
         for module, _, call in self._calls:
             module._compiled_call_impl = call
         try:
@@ -205,8 +211,8 @@ class CompiledCalls:
 def _compiled_call(module: nn.Module, is_dynamic: bool | None) -> Any:
     before = module._compiled_call_impl
     if type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
-        # The compiler skips modules of torch.nn, such as nn.Sequential, and forwards set on the instance, as in
-        # checkpointed blocks. It does trace a lambda around them.
+        # The compiler skips modules of torch.nn, such as nn.Sequential, and forward methods set on an instance, as in
+        # checkpointed blocks. A lambda around the call makes it trace them.
         compiled: Any = torch.compile(lambda *args, **kwargs: module._call_impl(*args, **kwargs), dynamic=is_dynamic)
     else:
         module.compile(dynamic=is_dynamic)
@@ -239,16 +245,16 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class WeightLayout:
-    """Switches the memory format of the weights between the original one and channels_last.
+    """A switch between the original memory format of the weights and channels_last.
 
-    With `keep_addresses`, weights return to the same address when a layout is used again. Captured steps need that. It
-    takes memory for both layouts.
+    With `keep_addresses`, weights return to the same address when a layout is used again, which captured steps require.
+    This takes memory for both layouts.
     """
 
     def __init__(self, model: nn.Module, *, keep_addresses: bool = False) -> None:
         parameters = list(model.parameters())
         owners = Counter(parameter.untyped_storage().data_ptr() for parameter in parameters)
-        # Parameters that share memory are skipped, because a copy would no longer share it.
+        # Skip parameters that share memory, because a copy would no longer share it.
         alone = (parameter for parameter in parameters if owners[parameter.untyped_storage().data_ptr()] == 1)
         self._original = [(p, p.stride()) for p in alone if p.dim() in _CHANNELS_LAST and _is_dense(p)]
         self._memory: dict[tuple[int, tuple[int, ...]], Tensor] | None = {} if keep_addresses else None
@@ -304,5 +310,5 @@ def _laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether the elements neither overlap nor have gaps, so that a layout only changes their order."""
+    """Return whether the elements neither overlap nor leave gaps, so that changing the layout only reorders them."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -1,9 +1,9 @@
-"""Detect NaN and Inf, and decide which steps are repeated or skipped.
+"""Detect NaN and Inf, and decide which steps to repeat or skip.
 
-Losses are read late and in bulk, so that no step waits for the device. When one is not finite, the run is rolled back
-to its last checkpoint, and every step up to the bad one is checked before its update. A step that is bad again is
-skipped and logged with its samples; if all are finite now, it was a transient fault. Skipped steps stay skipped after a
-resume.
+Losses are read late and in bulk, so that no step waits for the device. When a loss is not finite, the run is rolled
+back to its last checkpoint, and every step up to the bad one is checked before its update. If the step is non-finite
+again, it is skipped and logged with its samples. If all steps are finite this time, the fault was transient. Skipped
+steps stay skipped after a resume.
 """
 
 import math
@@ -16,39 +16,39 @@ from whet.run.event import Event
 MAX_SKIPPED = 10
 MAX_CONSECUTIVE_SKIPS = 3
 MAX_SCALER_SKIPS = 20
-"""Maximum number of consecutive steps that a loss scaler may skip. Each one halves the scale."""
+"""Maximum number of consecutive steps that a loss scaler may skip. Each skip halves the scale."""
 MAX_ROLLBACKS = 20
 
 _WINDOW, _MIN_LOSSES, _SIGMAS = 128, 64, 6.0
 _MIN_SPIKE_SHARE = 0.25
-"""The minimum of a spike as a share of the first losses: near zero, one hard sample is far above the mean."""
+"""Losses below this share of the mean of the first losses are never spikes: near zero, one hard sample stands out."""
 _HINT = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before"
 _DATA_HINT = "data without NaN and Inf: repair or drop these samples"
 
 
 class NonFiniteGuard:
-    """Tracks the steps of one run: non-finite steps, skipped steps, and the usual losses."""
+    """The non-finite steps, skipped steps and typical losses of one run."""
 
     def __init__(self, *, has_scaler: bool, earlier: Iterable[Event] = ()) -> None:
         self.skipped = {event.step for event in earlier if event.get("verdict") == "reproducible"}
         self.first_non_finite: tuple[int, str] | None = None
         """The first step known to be non-finite, and the symptom."""
         self.check_until_step = 0
-        """Up to this step every one is checked before its update."""
+        """Every step up to this one is checked before its update."""
         self.has_bad_step = False
-        """Whether a bad step was found since the rollback."""
+        """Whether a bad step has been found since the last rollback."""
         self.is_data_bad = False
-        """Whether the batch of a non-finite step has NaN or Inf itself."""
+        """Whether the batch of a non-finite step itself contains NaN or Inf."""
         self.has_scaler = has_scaler
         self._num_scaler_skips = 0
         self._num_rollbacks = 0
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._sum = self._squares = 0.0
         self._initial_mean: float | None = None
-        """The mean of the first losses; None until there are enough."""
+        """The mean of the first losses; None until there are enough of them."""
 
     def observe(self, step: int, loss: float) -> str | None:
-        """Record the loss of a step. Return a description if it is a spike, else None."""
+        """Record the loss of a step. Return a description if it is a spike, otherwise None."""
         if math.isfinite(loss):
             self._num_scaler_skips = 0
             return self._observe_finite(loss)
@@ -58,7 +58,7 @@ class NonFiniteGuard:
         return None
 
     def raise_diverged(self) -> None:
-        """Raise for the non-finite step: the run cannot continue."""
+        """Raise the error for the non-finite step: the run cannot continue."""
         assert self.first_non_finite is not None
         step, how = self.first_non_finite
         raise self._diverged(f"step {step}: {how}")
@@ -68,7 +68,7 @@ class NonFiniteGuard:
         return DivergedError("the loss or a weight is NaN or Inf", got=got, try_=hint)
 
     def start_rollback(self) -> str:
-        """Start a rollback because of a non-finite step. Return why; raise if it happened too often."""
+        """Start a rollback because of a non-finite step and return the reason. Raise after too many rollbacks."""
         assert self.first_non_finite is not None
         self._num_rollbacks += 1
         if self.has_scaler or self._num_rollbacks > MAX_ROLLBACKS:
@@ -79,7 +79,7 @@ class NonFiniteGuard:
         return f"step {step:,}: {how}"
 
     def skip(self, step: int, how: str) -> None:
-        """Skip a step from now on; raises if too many were skipped."""
+        """Skip a step from now on. Raise if too many steps have been skipped."""
         self.skipped.add(step)
         self.has_bad_step = True
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)

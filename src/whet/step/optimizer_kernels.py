@@ -1,6 +1,6 @@
-"""Kernels of the user's optimizer: fused where torch has them and the user left the choice open.
+"""Kernels for the user's optimizer: fused, where torch has fused kernels and the user made no choice.
 
-The update rule, parameters, groups and state stay the user's. Only the flags that select kernels change, and they are
+The update rule, parameters, groups and state remain the user's. Only the flags that select kernels change, and they are
 restored when the session ends.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 _FUSED_TYPES = (Adam, AdamW, SGD, Adagrad)
-"""Optimizers with fused kernels. Subclasses may compute another update, so only these exact types are meant."""
+"""Optimizers with fused kernels. Only these exact types count: a subclass may compute a different update."""
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _ATTRIBUTES = (
     "_step_supports_amp_scaling",
@@ -23,7 +23,7 @@ _ATTRIBUTES = (
 
 
 def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
-    """Return the reason why an optimizer keeps its own kernels; None if the plan may select fused ones."""
+    """Return the reason why an optimizer keeps its own kernels; None if fused kernels may be used."""
     name = type(optimizer).__name__
     if type(optimizer) not in _FUSED_TYPES:
         origin = "" if type(optimizer).__module__.startswith("torch.optim") else "your "
@@ -43,9 +43,9 @@ def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
 
 
 def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> str | None:
-    """Return the reason why fused kernels would fail with the gradients of the first step; None if they would not.
+    """Return the reason why fused kernels would fail on the gradients of the first step; None if they would work.
 
-    torch's fused kernels on the CPU read a gradient as if it had the strides of its parameter (torch 2.13).
+    On the CPU, torch's fused kernels read a gradient as if it had the strides of its parameter (torch 2.13).
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if any(gradient.is_sparse for _, gradient in gradients):
@@ -54,29 +54,29 @@ def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> str
         return "fused kernels need gradients in the memory layout of their parameters"
     has_momentum = type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups)
     if has_momentum and len(gradients) < len(parameters):
-        # Fused SGD fails if some momentum buffers exist and others do not, as after unfreezing a layer.
+        # Fused SGD fails if only some momentum buffers exist, for example after a layer is unfrozen.
         return "fused SGD starts the momentum of all parameters in the same step"
     return None
 
 
 def set_kernels(optimizer: Optimizer, kernels: str, *, is_captured: bool) -> None:
-    """Select fused, foreach or loop kernels. With `is_captured`, all per-step values are on the device."""
+    """Select fused, foreach or for-loop kernels. With `is_captured`, all per-step values are kept on the device."""
     is_fused = kernels == "fused"
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = is_fused, kernels == "foreach"
         if "capturable" in group:
             group["capturable"] = is_captured
     if is_fused:
-        # The loss scaler asks for the first attribute. The second one makes torch check devices and dtypes once.
+        # The loss scaler reads the first attribute. The second one makes torch check devices and dtypes once.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
-    # torch warns about eager steps of a capturable optimizer. Here they are intended, before a capture.
+    # torch warns about eager steps of a capturable optimizer. Here, they are intended: they precede a capture.
     optimizer._warned_capturable_if_run_uncaptured = True
     _place_step_counts(optimizer)
 
 
 def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that restores the present kernels of an optimizer."""
+    """Return a function that restores the optimizer's current choice of kernels."""
     missing: Any = object()
     flags = [{flag: group[flag] for flag in _FLAGS if flag in group} for group in optimizer.param_groups]
     attributes = {name: vars(optimizer).get(name, missing) for name in _ATTRIBUTES}
@@ -96,7 +96,7 @@ def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:
-    """Move the step counts to where torch keeps them: on the device for fused and capturable kernels, else the CPU."""
+    """Move the step counts to where torch keeps them: to the device for fused and capturable kernels, else to the CPU."""
     for group in optimizer.param_groups:
         is_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
@@ -107,11 +107,11 @@ def _place_step_counts(optimizer: Optimizer) -> None:
 
 
 def _is_choice_open(group: dict[str, Any]) -> bool:
-    """Return whether the user passed none of the flags that select kernels."""
+    """Return whether the user set none of the flags that select kernels."""
     is_default = group.get("fused") is None and group.get("foreach") is None
     return is_default and not group.get("capturable") and not group.get("differentiable")
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    # A new tensor in the preserved format has the same strides only if there are no gaps and overlaps.
+    # A new tensor with preserve_format has the same strides only if there are no gaps or overlaps.
     return parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()

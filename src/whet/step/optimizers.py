@@ -1,4 +1,4 @@
-"""Build optimizers by name, with the kernels that the plan selects; AdamATan2."""
+"""Optimizers that are built by name, with the kernels that the plan selects, and AdamATan2."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from whet.distributed.strategies import is_distributed
 OPTIMIZER_NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
 
 EXECUTION_KEYS = ("fused", "foreach", "capturable", "differentiable")
-"""Keys of parameter groups that select kernels. They are not restored, because the current plan decides them."""
+"""Keys of parameter groups that select kernels. They are not restored, because the current plan determines them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class OptimizerChoice:
     lr: float = 3e-4
     weight_decay: float = 0.01
     table_lr: float | None = None
-    """The learning rate of embedding tables of which a step uses few rows; `lr` if None."""
+    """The learning rate of embedding tables of which each step uses only a few rows; None means `lr`."""
     table_weight_decay: float | None = None
 
     def base_rates(self, optimizer: Optimizer) -> list[float]:
@@ -43,9 +43,9 @@ def build_optimizer(
     kernels: str = "fused",
     is_captured: bool = False,
 ) -> Optimizer:
-    """Build an optimizer over the trainable parameters. Only adam_atan2 applies weight decay to biases and norms.
+    """Build an optimizer for the trainable parameters. Only adam_atan2 applies weight decay to biases and norms.
 
-    With `is_captured`, all per-step values are on the device.
+    With `is_captured`, all per-step values are kept on the device.
     """
     name, lr = choice.name, choice.lr
     groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
@@ -55,11 +55,11 @@ def build_optimizer(
     if name == "sgd" and fused and any(is_distributed(p) for group in groups for p in group["params"]):
         # torch's fused SGD does not support sharded parameters.
         fused, foreach = False, True
-    # A tensor learning rate can change in place, without a new graph. Fused kernels accept it.
+    # A tensor learning rate can be changed in place, without a new graph. Fused kernels accept one.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.torch_device) if fused or is_captured else lr
     if name == "adamw":
         adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
-        # torch warns about eager steps of a capturable optimizer. Here they are intended, before a capture.
+        # torch warns about eager steps of a capturable optimizer. Here, they are intended: they precede a capture.
         adamw._warned_capturable_if_run_uncaptured = True
         return adamw
     if name == "sgd":
@@ -74,7 +74,7 @@ def build_optimizer(
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameter groups: matrices with weight decay, vectors (biases, norms) without."""
+    """Return the parameter groups: matrices with weight decay, vectors (biases and norms) without."""
     trainable = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -84,9 +84,9 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
 
 
 def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
-    """Return the parameter groups, all with weight decay. Each module with `is_table = True` forms a separate group.
+    """Return the parameter groups, all with weight decay. Each module with `is_table = True` gets its own group.
 
-    The method `seen_rows` of such a module returns a mask of the rows that the current step uses. It is in the group as
+    The method `seen_rows` of such a module returns a mask of the rows that the current step uses. The group holds it as
     a function, so checkpoints leave it out.
     """
     modules = [module for module in model.modules() if getattr(module, "is_table", False)]
@@ -107,7 +107,7 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
 
 
 class AdamATan2(Optimizer):
-    """Adam with atan2 in place of the division: no epsilon is needed, and the learning rate bounds each update.
+    """Adam with atan2 instead of a division: it needs no epsilon, and the learning rate bounds each update.
 
         w <- w (1 - lr decay)
         m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
@@ -165,7 +165,7 @@ class AdamATan2(Optimizer):
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
         steps = [state["step"] for state in states]
-        # The order of operations is that of torch's AdamW: first decay, then moments, then the update.
+        # The order of operations matches torch's AdamW: decay, then moments, then the update.
         torch._foreach_add_(steps, 1.0)
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -182,7 +182,7 @@ class AdamATan2(Optimizer):
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            # A device tensor for the rate has a dtype that the device supports: Metal has no float64.
+            # If the rate is a tensor, its dtype is one the device supports: Metal has no float64.
             dtype = group["lr"].dtype if isinstance(group["lr"], Tensor) else torch.float64
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=dtype, device=device)
@@ -200,7 +200,7 @@ def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any])
 
 
 def _sign_update(table: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-    """Update the rows in use. A row in use decays even if its gradient is zero; that of a row used twice is a sum."""
+    """Update the rows in use. They decay even if their gradient is zero. Gradients of a row used twice are summed."""
     is_seen = group["seen_rows"]()[:, None]
     decayed = table * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * gradient.sign()
     table.copy_(torch.where(is_seen, decayed, table))

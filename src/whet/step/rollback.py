@@ -1,4 +1,4 @@
-"""Undo a step that failed before its update, and reduce the memory of a plan."""
+"""Roll back a step that failed before its update, and reduce the memory that a plan needs."""
 
 import traceback
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class SavedBuffer(NamedTuple):
         return cls(module, name, buffer, buffer._version, buffer.detach().clone())
 
     def has_changed(self) -> bool:
-        """Return whether the buffer was replaced or changed."""
+        """Return whether the buffer was replaced or its values changed."""
         # Values are compared too, because some kernels do not update the version counter.
         if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
@@ -43,7 +43,7 @@ class SavedBuffer(NamedTuple):
         try:
             self.buffer.copy_(self.values)
         except RuntimeError:
-            # An expanded tensor, whose elements share memory, cannot be written to.
+            # An expanded tensor cannot be written to, because its elements share memory.
             self.module._buffers[self.name] = self.values
 
 
@@ -61,10 +61,10 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore every buffer, and remove buffers that were added later."""
+        """Restore every buffer and remove buffers that were added since."""
         for module, buffers in self._objects:
             if isinstance(module, torch.jit.ScriptModule):
-                # TorchScript neither adds nor removes buffers.
+                # Buffers of a TorchScript module cannot be added or removed.
                 continue
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -77,22 +77,22 @@ class BufferSnapshot:
 
 
 class StepRollback:
-    """Saves the state that forward and backward may change, so that a failed step can be repeated.
+    """A copy of the state that forward and backward may change, so that a failed step can be repeated.
 
-    Weights and optimizer state change only in the update. Forward and backward change generators and buffers. The first
-    step shows which buffers change, and whether the generators of Python and NumPy are in use. If anything else changes
-    later, `restore` returns False.
+    Weights and optimizer state change only in the update; forward and backward change random generators and buffers.
+    The first step shows which buffers change, and whether it draws from the generators of Python and NumPy. If anything
+    else changes later, `restore` returns False.
     """
 
     def __init__(self, model: nn.Module, device: AbstractDevice) -> None:
         self._model = model
         self._device = device
         self.is_learned = False
-        """Whether the first completed step has shown what steps change."""
+        """Whether a completed step has shown what steps change."""
         self._all: BufferSnapshot | None = None
         """All buffers before the first step."""
         self._volatile: list[tuple[nn.Module, str]] = []
-        """Buffers that steps change; saved before each step."""
+        """Buffers that steps change. They are saved before each step."""
         self._constant: list[SavedBuffer] = []
         """Buffers that steps are not expected to change."""
         self._saved: list[SavedBuffer] = []
@@ -101,8 +101,8 @@ class StepRollback:
         self._torch_rng: tuple[Tensor, Tensor | None] | None = None
 
     def save(self) -> None:
-        """Save the state before a step."""
-        # None marks an incomplete save: it is set last, after everything that may run out of memory.
+        """Save the state before a step begins."""
+        # None marks an incomplete save. It is replaced last, after everything that may run out of memory.
         self._torch_rng = None
         if self._uses_host_rng:
             self._host_rng = get_host_rng()
@@ -122,7 +122,7 @@ class StepRollback:
         return bool(self._volatile)
 
     def learn(self) -> None:
-        """Learn from the first completed step which buffers and generators steps change."""
+        """Record which buffers and generators the first completed step has changed."""
         if self.is_learned or self._all is None:
             return
         for saved in self._all.saved:
@@ -136,9 +136,9 @@ class StepRollback:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Undo a step that failed before its update. Return False if something else has changed."""
+        """Undo a step that failed before its update. Return False if state that was not saved has changed."""
         if self._torch_rng is None:
-            # Memory ran out in `save`, so the step has not begun.
+            # Memory ran out in `save`, before the step began.
             return True
         set_torch_rng(self._torch_rng, self._device)
         if self._uses_host_rng:
@@ -155,9 +155,9 @@ class StepRollback:
 
 
 def release_traceback(error: BaseException) -> str:
-    """Clear the frames of an error, which hold activations, and return its first line."""
+    """Clear the local variables of an exception's frames, which hold activations. Return its first line."""
     for raised in _error_chain(error):
-        # Local variables of the frames hold activations, which must be freed before the retry.
+        # Local variables of these frames hold activations, which must be freed before the step is repeated.
         traceback.clear_frames(raised.__traceback__)
         raised.__traceback__ = None
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -166,10 +166,10 @@ def release_traceback(error: BaseException) -> str:
 def reduce_memory(
     plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, whole_reason: str | None = None
 ) -> Plan:
-    """Return the plan with half the micro-batch, or with activation checkpointing. Raise if neither is possible.
+    """Return the plan with half the micro-batch size, or with activation checkpointing. Raise if neither is possible.
 
-    `num_samples` is the batch size of the failed step. `whole_reason` says why the batch may not be split further, such
-    as the statistics of BatchNorm; None if it may.
+    `num_samples` is the batch size of the failed step. `whole_reason` says why the batch must not be split further, for
+    example because of BatchNorm statistics; None means it can be split.
     """
     planned = plan.micro_batch
     assert isinstance(planned, int)

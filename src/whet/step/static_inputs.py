@@ -1,4 +1,4 @@
-"""Inputs of captured steps: tensors at fixed addresses, and signatures of micro-batches."""
+"""Inputs of captured steps at fixed addresses, and signatures of micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ Signature = tuple[Any, ...]
 
 
 class StaticInputs:
-    """Copies of the micro-batches of one step at fixed addresses, filled before each replay."""
+    """Copies of the micro-batches of one step, at fixed addresses. They are filled before each replay."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.micro_batches = [_copied(micro) for micro in micro_batches]
@@ -20,7 +20,7 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ def _copied(micro: MicroBatch) -> MicroBatch:
 
 
 class _UnreadableIds:
-    """A placeholder for sample ids. It raises on access, because a replay would use the ids of the capture."""
+    """A placeholder for sample ids that raises on access, because a replay would use the ids of the capture."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -52,7 +52,10 @@ class _UnreadableIds:
 
 
 def signature(micro: MicroBatch) -> Signature:
-    """Return everything the host knows about a micro-batch except its ids. Equal signatures can share a capture."""
+    """Return everything the host knows about a micro-batch except its ids.
+
+    Micro-batches with equal signatures can share a capture.
+    """
     fields = [(name, *_field_shapes(value), *_field_numbers(value)) for name, value in micro.fields.items()]
     return len(micro), micro.first_index, *fields
 

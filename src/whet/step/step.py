@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, normalize, clip, NaN guard, update, EMA.
 
 Nothing here waits for the device or reads the value of a tensor, so that a step can be captured and replayed. The
-exception is a checked step, which verifies loss and gradient before the update.
+exception is a checked step, which verifies the loss and the gradient before the update.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,17 +23,17 @@ from whet.step.loss import MicroLoss, clamp_weight, loss_scalars, parse_loss
 from whet.step.optimizer_kernels import gradient_obstacle
 
 NORM_EVERY = 16
-"""Steps between two computations of the gradient norm if gradients are not clipped.
+"""Number of steps between two computations of the gradient norm if gradients are not clipped.
 
-In every step it would take 3 to 5 % of a small step on a CPU. A captured step (number 0) never computes it, because
-every replay would compute it too.
+Computing it in every step would take 3 to 5 % of a small step on a CPU. A captured step (number 0) never computes it,
+because every replay would compute it too.
 """
 
 _FOREACH_DEVICES = ("cpu", "cuda")
 """Devices on which torch's foreach functions process many tensors in one call."""
 
 Phase = tuple[str, Mark, Mark]
-"""A phase of a step with its start and end on the device's clock."""
+"""The name of a phase of a step, with its start and end on the device's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,11 @@ class Outcome:
     is_skipped: bool = False
     """Whether the NaN guard skipped the step. The loss is then NaN."""
     is_manual: bool = False
-    """Whether the user's own code made the step (`session.manual`)."""
+    """Whether the user's own code performed the step (`session.manual`)."""
     has_loss: bool = True
     """False for a manual step without `session.log_loss`. The loss is then NaN and is not logged."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other numbers that the loss function returned, to be logged with the step."""
+    """Other numbers that the loss function returned, which are logged with the step."""
 
 
 class NonFiniteError(Exception):
@@ -77,7 +77,7 @@ class Stepper:
         strategy: ParallelStrategy | None = None,
         other_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Make steps of `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
+        """Run steps of `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -85,23 +85,23 @@ class Stepper:
         self.ema = ema
         self.strategy = strategy or ParallelStrategy()
         self.is_updating = False
-        """Whether an update is in progress, so that some weights may have changed."""
+        """Whether an update is in progress, in which case some of the weights may have changed."""
         self.graph_obstacle: str | None = None
-        """The reason why steps are not captured in spite of graph=on; None if there is none."""
+        """The reason why steps are not captured despite graph=on; None if there is none."""
         self.is_launch_bound: bool | None = None
         """Whether launching kernels takes most of a step; None if that is not known yet."""
         self.restore_kernels: Callable[[], None] | None = None
-        """Restores the kernels of the user's optimizer; None if the plan has not selected others."""
+        """Restores the kernels of the user's optimizer; None if the plan has not selected other kernels."""
         self.kernel_obstacle: str | None = None
-        """The reason why the optimizer has its own kernels again in spite of the plan; None if there is none."""
+        """The reason why the optimizer has its own kernels again despite the plan; None if there is none."""
         self._precision = precision
         self._clip = clip
         self._follow_groups()
         self._other_parameters = tuple(other_parameters)
-        # Both are set after the first backward pass.
+        # Both are determined after the first backward pass.
         self._has_gradients = self._can_clip_foreach = False
         self._has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-        """Whether gradients may be sparse, as those of nn.Embedding(sparse=True)."""
+        """Whether gradients may be sparse, as with nn.Embedding(sparse=True)."""
 
     def __call__(
         self,
@@ -125,9 +125,10 @@ class Stepper:
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
-        """Read the parameters of the optimizer. A resume, or the user after weight_norm, may have put in others."""
+        """Read the parameters of the optimizer again: a resume or the user (weight_norm) may have replaced them."""
         self._lists = [group["params"] for group in self.optimizer.param_groups]
-        # In the order of the model: the norm is rounded by the order of its sum, and loops clip model.parameters().
+        # Use the order of the model, as loops that clip model.parameters() do: it affects how the sum of the norm is
+        # rounded.
         positions = {parameter: position for position, parameter in enumerate(self.model.parameters())}
         parameters = [p for params in self._lists for p in params]
         self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
@@ -151,7 +152,7 @@ class Stepper:
         # 5. Check the loss before any weight changes. This waits for the device, so only some steps are checked.
         if is_checked:
             self._check_finite(computed.loss)
-        # 6. Update. After a failure from here on, only a checkpoint can restore the weights.
+        # 6. Update. If a step fails from here on, only a checkpoint can restore the weights.
         self._update(step)
         marks = (*computed.marks, ("optimizer", computed.marks[-1][2], mark()))
         return Outcome(loss=computed.loss, grad_norm=computed.grad_norm, marks=marks, scalars=computed.scalars)
@@ -172,14 +173,14 @@ class Stepper:
         loss_sum, weight_sum, marks = self._forward_backward(
             loss, micro_batches, num_samples=num_samples, mark=mark, scalars=scalars
         )
-        # 2. Sum loss and weight over all ranks. The last backward pass has summed the gradients.
+        # 2. Sum loss and weight over all ranks. The last backward pass has already summed the gradients.
         loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._check_has_gradients()
-        # 3. Remove the loss scale before the gradients are read.
+        # 3. Undo the loss scaling before the gradients are read.
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
-            # The weights of all micro-batches are known only now.
+            # The total weight of all micro-batches is known only now.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
@@ -188,7 +189,7 @@ class Stepper:
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _update(self, step: int) -> None:
-        """Update the weights and their average."""
+        """Update the weights and their moving average."""
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -205,7 +206,7 @@ class Stepper:
         mark: Callable[[], Mark],
         scalars: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | float | None, list[Phase]]:
-        """Accumulate gradients, and other numbers of the loss in `scalars`.
+        """Accumulate the gradients of all micro-batches, and add other numbers that the loss returns to `scalars`.
 
         Return the loss, the sum of weights (None if it is not needed) and the phases.
         """
@@ -213,14 +214,15 @@ class Stepper:
         loss_sum: Tensor | None = None
         weight_sum: Tensor | float | None = None
         start = mark()
-        # Only several ranks need to know the last micro-batch in advance: it triggers the gradient exchange.
+        # Only a run with several ranks needs to know the last micro-batch in advance: it triggers the gradient
+        # exchange.
         for loaded_micro, is_last in (
             zip(micro_batches, repeat(True)) if strategy.is_single_process else mark_last(micro_batches)
         ):
             loaded = mark()
             micro = loaded_micro if loaded_micro.is_on_device else loaded_micro.map_tensors(self.device.put)
             moved = mark()
-            # With several ranks, no rank knows the sum of all weights yet.
+            # With several ranks, no rank knows the total weight yet.
             is_whole = len(micro) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
                 with self.device.autocast(self._precision):
@@ -232,7 +234,7 @@ class Stepper:
                 elif is_whole:
                     part = total / clamp_weight(weight)
                 else:
-                    # A sum. Divide by the number of samples now; the correction by the sum of all weights comes later.
+                    # A sum: divide it by the number of samples now, and correct it by the total weight later.
                     part, weight = (total / num_samples, weight) if micro.is_counted else (total * 0.0, weight * 0.0)
                     weight_sum = weight if weight_sum is None else weight_sum + weight
                 forwarded = mark()
@@ -266,18 +268,18 @@ class Stepper:
         return bool(self.strategy.full(torch.stack(finite).all()))
 
     def abort(self) -> None:
-        """Discard gradients and scaler state of an unfinished step. The caller restores the weights."""
+        """Discard the gradients and scaler state of an unfinished step. The caller restores the weights."""
         self.is_updating = False
         self.zero_grad()
         if self.scaler.is_enabled():
-            # The scaler remembers that the gradients are unscaled, and only update() clears that.
+            # The scaler records that the gradients are unscaled, and only update() resets that.
             self.scaler._per_optimizer_states.clear()
 
     def release_graphs(self, reason: str) -> None:
-        """Free captured graphs and run eagerly from now on."""
+        """Free captured graphs and run eagerly from now on. Does nothing for steps that are always eager."""
 
     def use_own_kernels(self, reason: str) -> None:
-        """Return to the kernels that the user's optimizer had before the session."""
+        """Restore the kernels that the user's optimizer had before the session."""
         if self.restore_kernels is not None:
             self.restore_kernels()
             self.restore_kernels, self.kernel_obstacle = None, reason
@@ -285,17 +287,17 @@ class Stepper:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Clear gradients like Optimizer.zero_grad, but without its profiler hooks, which take 12 us."""
+        """Clear the gradients like Optimizer.zero_grad, but without its profiler hooks, which take 12 us."""
         if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
-        # Iterate over the current groups: gradients of a group that was added later must not accumulate.
+        # Read the current groups: gradients of a group that was added later must not accumulate either.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def _check_has_gradients(self) -> None:
-        """Raise at the first step if the loss reaches no parameter: training would silently do nothing."""
+        """Raise after the first backward pass if the loss reaches no parameter: training would have no effect."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise WhetError(
                 "the loss reaches no parameter of the optimizer",
@@ -333,13 +335,13 @@ class Stepper:
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._has_sparse:
-            # torch has no norm of a sparse tensor. Rows that occur twice count as their sum.
+            # torch has no norm for sparse tensors. Rows that occur twice count as their sum.
             gradients = [gradient.coalesce()._values() if gradient.is_sparse else gradient for gradient in gradients]
         return self.strategy.full(nn.utils.get_total_norm(gradients))
 
     @torch.no_grad()
     def _clip_sparse(self, max_norm: float) -> Tensor:
-        """Clip like clip_grad_norm_, which does not support sparse gradients."""
+        """Clip sparse gradients, which clip_grad_norm_ does not support, by the same rule."""
         norm = self._grad_norm()
         self._scale_gradients(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -356,7 +358,10 @@ class Stepper:
 
 @contextmanager
 def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Switch requires_grad off. backward(inputs=...) would lose gradients with reentrant checkpointing."""
+    """Disable requires_grad inside the `with` block.
+
+    backward(inputs=...) is no alternative: it would lose gradients with reentrant checkpointing.
+    """
     changed = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in changed:
         parameter.requires_grad_(False)
@@ -371,18 +376,18 @@ _NOTHING = nullcontext()
 
 
 def _add_scalars(scalars: dict[str, Tensor], returned: Any, *, share: float) -> None:
-    """Add the mean of other numbers of a loss over the micro-batches of a step."""
+    """Add the scalars that a loss returned, weighted by `share`, to their means over the micro-batches of a step."""
     for name, value in loss_scalars(returned).items():
         scalars[name] = value * share if name not in scalars else scalars[name] + value * share
 
 
 def _make_scaler(device: AbstractDevice, loss_scaling: str) -> torch.amp.GradScaler:
-    """Return the loss scaler. It is disabled if it is not needed."""
+    """Return the loss scaler, which is disabled if loss scaling is off."""
     return torch.amp.GradScaler(device.torch_device.type, enabled=loss_scaling == "dynamic")
 
 
 def mark_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-    """Yield pairs of a micro-batch and whether it is the last one."""
+    """Yield each micro-batch with a flag that is True for the last one."""
     ahead: MicroBatch | None = None
     for micro in micro_batches:
         if ahead is not None:
@@ -402,7 +407,7 @@ def can_clip_foreach(parameters: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def clip_foreach(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clip gradients with the same bits as torch's clip_grad_norm_, but without grouping gradients in every step."""
+    """Clip gradients with bitwise the same result as clip_grad_norm_, but without regrouping them in every step."""
     gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)

@@ -1,10 +1,11 @@
-"""Run the blocks of a Transformers model on the real tokens of a padded batch.
+"""Run the blocks of a Transformers model on only the real tokens of a padded batch.
 
-The user's call stays as it is: padded `input_ids` and `attention_mask` go in, padded hidden states come out. In
-between, the blocks get one row of all real tokens, because everything in them except attention treats each token
-separately. Attention, which transformers calls through its public `AttentionInterface`, is computed text by text. After
-the last block, padding positions are zero. The model and its config are not changed; hooks and the registered attention
-are removed afterward. `verify/start/compiled.py` compares loss and gradients with those of the padded batch.
+The user's call does not change: padded `input_ids` and `attention_mask` go in, padded hidden states come out. In
+between, the blocks process a single row of all real tokens, because everything in them except attention treats each
+token separately. Attention, which transformers calls through its public `AttentionInterface`, is computed separately
+for each text. After the last block, padding positions are filled with zeros. The model and its config are not changed;
+hooks and the registered attention function are removed afterward. `verify/start/compiled.py` compares loss and
+gradients with those of the padded batch.
 """
 
 import inspect
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from whet.base.errors import WhetError
 
 _ATTENTION = "sdpa"
-"""The attention implementation that is replaced: the default of transformers."""
+"""The attention implementation that is replaced, which is the default of transformers."""
 NO_TRANSFORMER = "it is not a Transformers model"
 _MIN_PADDING = 0.1
 """Batches with a smaller share of padding stay padded: packing them would cost as much as it saves."""
@@ -28,17 +29,17 @@ _MIN_PADDING = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Positions of the real tokens of a batch: B texts padded to L tokens, with T real tokens in all."""
+    """Positions of the real tokens of a batch: B texts padded to L tokens, with T real tokens in total."""
 
     shape: tuple[int, int]
     """(B, L)."""
     cells: Tensor
     """(T): the index of each real token in the flattened padded batch."""
     places: Tensor
-    """(T): its index in the flattened B x `longest` rectangle."""
+    """(T): the index of each real token in the flattened B x `longest` rectangle."""
     longest: int
     is_key: Tensor
-    """(B, 1, 1, longest): which positions of that rectangle are real tokens."""
+    """(B, 1, 1, longest): which positions of that rectangle hold real tokens."""
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> "_Layout | None":
@@ -52,7 +53,7 @@ class _Layout:
         texts, columns = cells // is_real.shape[1], cells % is_real.shape[1]
         is_key = torch.arange(longest, device=cells.device) < lengths[:, None]
         if not torch.equal(is_key, is_real[:, :longest]):
-            # Padded on the left: the loss of a causal model reads the padding before the first token.
+            # The batch is padded on the left, and the loss of a causal model reads the padding before the first token.
             return None
         return cls(
             shape=(is_real.shape[0], is_real.shape[1]),
@@ -63,27 +64,27 @@ class _Layout:
         )
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return (1, T, ...) for (B, L, ...) or (1, L, ...)."""
+        """Pack a tensor of shape (B, L, ...) or (1, L, ...) to (1, T, ...)."""
         return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1).index_select(0, self.cells)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Return (B, L, ...) for (1, T, ...), with zeros for padding."""
+        """Unpack a tensor of shape (1, T, ...) to (B, L, ...), with zeros for padding."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, self.cells, x[0]).unflatten(0, self.shape)
 
     def to_rectangle(self, x: Tensor) -> Tensor:
-        """Return (B, heads, longest, width) for (1, heads, T, width)."""
+        """Rearrange a tensor of shape (1, heads, T, width) to (B, heads, longest, width)."""
         rows = x.new_zeros(self.shape[0] * self.longest, x.shape[1], x.shape[3])
         rows = rows.index_copy(0, self.places, x[0].transpose(0, 1))
         return rows.unflatten(0, (self.shape[0], self.longest)).transpose(1, 2)
 
     def from_rectangle(self, x: Tensor) -> Tensor:
-        """Return (1, T, heads, width) for (B, longest, heads, width)."""
+        """Rearrange a tensor of shape (B, longest, heads, width) to (1, T, heads, width)."""
         return x.flatten(0, 1).index_select(0, self.places)[None]
 
 
 class UnpaddingError(WhetError):
-    """The blocks of a model got an argument that cannot be packed."""
+    """Raised if a block of a model gets an argument that cannot be packed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -92,7 +93,7 @@ class UnpaddingError(WhetError):
 
 
 def unpadding_obstacle(model: nn.Module) -> str | None:
-    """Return why the blocks of a model cannot skip padding; None if it can be tried."""
+    """Return why the blocks of a model cannot skip padding; None if there is no known reason."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return NO_TRANSFORMER
@@ -131,7 +132,7 @@ def _outermost_pretrained(module: nn.Module, kind: type[nn.Module]) -> Iterator[
 
 
 def _blocks(pretrained: nn.Module) -> list[nn.Module]:
-    """Return the blocks, in order: the only list with as many modules as the config has layers."""
+    """Return the blocks, in order: the only list whose length is the number of layers in the config."""
     count = getattr(pretrained.config, "num_hidden_layers", None)
     lists = [module for module in pretrained.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if len(lists) != 1 or len({type(block) for block in lists[0]}) != 1:
@@ -140,14 +141,14 @@ def _blocks(pretrained: nn.Module) -> list[nn.Module]:
 
 
 class Unpadding:
-    """Lets the blocks of a model skip padding while `in_use`."""
+    """Hooks that make the blocks of a model skip padding inside `in_use`."""
 
     def __init__(self, model: nn.Module) -> None:
         modeling = sys.modules["transformers.modeling_utils"]
         (pretrained,) = _outermost_pretrained(model, modeling.PreTrainedModel)
         self._interface = modeling.ALL_ATTENTION_FUNCTIONS
         self._blocks = _blocks(pretrained)
-        # The backbone inside a model with a head. A loss may call it directly.
+        # The base model inside a model with a head. A loss may call it directly.
         self._backbone = next(
             module
             for module in reversed(list(pretrained.modules()))
@@ -161,7 +162,7 @@ class Unpadding:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Compute padding while entered, even inside `in_use`."""
+        """Keep the padding inside the `with` block, even inside `in_use`."""
         self._is_suspended = True
         try:
             yield
@@ -170,7 +171,7 @@ class Unpadding:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Skip padding while entered."""
+        """Skip padding inside the `with` block."""
         before = self._interface[_ATTENTION]
 
         def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
@@ -214,14 +215,14 @@ class Unpadding:
         return tuple(inputs), named
 
     def _packed(self, layout: _Layout, value: Any, *, is_first: bool) -> Any:
-        """Return an argument of a block, packed. Hidden states are packed only before the first block."""
+        """Return a packed argument of a block. Hidden states are packed only before the first block."""
         if isinstance(value, tuple | list):
             return type(value)(self._packed(layout, item, is_first=is_first) for item in value)
         if not isinstance(value, Tensor) or not is_first:
             return value
         batch, length = layout.shape
         if value.dim() == 4 and value.shape[-1] == length:
-            # An attention mask. It is not needed, because attention is computed text by text.
+            # This is an attention mask. It is not needed, because attention is computed separately for each text.
             return None
         if value.dim() >= 2 and value.shape[1] == length and value.shape[0] in (1, batch):
             return layout.pack(value)
@@ -240,7 +241,7 @@ class Unpadding:
 def _attend(
     layout: _Layout, attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Any:
-    """Compute attention text by text. Raises UnpaddingError for options that depend on positions."""
+    """Compute attention separately for each text. Raise UnpaddingError for options that depend on positions."""
     for name in ("position_bias", "sliding_window", "cache", "s_aux"):
         if options.get(name) is not None:
             raise UnpaddingError(f"attention with {name}")
