@@ -198,7 +198,7 @@ class HostSnapshot:
         self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """Return a description of a change made by Python code that a replay would not repeat; None if there is none."""
+        """Return what Python code changed that a replay would not repeat; None if it changed nothing."""
         if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
         for saved in self._buffers.saved:

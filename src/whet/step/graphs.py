@@ -269,7 +269,7 @@ class GraphedStepper(Stepper):
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def _valid_capture(self, key: Hashable) -> _CapturedStep | None:
-        """Return the captured step for a key; None if there is none. If addresses have changed, discard all captures."""
+        """Return the captured step for a key, or None. If addresses have changed, discard all captures."""
         captured = self._captured.get(key)
         if captured is None or captured.addresses == self._addresses():
             return captured
@@ -352,7 +352,7 @@ class GraphedStepper(Stepper):
     # --- periodic checks ----------------------------------------------------------------------------------------------
 
     def _eager_loss(self, loss: MicroLoss, made: Sequence[MicroBatch], num_samples: int) -> Tensor:
-        """Compute the loss of this step eagerly, then restore the buffers and generators that the forward pass changed."""
+        """Compute the loss of this step eagerly, then restore the buffers and generators that it changed."""
         buffers, rng = BufferSnapshot(self.model), get_torch_rng(self.device)
         total: Tensor | None = None
         weights: Tensor | float | None = None

@@ -158,7 +158,7 @@ def _options(loss: Any) -> str:
 
 
 def _num_arguments(function: Callable[..., Any]) -> tuple[int, float]:
-    """Return how many positional arguments a function requires and how many it accepts; 1 for both if that is unknown."""
+    """Return how many positional arguments a function requires and how many it accepts; (1, 1) if unknown."""
     if (
         type(function) is types.FunctionType
         and not function.__dict__

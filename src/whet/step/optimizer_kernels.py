@@ -96,7 +96,7 @@ def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:
-    """Move the step counts to where torch keeps them: to the device for fused and capturable kernels, else to the CPU."""
+    """Move the step counts to where torch keeps them: the device for fused and capturable kernels, else the CPU."""
     for group in optimizer.param_groups:
         is_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
