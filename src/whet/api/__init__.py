@@ -1,1 +1,1 @@
-"""The functions of `import whet` that need recipes: training by name, checks, comparisons and searches."""
+"""Public functions that need recipes: training by name, checks, comparisons and searches."""

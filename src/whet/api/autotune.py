@@ -1,4 +1,4 @@
-"""Measure a recipe's steps and its global batch size in a separate process."""
+"""Time training steps and choose the global batch size in a separate process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +15,17 @@ from whet.machine.pressure import read_system_state
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import load_recipe
 
-# Time limit for finding the global batch size before training; the search usually takes much less.
+# Time limit of the batch size search before training. It usually takes much less.
 BATCH_SIZE_BUDGET_SECONDS = 20.0
 _BENCH_TARGET = "whet.api.autotune:open_bench"
 _FUNCTION_TARGET = "whet.api.autotune:open_function_bench"
-# Fraction of the memory that is free at the start. A bench that uses more is stopped, before the kernel's out-of-memory
+# Fraction of the memory that is free at the start. A bench that exceeds it is stopped before the kernel's out-of-memory
 # killer picks a process.
 _MAX_MEMORY_SHARE = 0.9
 
 
 def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> ProcessStepBench:
-    """Return a bench that times steps of a recipe. Entering the bench starts its process."""
+    """Return a bench that times the steps of a recipe. Its process starts when the bench is entered."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),
@@ -37,7 +37,7 @@ def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> Pr
 
 
 def function_bench(training: ScriptTraining, *, device: str) -> ProcessStepBench:
-    """Return a bench that times steps of a function that trains."""
+    """Return a bench that times the steps of a training function."""
     return _process_bench(_FUNCTION_TARGET, {"function": training.target, "device": device})
 
 
@@ -48,7 +48,7 @@ def _process_bench(target: str, arguments: Mapping[str, Any]) -> ProcessStepBenc
 
 
 def open_bench(arguments: Mapping[str, Any]) -> Any:
-    """Return the recipe's training, ready to run steps. Called in the child process."""
+    """Set up the training run of a recipe, ready to run steps. Called in the child process."""
     from whet.device.environment import configure_before_torch
 
     recipe = load_recipe(arguments["recipe"])
@@ -62,7 +62,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
     from whet.training.step_bench import LocalStepBench
     from whet.training.training_config import parse_training_config
 
-    # Use the same data, model and optimizer as a real run.
+    # Time the steps of a real run: the same data, model and optimizer.
     data = recipe.data(config)
     resolved = limit_default_batch(ResolvedConfig(config=config, given=tuple(arguments["given"])), data)
     made = prepare_recipe(recipe, resolved.config, data=data)
@@ -78,7 +78,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
 
 
 def open_function_bench(arguments: Mapping[str, Any]) -> Any:
-    """Set up the training run of a function, so that its steps can be timed. Called in the child process."""
+    """Set up the training run of a function, ready to run steps. Called in the child process."""
     from whet.device.open import current_machine
     from whet.plan.plan import make_plan
     from whet.training.step_bench import LocalStepBench
@@ -99,14 +99,14 @@ def open_function_bench(arguments: Mapping[str, Any]) -> Any:
         plan=plan,
         may_compile=True,
     )
-    # A process that is started again continues with the batch size of the one before.
+    # A process that is restarted continues with the batch size of its predecessor.
     if "global_batch_size" in arguments:
         bench.use_batch(arguments["global_batch_size"])
     return bench
 
 
 def restore_auto_batch(path: Path, resolved: ResolvedConfig[Any]) -> ResolvedConfig[Any] | None:
-    """Return the config with the global batch size that a run was started with, or None if there is no run."""
+    """Return the config with the global batch size of an existing run, or None if the folder holds no run."""
     chosen = recorded_batch_size(path, base_rates=[resolved.config.lr])
     return None if chosen is None else resolved.with_batch(chosen)
 
@@ -118,7 +118,7 @@ def find_batch_size(
     budget_seconds: float,
     on_progress: ProgressCallback | None = None,
 ) -> AutoBatch:
-    """Measure the global batch size with an open bench. The bench stays at that size."""
+    """Search for the global batch size with an open bench, and leave the bench at that size."""
     config = resolved.config
     return choose_batch_size(
         bench,
@@ -132,7 +132,7 @@ def find_batch_size(
 def resolve_auto_batch_size(
     what: str, resolved: ResolvedConfig[Any], *, device: str, on_progress: ProgressCallback | None = None
 ) -> ResolvedConfig[Any]:
-    """Return the config with a measured global batch size and the learning rate scaled to it."""
+    """Return the config with a measured global batch size and the learning rate scaled to match."""
     budget = BATCH_SIZE_BUDGET_SECONDS
     try:
         with recipe_bench(what, resolved, device=device) as bench:

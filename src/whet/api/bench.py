@@ -1,4 +1,4 @@
-"""Benchmark a recipe or a function that trains: its plan and sweeps over settings, within one time budget."""
+"""Benchmark a recipe or a training function: its plan and sweeps over settings, within one time budget."""
 
 import datetime as dt
 import time
@@ -27,15 +27,15 @@ from whet.recipes.recipe import Recipe
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 from whet.run.folder import installed_versions
 
-# Fraction of the budget after which anything still running is stopped; the 5 % are slack for the last measurement.
+# Fraction of the budget after which whatever still runs is stopped. The extra 5 % let the last measurement finish.
 _DEADLINE_SHARE = 1.05
-# Fractions of the remaining time for finding the fastest plan and for measuring the batch size.
+# Fractions of the remaining time: for finding the fastest plan, and for choosing the batch size.
 _SEARCH_SHARE = 0.4
 _BATCH_SHARE = 0.25
-# Fraction of the remaining time for a sweep of global batch sizes beside other sweeps.
+# Fraction of the remaining time for a sweep of global batch sizes if there are other sweeps.
 _BATCH_SWEEP_SHARE = 0.5
 BATCH = "global_batch_size"
-# Relative time per sweep (default 1): these sweeps have more values or matter more.
+# Relative time per sweep (default 1). These sweeps have more values or matter more.
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
 
 LogLine = Callable[[str], None]
@@ -43,23 +43,23 @@ LogLine = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """The training run, sweeps and time budget of a benchmark."""
+    """The training run, the sweeps and the time budget of a benchmark."""
 
     what: str
-    """The recipe or function, as accepted by `load_training`."""
+    """The recipe or training function, as accepted by `load_training`."""
     training: Recipe | ScriptTraining
     resolved: ResolvedConfig[Any] | None = None
-    """The config of a recipe; None for a function."""
+    """The config of a recipe, or None for a function."""
     device: str = "auto"
     sweeps: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
-    """The settings to sweep, with the values that the user names; without values, whet chooses them."""
+    """The settings to sweep, with their values. whet chooses the values of a setting that maps to an empty sequence."""
     is_against_naive: bool = False
     is_searched: bool = False
     budget_seconds: float = 120.0
 
 
 def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback | None = None) -> BenchResult:
-    """Start a process for the training run and measure it. The budget starts when this function is called."""
+    """Run a benchmark: start a process for the training run and measure it. The time budget starts with this call."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
     sweeps: list[BenchSweep] = []
@@ -81,7 +81,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
             own = result.settings
             _log_all(result.summary, log)
         context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_system_state=SystemStateReader())
-        # Measure the load before and after the sweeps: load from other processes distorts the numbers and is reported.
+        # Sample the CPU load before and after the sweeps. Other processes distort the results, so the load is reported.
         context.cpu_use.append(cpu_percent() or 0.0)
         sweeps += _measure_sweeps(request, context, ends_at=ends_at, log=log)
         context.cpu_use.append(cpu_percent() or 0.0)
@@ -98,13 +98,13 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
         spent_seconds=time.perf_counter() - started,
         sweeps=tuple(sweeps),
         disturbances=noted,
-        # Leave the platform out: `machine` already describes the system.
+        # Omit the platform, because `machine` already describes it.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
     )
 
 
 def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> BenchSweep:
-    """Return measured global batch sizes as a sweep."""
+    """Return the measured global batch sizes as a sweep."""
     rows = []
     for point in points:
         rate = None
@@ -140,7 +140,7 @@ def _sweep_batch_sizes(
 ) -> BenchSweep:
     sizes = batch_sizes_to_sweep(steps.plan, request.sweeps[BATCH])
     log(f"measuring {BATCH}: {', '.join(map(str, sizes))} ...")
-    # The other sweeps need time too.
+    # Leave time for the other sweeps.
     share = _BATCH_SWEEP_SHARE if len(request.sweeps) > 1 or request.is_against_naive else 1.0
     budget = share * (ends_at - steps.clock())
     points = measure_batch_sizes(steps, sizes, budget_seconds=budget, on_progress=on_progress)
@@ -155,7 +155,7 @@ def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBe
     else:
         assert request.resolved is not None
         steps = recipe_bench(request.what, request.resolved, device=request.device)
-    # A hard limit: a step that hangs would otherwise block the whole benchmark.
+    # A hard limit, because a step that hangs would block the whole benchmark.
     steps.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
     try:
         steps.__enter__()
@@ -170,7 +170,7 @@ def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBe
 def _measure_sweeps(
     request: BenchRequest, context: BenchmarkContext, *, ends_at: float, log: LogLine
 ) -> Iterator[BenchSweep]:
-    """Measure the sweeps one after another, each with its share of the remaining time."""
+    """Measure the sweeps one after another, each within its share of the remaining time."""
     clock = context.bench.clock
     planned = list(_planned_sweeps(request, context))
     for number, (name, variants) in enumerate(planned):

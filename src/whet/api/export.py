@@ -27,8 +27,8 @@ def export_model(
 ) -> ExportResult:
     """Export the model of a run to the folder `out`, by default RUN-FORMAT in the current folder.
 
-    The folder also contains whet-export.json: the step of the weights, and what the recipe knows about the model. A run
-    that was trained from Python needs `model`, a function that makes the model, for all formats but safetensors.
+    The folder also contains whet-export.json with the step of the weights and the recipe's facts about the model. For a
+    run that was trained from Python, every format except safetensors needs `model`: a function that returns the model.
     """
     run = run if isinstance(run, Run) else open_run(run)
     write = _writer(run, to=to, checkpoint=checkpoint, recipe=recipe, model=model)
@@ -47,7 +47,7 @@ def export_model(
 
 
 Writer = Callable[[Path], tuple[int, dict[str, Any]]]
-"""Writes the files of a model into a folder; returns the step of the weights and facts for the manifest."""
+"""Write the files of a model into a folder. Return the step of the weights and facts for the manifest."""
 
 
 def _writer(run: Run, *, to: str, checkpoint: str, recipe: str | None, model: str | None) -> Writer:
@@ -69,7 +69,7 @@ def _writer(run: Run, *, to: str, checkpoint: str, recipe: str | None, model: st
 
 
 def _write_checkpoint(run: Run, folder: Path, *, checkpoint: str) -> tuple[int, dict[str, Any]]:
-    """Write the weights as they are in a checkpoint, which needs no model. Shared weights appear under one name."""
+    """Write the weights of a checkpoint as they are, without a model. Shared weights are written once."""
     from safetensors.torch import save_file
 
     from whet.checkpoint.snapshot import has_average, trained_weights
@@ -81,7 +81,7 @@ def _write_checkpoint(run: Run, folder: Path, *, checkpoint: str) -> tuple[int, 
 
 
 def _write_own_model(run: Run, model: Any, folder: Path, *, to: str, checkpoint: str) -> tuple[int, dict[str, Any]]:
-    """Write a model that the user's code made, with the weights of the run."""
+    """Write a model that the user's function returned, with the weights of the run."""
     from safetensors.torch import save_model
 
     from whet.training.weights import load_weights
@@ -98,7 +98,7 @@ def _write_own_model(run: Run, model: Any, folder: Path, *, to: str, checkpoint:
 
 
 def _earlier_export_files(folder: Path) -> Callable[[str], bool]:
-    """Return a predicate for files that an earlier export wrote to the folder. Only those may be replaced."""
+    """Return a predicate that is true for files of an earlier export. Only those may be replaced."""
     names = {EXPORT_MANIFEST}
     try:
         manifest = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())

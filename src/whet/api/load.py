@@ -1,4 +1,4 @@
-"""Load what a run has trained: its weights into your model (`whet.load`), or its recipe with the trained model."""
+"""Load the results of a run: its weights into your model (`whet.load`), or its recipe with the trained model."""
 
 import shlex
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ def load(
     *,
     ema: bool = True,
 ) -> ModelT:
-    """Load the weights of a run into a model, and return the model.
+    """Load the weights of a run into a model and return the model.
 
-    The names and shapes of all parameters and buffers must match; otherwise an error lists those that do not, and the
-    model is unchanged. Checkpoints are safetensors files: nothing is unpickled. The mode of the model (train or eval)
-    is not changed.
+    The names and shapes of all parameters and buffers must match; otherwise an error lists the mismatches and the model
+    is left unchanged. Checkpoints are safetensors files: nothing is unpickled. The mode of the model (train or eval) is
+    not changed.
 
     >>> import tempfile, torch
     >>> from whet import train
@@ -50,11 +50,11 @@ def load(
 
     Args:
         run: A run folder, the result of `whet.train`, or a folder that `whet import` made.
-        model: A model that is built like the one that was trained, or a dict of models as for `whet.Session`. A
+        model: A model with the same structure as the trained one, or a dict of models as for `whet.Session`. A
             compiled model is accepted too.
-        which: "best" (of the goal; without a goal the last one), "last", or the step of a checkpoint.
-        ema: Load the moving average of the weights, if the run has one (`ema=True` in training): the weights that
-            were evaluated. A line on standard error says so.
+        which: "best" (by the goal; "last" if the run has no goal), "last", or the step of a checkpoint.
+        ema: Load the moving average of the weights if the run has one (`ema=True` in training). These are the weights
+            that were evaluated. A line on standard error reports it.
     """
     from torch import nn
 
@@ -72,7 +72,7 @@ def load(
     container = as_module(model)
     if not isinstance(container, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="whet.load(run, MyModel())")
-    # torch.compile wraps the model and puts its own name in front of every weight.
+    # torch.compile wraps the model and prefixes the name of every weight.
     inner = getattr(container, "_orig_mod", container)
     path = Path(folder).expanduser()
     if is_import(path) or path.is_file():
@@ -88,10 +88,10 @@ def load(
 
 
 def recipe_spec(run: Run, *, given: str | None = None, command: str = "prove") -> str:
-    """Return the recipe of a run, as accepted by `load_recipe`. `given` is required for a user-defined recipe.
+    """Return the recipe of a run, as accepted by `load_recipe`. A user-defined recipe must be `given`.
 
-    A run folder may come from an untrusted source and must not decide which code is executed. Only built-in recipes are
-    loaded by the name that the run stores.
+    A run folder may come from an untrusted source, so it must not decide which code is executed: only built-in recipes
+    are loaded by the name stored in the run.
     """
     if given is None and run.header.recipe not in BUILT_IN:
         if not run.header.command:
@@ -108,7 +108,7 @@ _INSTEAD = {
 
 
 def python_run_error(run: Run, command: str) -> UsageError:
-    """Return the error for a command that needs the code of a run that was trained from Python."""
+    """Return the error for a command that needs the Python code of a run."""
     script = None if run.header.script is None else short_script(run.header.script)
     shown = short_path(run.path)
     file = "FILE.py" if script is None else shlex.quote(script.partition(":")[0])
@@ -125,7 +125,7 @@ def python_run_error(run: Run, command: str) -> UsageError:
 def load_model(word: str) -> Any:
     """Call a user's function and return its model.
 
-    The function may return the model, return a tuple that starts with it, or train it.
+    The function may return the model or a tuple that starts with it, or it may train the model.
     """
     from torch import nn
 
@@ -137,12 +137,12 @@ def load_model(word: str) -> Any:
 
 
 def load_run_recipe(run: Run, *, given: str | None = None, command: str = "predict") -> Recipe:
-    """Load the recipe of a run. `given` is required for a user-defined recipe."""
+    """Load the recipe of a run. A user-defined recipe must be `given`."""
     return load_recipe(recipe_spec(run, given=given, command=command))
 
 
 def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, Any, int]:
-    """Return (model, predictor, step) with the weights of a checkpoint, in evaluation mode, on the CPU."""
+    """Return (model, predictor, step): the model with the weights of a checkpoint, in eval mode on the CPU."""
     from whet.training.weights import load_weights
 
     try:

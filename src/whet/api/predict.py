@@ -1,4 +1,4 @@
-"""Predict arrays with a model of the user: inputs from .npy or .safetensors, outputs to .npy."""
+"""Run a user's model on arrays: inputs from .npy or .safetensors, outputs to .npy."""
 
 import io
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _TRY = "--model FILE.py:make_model inputs.npy --out predictions.npy"
 def predict_arrays(
     run: Run, word: str, file: Path, out: Path, *, which: str = "best", batch: int = 64, device: str = "auto"
 ) -> tuple[int, ...]:
-    """Write the outputs of the model for every row of a file, in order; return their shape.
+    """Write the outputs of the model for every row of a file, in order, and return their shape.
 
-    A .npy file holds the only input of the model. The tensors of a .safetensors file are passed by name.
+    A .npy file is the model's only input. The tensors of a .safetensors file are passed by name.
     """
     import numpy as np
     import torch
@@ -55,7 +55,7 @@ def predict_arrays(
 
 
 def read_inputs(file: Path) -> "dict[str, Tensor]":
-    """Return the tensors of a file by name; the name of the array of a .npy file is empty. Nothing is unpickled."""
+    """Return the tensors of a file by name. The array of a .npy file has an empty name. Nothing is unpickled."""
     import numpy as np
     import torch
     from safetensors import SafetensorError
@@ -93,12 +93,12 @@ def _checked_output(out: Path, run: Run) -> Path:
 
 
 def _placed(tensor: "Tensor", device: "torch.device", dtype: "torch.dtype") -> "Tensor":
-    # NumPy arrays are float64 by default, so convert to the model's dtype.
+    # Convert to the model's dtype: NumPy arrays are float64 by default.
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
 def _output(returned: Any) -> "Tensor":
-    """Return the tensor among the outputs of a model: the only one, the logits, or the first."""
+    """Return the tensor in the output of a model: the output itself, the logits, or the first element."""
     from torch import Tensor
 
     if isinstance(returned, Mapping):

@@ -1,4 +1,4 @@
-"""Trainings that `whet prove` can kill and resume: short segments of a recipe or of a function that trains."""
+"""Training runs that `whet prove` can kill and resume: short segments of a recipe or of a training function."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ _FUNCTION_TARGET = "whet.api.prove:train_function_segment"
 def training_from_args(
     what: str, args: Sequence[str], *, file: Path | None, device: str
 ) -> tuple[str, ProvableTraining]:
-    """Return the name and the training run of a recipe, configured by key=value arguments, or of a function."""
+    """Return the name and training run of a recipe, configured by key=value arguments, or of a training function."""
     loaded = load_training(what)
     if isinstance(loaded, ScriptTraining):
         if args or file:
@@ -32,9 +32,9 @@ def training_from_args(
 
 
 def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[str, ProvableTraining]:
-    """Return the name and the training run of a run folder, with the settings saved in it."""
+    """Return the name and training run of an existing run folder, with its saved settings."""
     run = open_run(path)
-    # The folder must not choose which code is executed: only the user does, by naming a file.
+    # The folder must not choose which code is executed. Only the user may, by naming a file.
     what = recipe_spec(run, given=file, command="prove")
     recipe = load_training(what)
     if isinstance(recipe, ScriptTraining):
@@ -47,13 +47,13 @@ def training_from_run(path: Path, *, file: str | None, device: str) -> tuple[str
 
 
 def provable_function(training: ScriptTraining, *, device: str) -> ProvableTraining:
-    """Return the training run of a function. Each process calls the function, and its run folder is redirected."""
+    """Return the training run of a function. Every process calls the function, with its run folder redirected."""
     arguments = {"function": training.target, "config": dict(training.config.config), "device": device}
     return ProvableTraining(target=_FUNCTION_TARGET, arguments=arguments)
 
 
 def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], *, device: str) -> ProvableTraining:
-    """Return the training run of a recipe with its config."""
+    """Return the training run of a recipe with the given config."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),
@@ -66,7 +66,7 @@ def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], 
 
 
 def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
-    """Start or resume the segment in a run folder. Called in a child process, which may be killed at any time."""
+    """Start or resume a segment in a run folder. Called in a child process that may be killed at any time."""
     from whet.device.environment import configure_before_torch
 
     recipe = load_recipe(arguments["recipe"])
@@ -77,14 +77,14 @@ def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> Non
 
     changes = recipe_segment_changes(config, steps=arguments["steps"], every=arguments["every"])
     segment = config.model_copy(update=changes)
-    # Mark the interval as set by the user, so that the plan keeps the checkpoint interval of the proof.
+    # Mark the interval as given by the user, so that the plan does not change it.
     resolved = ResolvedConfig(config=segment, given=(*arguments["given"], "checkpoint_steps"))
     command = ["whet", "prove", arguments["recipe"]]
     train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, on_event=on_event)
 
 
 def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
-    """Start or resume the segment of a function in a run folder. Called in a child process."""
+    """Start or resume a segment of a training function in a run folder. Called in a child process."""
     from whet.device.rng import seed_everything
     from whet.training.intercept import Interception, ProofSegment, SegmentEnded, intercept
 
@@ -97,8 +97,9 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
         on_event=on_event,
         command=("whet", "prove", word),
     )
-    # A function that does not seed torch gives the same weights to each new run, so that runs can be compared, and
-    # others to a process that resumes, as in a real interruption: what a checkpoint does not restore then shows.
+    # A function that does not seed torch gets the same initial weights in every new run, so that runs can be compared.
+    # A process that resumes gets other weights, as after a real interruption, which reveals what a checkpoint does not
+    # restore.
     seed_everything(1 if (run / RUN_FILE).exists() else 0)
     with intercept(Interception(segment)) as interception, script_arguments(word):
         try:
@@ -110,14 +111,14 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
 
 
 def preload(arguments: dict[str, Any]) -> None:
-    """Import the modules that a segment needs, before the process is forked."""
+    """Import the modules that a segment needs before the process forks."""
     word = arguments.get("recipe") or arguments["function"]
     with script_arguments(word):
         load_factory(word)
 
 
 def recipe_segment_changes(config: CommonConfig, *, steps: int, every: int) -> dict[str, Any]:
-    """Return the overrides that turn a training into a segment: fewer steps, more frequent saves and evaluations."""
+    """Return the overrides that make a run a short segment: fewer steps, more frequent saves and evaluations."""
     from whet.training.intercept import segment_changes
 
     own = config.checkpoint_steps
@@ -128,7 +129,7 @@ def recipe_segment_changes(config: CommonConfig, *, steps: int, every: int) -> d
 
 
 def describe_changes(requested: Mapping[str, Any], trained: Mapping[str, Any]) -> tuple[str, ...]:
-    """Describe how the trained config differs from the requested one, one line per key."""
+    """Describe how the trained config differs from the requested one, in one line per key."""
     return tuple(
         f"{key}={trained.get(key)} instead of {requested[key]}"
         for key in requested

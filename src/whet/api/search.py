@@ -43,24 +43,24 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 _TRIAL_TARGET = "whet.api.trial:train_trial"
-# File systems allow names of 255 bytes. The rest is a margin.
+# File systems allow names of 255 bytes; the rest is a margin.
 _MAX_NAME_BYTES = 200
-# The attribute of the Optuna study that holds a copy of the configuration, for machines that share only the storage.
+# Attribute of the Optuna study that holds a copy of the configuration, for machines that share only the storage.
 _STUDY_ATTRIBUTE = "whet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSearch:
-    """A validated search. Nothing has been written yet."""
+    """A validated search, before anything is written."""
 
     recipe: str
-    """The recipe, in a form that the process of a trial can load."""
+    """The recipe as a name or an absolute path that the process of a trial can load."""
     config: SearchConfig
     folder: Path
     device: str = "auto"
 
     def num_trials(self, trials: int) -> int:
-        """Return the number of trials, at most `trials`; a grid may have fewer points."""
+        """Return the number of trials to run: `trials`, or fewer if a grid has fewer points."""
         points = samplers.num_points(self.config.sampler, self.config.space)
         return trials if points is None else min(trials, points)
 
@@ -138,7 +138,7 @@ def prepare_search(
     pruner: str = "PercentilePruner",
     device: str = "auto",
 ) -> PreparedSearch:
-    """Parse and check a search."""
+    """Parse and validate the arguments of a search."""
     recipe = load_recipe(what)
     from_file = flatten(dict(read_config(recipe.Config, file))) if file else {}
     space, fixed = read_space(recipe.Config, args, file=from_file)
@@ -169,7 +169,7 @@ def prepare_search(
         sampler=sampler,
         pruner=pruner,
     )
-    # Report unknown names and invalid combinations now instead of after the first trial.
+    # Report unknown names and invalid combinations before the first trial starts.
     samplers.make_sampler(sampler, space, seed=0, number=0)
     samplers.make_pruner(pruner)
     return PreparedSearch(recipe=_absolute_recipe(what), config=config, folder=folder, device=device)
@@ -186,7 +186,7 @@ def run_search(
     on_trial: Callable[[FinishedTrial], None] | None = None,
     stop: threading.Event | None = None,
 ) -> SearchResult:
-    """Train trials until the search is complete, and write its result."""
+    """Run trials until the search is complete, and write its result."""
     started = time.monotonic()
     _check_limits(trials=trials, jobs=jobs, timeout=timeout)
     config, folder = prepared.config, prepared.folder
@@ -203,7 +203,7 @@ def run_search(
     devices = devices_for(prepared.device, jobs=jobs, log=log)
     durable.make_directory(folder)
     earlier_seconds = _earlier_seconds(folder)
-    # Remove the folder again if an error occurs before the first write.
+    # Remove the folder if an error occurs before anything is written to it.
     with _remove_if_empty(folder), open_storage(storage, folder=folder) as opened:
         if saved is not None:
             _check_storage(opened, config, url=storage)
@@ -233,12 +233,12 @@ def run_search(
 
 
 SeededSettings = Callable[[ClaimedTrial], tuple[dict[str, Any], int]]
-"""Returns the settings and the seed of a trial."""
+"""Return the settings and the seed of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrialRunner:
-    """Trains the trials of a study, one worker per device."""
+    """Runs the trials of a study with one worker per device."""
 
     prepared: PreparedSearch
     devices: list[str]
@@ -250,7 +250,7 @@ class _TrialRunner:
         return self.stop.is_set() or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def run(self, study: SearchStudy, settings: SeededSettings, *, max_trials: int, part: TrialKind = "trial") -> None:
-        """Train trials until `max_trials` have ended or the search is stopped."""
+        """Run trials until `max_trials` have ended or the search is stopped."""
         workers = [
             WorkerConfig(
                 target=_TRIAL_TARGET,
@@ -281,15 +281,15 @@ def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchSt
         chosen = claimed.trial.params
         return dict(params[chosen[results.TRIAL_KEY]]), chosen[results.SEED_KEY]
 
-    # max_trials=0: train only the trials that are already enqueued.
+    # max_trials=0 runs only the trials that are already enqueued.
     runner.run(seed_study, settings, max_trials=0, part="seed")
 
 
 def winning_args(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[str, ...]:
-    """Return the arguments of the final training: the options shared by all trials, and the best settings."""
+    """Return the arguments for the final training run: the options shared by all trials, and the best settings."""
     from whet.run.search_result import is_search, read_search
 
-    # Ignore a folder of this name that holds no search, such as a data folder.
+    # Skip a folder of this name that holds no search, such as a data folder.
     folder = Path(name) if is_search(Path(name)) else root / name
     result = read_search(folder)
     own = load_recipe(recipe).name
@@ -314,11 +314,11 @@ def _make_task(
     config = prepared.config
     values, seed = settings(claimed)
     fixed = {**config.fixed, "seed": seed}
-    # Limit the threads: concurrent trials on one CPU would oversubscribe it with one thread per core each.
+    # Limit the threads: concurrent trials on one CPU would otherwise start one thread per core each.
     if jobs > 1 and device in ("auto", "cpu") and "threads" not in fixed:
         fixed["threads"] = max(1, (psutil.cpu_count(logical=False) or 1) // jobs)
     args = [as_argument(key, value) for key, value in {**fixed, **values}.items()]
-    # Resolve here, so that an invalid combination of settings fails in the parent process.
+    # Resolve the config here, so that an invalid combination of settings fails in the parent process.
     resolve_config(load_recipe(prepared.recipe).Config, args)
     run = prepared.folder / f"{part}-{claimed.number:04d}"
     # A run that was started on another machine does not exist here, so its trial starts over.
@@ -365,7 +365,7 @@ def _open_seed_study(storage: "BaseStorage", config: SearchConfig) -> SearchStud
 
 
 def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
-    """Compare the configuration with the one stored in the study, or store it there."""
+    """Check the configuration against the one in the study, or store it if the study has none."""
     number = storage.get_study_id_from_name(config.name)
     stored = storage.get_study_user_attrs(number).get(_STUDY_ATTRIBUTE)
     if stored is None:
@@ -375,7 +375,7 @@ def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
 
 
 def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | None) -> None:
-    """Reject a different storage than before: the search would start over in the folders of earlier trials."""
+    """Reject a storage other than that of the earlier trials: the search would start over in their folders."""
     if config.name not in {study.study_name for study in storage.get_all_studies()}:
         raise UsageError(
             "the trials of this search are not in that storage",
@@ -385,7 +385,7 @@ def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | N
 
 
 def _earlier_seconds(folder: Path) -> float:
-    """Return the seconds that a resumed search has taken so far."""
+    """Return the seconds that earlier sessions of the search took."""
     from whet.run.search_result import is_search, read_search
 
     with contextlib.suppress(UsageError):
@@ -404,7 +404,7 @@ def _remove_if_empty(folder: Path) -> Iterator[None]:
 
 
 def _absolute_recipe(what: str) -> str:
-    """Make the path of a recipe file absolute: the process of a trial may have another working directory."""
+    """Make the path of a recipe file absolute, because a trial may run in another working directory."""
     place, colon, factory = what.partition(":")
     return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
 

@@ -1,7 +1,7 @@
-"""Resolve the target of a command: a recipe, a function that trains, or a function that makes a model.
+"""Resolve the target of a command: a recipe, a training function, or a function that returns a model.
 
-`path.py`, `path.py:function` and `module:function` mean the same for every command. A function that trains calls
-`whet.train` or `whet.Session`. It is called here and stopped before its first step; nothing is written.
+`path.py`, `path.py:function` and `module:function` mean the same for every command. A training function calls
+`whet.train` or `whet.Session`. It is called here and stopped before its first step, and nothing is written.
 """
 
 import inspect
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from whet.training.run_config import RunConfig
 
 TRAINING_NAMES = ("recipe", "main")
-"""Functions that `path.py` alone may mean, for commands that train."""
+"""Names of functions that `path.py` without a function refers to, in commands that train."""
 MODEL_NAMES = ("recipe", "model", "main")
-"""Functions that `path.py` alone may mean, for commands that verify a model."""
+"""Names of functions that `path.py` without a function refers to, in commands that verify a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptTraining:
-    """The training run of a function, as it called `whet.train` or `whet.Session`."""
+    """The training run of a function, with the arguments it passed to `whet.train` or `whet.Session`."""
 
     target: str
-    """The function as `path.py:function` or `module:function`, valid in any working folder."""
+    """The function as `path.py:function` or `module:function`, valid in any working directory."""
     name: str
-    """A name for run folders and reports: that of the file."""
+    """The name of the file, used for run folders and reports."""
     config: "RunConfig"
     loss: "LossFunction"
 
 
 def load_training(target: str) -> Recipe | ScriptTraining:
-    """Return the recipe that `target` names, or the training run that a function makes."""
+    """Return the recipe named by `target`, or the training run that its function starts."""
     if target in BUILT_IN:
         return validate_recipe(load_factory(target)(), target)
     made = call_function(load_function(target, default=TRAINING_NAMES), target)
@@ -53,9 +53,9 @@ def load_training(target: str) -> Recipe | ScriptTraining:
 
 
 def measured_workload(training: ScriptTraining) -> "Workload":
-    """Return the workload of a script, with the memory and FLOPs per sample, to plan for other machines.
+    """Return the workload of a script with its memory and FLOPs per sample, for planning on other machines.
 
-    A few samples are computed on this machine. What cannot be measured stays unknown.
+    A few samples are computed on this machine. Values that cannot be measured stay unknown.
     """
     from whet.training.run_config import plan_from_rules
     from whet.training.step_bench import LocalStepBench
@@ -73,13 +73,13 @@ def measured_workload(training: ScriptTraining) -> "Workload":
         with bench:
             workload = bench.workload_for_other_machines()
     except Exception:
-        # An iterable dataset cannot be read twice. The plan then leaves the micro-batch to the run.
+        # An iterable dataset cannot be read twice, so the run itself must choose the micro-batch.
         workload = config.workload
     return workload.model_copy(update={"recipe": training.name})
 
 
 def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]:
-    """Return the function that `target` names: one that takes no arguments, of a file that only defines it."""
+    """Import the function named by `target`. It must take no arguments and must not run when its file is imported."""
     try:
         with intercept(Interception()), script_arguments(target):
             function = load_factory(target, default=default)
@@ -94,7 +94,7 @@ def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]
 
 
 def call_function(function: Callable[[], Any], target: str) -> Any:
-    """Call a function and return its result, or a ScriptTraining if it trains."""
+    """Call a function and return its result, or a ScriptTraining if the function trains."""
     try:
         with intercept(Interception()), script_arguments(target):
             return function()
@@ -110,7 +110,7 @@ def call_function(function: Callable[[], Any], target: str) -> Any:
 
 
 def check_no_arguments(function: Callable[..., Any], target: str) -> None:
-    """Raise for a function that cannot be called without arguments."""
+    """Raise an error for a function that has required arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`whet.train`: train a model, or a recipe by its name."""
+"""`whet.train`: train a model, or a recipe by name."""
 
 import functools
 import shlex
@@ -96,7 +96,7 @@ def train(
 ) -> TrainResult: ...
 
 
-# The signature that help() shows is that of the first overload.
+# help() shows the signature of the first overload.
 @functools.wraps(loop.train, assigned=())
 def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
     """Train a model: probe the machine, plan, train and save checkpoints. The same call with the same `run` resumes.
@@ -195,8 +195,8 @@ def train_by_name(
     config: str | Path | None = None,
     **settings: Any,
 ) -> TrainResult:
-    """Train a recipe by its name or file in this process, like `whet train`."""
-    # Imported here: training a model of your own needs no recipe.
+    """Train a recipe, given by name or file, in this process, like `whet train`."""
+    # Imported here, because training your own model needs no recipe.
     from whet.api.autotune import recipe_bench
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import load_recipe
@@ -239,7 +239,7 @@ def train_by_name(
 def _resolve_batch(
     what: str, resolved: "ResolvedConfig[Any]", path: Path, *, device: str, measure: bool
 ) -> "ResolvedConfig[Any]":
-    """Replace global_batch_size=auto by the batch of the existing run, or by a measured one."""
+    """Replace global_batch_size=auto with the batch size of the existing run or with a measured one."""
     from whet.api.autotune import resolve_auto_batch_size, restore_auto_batch
     from whet.config.resolve import auto_batch_error
 
@@ -250,7 +250,7 @@ def _resolve_batch(
 
 
 def _command(what: str, values: Mapping[str, Any], file: Path | None, *, device: str, run: Path) -> list[str]:
-    """Return the command line of the same training run. It resumes the run."""
+    """Return the command line of the same training run, which also resumes it."""
     from whet.config.sources import as_argument, flatten
 
     settings = [as_argument(key, value) for key, value in flatten(dict(values)).items()]

@@ -1,4 +1,4 @@
-"""Train one trial of a search, in its own process, without the test split."""
+"""Train one trial of a search in its own process, without the test split."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def train_trial(arguments: dict[str, Any], may_continue: "EvaluationCallback") -> int:
-    """Start or resume the run of a trial and return the exit code. Called in the trial's process."""
+    """Start or resume the run of a trial and return its exit code. Called in the process of the trial."""
     from whet.device.environment import configure_before_torch
     from whet.hpo.trial_process import request_stop
 
@@ -27,8 +27,7 @@ def train_trial(arguments: dict[str, Any], may_continue: "EvaluationCallback") -
     from whet.data.columns import count_samples
     from whet.recipes.runner import train_recipe
 
-    # The split and the subset use the seed of the search, not of the trial, so that all trials train on the same
-    # samples.
+    # The split and the subset use the seed of the search, so that all trials train on the same samples.
     all_data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
     data = _TrialData(all_data, fraction=arguments["subset"], seed=arguments["split_seed"])
     if data.is_part:
@@ -45,7 +44,7 @@ def train_trial(arguments: dict[str, Any], may_continue: "EvaluationCallback") -
         if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
             return
         is_last = total_steps is not None and fields["step"] >= total_steps
-        # Compare trials at the same evaluation, counted from 1. The last evaluation may come early.
+        # Compare trials at the same evaluation, counted from 1. The last evaluation may come earlier than its interval.
         number = math.ceil(fields["step"] / every)
         if not may_continue(number, float(fields[goal]), is_last):
             request_stop()
@@ -66,7 +65,7 @@ def train_trial(arguments: dict[str, Any], may_continue: "EvaluationCallback") -
 
 
 class _TrialData:
-    """The data of a recipe with a subset of the training split and no test split: a search must never see test data."""
+    """The data of a recipe with a subset of the training split and no test split, which a search must never see."""
 
     def __init__(self, data: Any, *, fraction: float, seed: int) -> None:
         from whet.data.columns import subset

@@ -43,11 +43,11 @@ def check(
             (model, inputs, loss).
         args: Options of a recipe, such as "lr=1e-4".
         device: "mps", "cuda" or "cpu"; by default that of `machine`, else "mps".
-        machine: A known machine, a machine file, or a `Machine`, whose memory and versions count.
+        machine: The name of a known machine, a machine file, or a `Machine`. Its memory and versions are used.
         config: A config file for a recipe.
         is_causal: Whether the model must be causal.
-        torch: A version of torch such as "2.15", which need not be installed; by default that of a machine with MPS,
-            else the installed one.
+        torch: A torch version such as "2.15", which need not be installed; by default that of the machine if it has
+            MPS, else the installed one.
 
     >>> whet.check("text", device="mps").findings  # doctest: +SKIP
     ()
@@ -90,18 +90,18 @@ def compare(
     precisions: Sequence[str] | None = None,
     out: str | Path | None = None,
 ) -> ParityResult:
-    """Compare a device with the CPU: loss, every gradient, the update, several steps, repeatability, lower precision.
+    """Compare a device with the CPU: loss, gradients, update, several steps, repeatability and lower precision.
 
     Args:
-        what: A recipe, a file, or a model. A model is copied, not changed.
+        what: A recipe, a file, or a model. Copies of the model are used; the model itself is not changed.
         inputs: Example inputs for a model: a tuple or dict of tensors.
         loss: Called with the model and the inputs; by default the model's output is used.
         args: Options of a recipe, such as "lr=1e-4".
         devices: For example ["cpu", "mps"]; by default the best device of this machine.
-        steps: How many training steps are compared.
-        size: Samples of the batch.
+        steps: Number of training steps to compare.
+        size: Samples per batch.
         precisions: Lower precisions to compare.
-        out: Where a program is written that reproduces a wrong operator; `result.located` names the operator.
+        out: File for a program that reproduces a wrong operator. `result.located` names the operator.
 
     >>> whet.compare(model, (x,), devices=["cpu", "mps"]).agrees  # doctest: +SKIP
     True
@@ -129,7 +129,7 @@ def compare(
 def load_spec(
     what: str, args: Sequence[str] = (), *, file: Path | None = None, is_causal: bool = False
 ) -> TrainableSpec:
-    """Load a recipe with its options, or a model from a factory function."""
+    """Load a recipe with its options, or a model from a function that returns it."""
     factory = load_function(what, default=MODEL_NAMES)
     kind = _returned_kind(factory, what)
     if kind is Recipe:
@@ -149,7 +149,7 @@ def load_spec(
 
 
 def model_spec(model: Any, inputs: Any, loss: Callable[..., Any] | None = None) -> TrainableSpec:
-    """Describe an existing model. Copies of it are verified, not the model itself."""
+    """Describe an existing model for verification. Copies of the model are verified, not the model itself."""
     name = type(model).__name__
 
     def make() -> Trainable:
@@ -160,7 +160,7 @@ def model_spec(model: Any, inputs: Any, loss: Callable[..., Any] | None = None) 
 
 
 def _returned_kind(factory: Callable[[], Any], word: str) -> type:
-    """Return Recipe, ScriptTraining, or object for a model. A model is built with fake tensors, which use no memory."""
+    """Return Recipe, ScriptTraining, or object for a model. The model has fake tensors, which use no memory."""
     if getattr(factory, "__name__", "") == "recipe":
         return Recipe if isinstance(factory(), Recipe) else object
     if getattr(factory, "__name__", "") in TRAINING_NAMES:
@@ -170,7 +170,8 @@ def _returned_kind(factory: Callable[[], Any], word: str) -> type:
             warnings.simplefilter("ignore")
             made = call_function(factory, word)
     except Exception:
-        # It cannot run with fake tensors. A file that uses whet probably trains; otherwise the check reports the error.
+        # The function cannot run with fake tensors. If its file uses whet, it probably trains; otherwise the check
+        # reports the error.
         module = vars(sys.modules.get(getattr(factory, "__module__", "")) or object)
         uses_whet = any(getattr(value, "__name__", "").partition(".")[0] == "whet" for value in module.values())
         return ScriptTraining if uses_whet else object
@@ -178,7 +179,7 @@ def _returned_kind(factory: Callable[[], Any], word: str) -> type:
 
 
 def _call_training(function: Callable[[], Any], name: str) -> Trainable:
-    """Return the model, loss and data of a function that trains, as it passed them to `whet.train`."""
+    """Return the model, loss and data that a training function passed to `whet.train`."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -194,7 +195,7 @@ def _call_training(function: Callable[[], Any], name: str) -> Trainable:
         )
     config = training.config
     if mode is not None:
-        # In place: the loss function refers to this model.
+        # Replace the weights in place, because the loss function refers to this model.
         use_fake_weights(config.model, mode)
 
     def make_batch(size: int) -> MicroBatch:
@@ -213,7 +214,7 @@ def _call_training(function: Callable[[], Any], name: str) -> Trainable:
 
 
 def _closest_choice(optimizer: Any) -> OptimizerChoice:
-    """Return the optimizer that whet builds for a check: that of the user where there is one like it, else AdamW."""
+    """Return the optimizer that a check builds: the counterpart of the user's if whet has one, else AdamW."""
     name = type(optimizer).__name__.lower()
     group = optimizer.param_groups[0]
     if name not in ("adamw", "sgd", "adafactor"):
@@ -261,7 +262,7 @@ def _recipe_spec(recipe: Recipe, args: Sequence[str], *, file: Path | None) -> T
 
 
 def _default_device(machine: Machine | None) -> str:
-    """Return the device of the machine, or MPS without a machine because it has the most limitations."""
+    """Return the device of the machine. Without a machine, return MPS, which has the most limitations."""
     if machine is None:
         return "mps"
     return machine.accelerators[0].kind if machine.accelerators else "cpu"

@@ -1,1 +1,1 @@
-"""Measures candidate settings with real optimizer steps and keeps those that finish the run sooner."""
+"""Settings chosen by measurement: real optimizer steps are timed, and what finishes the run sooner is kept."""

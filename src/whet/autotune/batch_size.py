@@ -1,7 +1,7 @@
 """The batch size finder: the smallest global batch within 10 % of the highest throughput.
 
 Each size is measured under the rule-based plan for that size. Only one size can be prepared at a time, so the finder
-visits sizes upward and then downward. A drift in machine speed then favors no size.
+measures the sizes in increasing and then in decreasing order. A drift in machine speed then favors no size.
 """
 
 import math
@@ -27,25 +27,25 @@ from whet.plan.plan import Plan, read_plan
 from whet.plan.workload import AutoBatch, BatchPoint, Scaling
 from whet.run.folder import RUN_FILE, open_run
 
-# With fewer optimizer steps per epoch, scaling the learning rate is guesswork.
+# With fewer optimizer steps per epoch, the learning rate cannot be scaled reliably.
 MIN_STEPS_PER_EPOCH = 20
-# Halving stops here: smaller batches leave most hardware idle.
+# Smallest size to try: smaller batches leave most of the hardware idle.
 _MIN_BATCH = 8
 # A smaller batch takes more optimizer steps per epoch, which is worth up to 10 % of the throughput.
 _WITHIN = 0.10
-# Minimum steps and seconds of a visit. A single hiccup of the machine can cover a few quick steps.
+# Minimum steps, minimum seconds and maximum steps of a visit. One hiccup of the machine can cover a few quick steps.
 _MIN_STEPS, _MIN_SECONDS, _MAX_STEPS = 8, 0.3, 200
 # Maximum share of the budget for the timed steps of one visit.
 _VISIT_SHARE = 0.1
-# Repeat visits to the sizes that may win: one round downward, one upward.
+# Additional rounds over the sizes that may win: one downward, one upward.
 _EXTRA_ROUNDS = 2
-# A larger size counts as flat unless it is at least 5 % faster than the best so far.
+# Minimum gain of a larger size over the fastest one so far. Below it, throughput counts as flat.
 _MIN_GAIN = 1.05
-# Stop trying larger sizes after this many flat sizes in a row. One flat size may be noise.
+# Stop after this many flat sizes in a row. A single one may be noise.
 _MAX_FLAT = 2
-# Do not revisit sizes below this share of the best throughput: they cannot win.
+# Sizes below this fraction of the best throughput cannot win and are not measured again.
 _NEAR_BEST = 0.8
-# Expected time of the next larger size relative to the last one: twice the samples, plus a margin.
+# Expected time of the next larger size relative to the last one: twice the samples plus a margin.
 _GROWTH = 2.5
 
 # Learning rate scaling rule by optimizer class name, in lowercase.
@@ -74,8 +74,8 @@ def choose_batch_size(
 ) -> AutoBatch:
     """Measure batch sizes around the current one and switch the bench to the best.
 
-    `base_rates` are the learning rates for the bench's current batch size, one per parameter group. Raises WhetError if
-    no size can be measured.
+    `base_rates` are the learning rates for the bench's current batch size, one per parameter group. Raises `WhetError`
+    if no size can be measured.
     """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
     base = bench.plan.workload.global_batch_size
@@ -118,7 +118,9 @@ def choose_batch_size(
 def measure_batch_sizes(
     bench: StepBench, sizes: Sequence[int], *, budget_seconds: float, on_progress: ProgressCallback | None = None
 ) -> tuple[BatchPoint, ...]:
-    """Measure the given batch sizes upward, downward and upward again while time is left. The bench keeps its size.
+    """Measure batch sizes upward, downward and upward again while time is left. The bench keeps its own size.
+
+    The point of a size that fails or does not fit holds the reason.
 
     A size that fails or does not fit has a point with the reason.
     """
@@ -144,7 +146,7 @@ def measure_batch_sizes(
 def recorded_batch_size(
     run: Path | None, *, plan: Plan | None = None, base_rates: Sequence[float] | None = None
 ) -> AutoBatch | None:
-    """Return the batch size recorded in an existing run or a plan; None if it must be measured.
+    """Return the batch size recorded in an existing run or a plan, or None if it must be measured.
 
     A recorded batch size is never measured again, because a resumed run must keep it. Raises UsageError if the recorded
     batch size was fixed by the user, or if `base_rates` differ from the recorded learning rates.
@@ -172,7 +174,7 @@ def recorded_batch_size(
 
 
 def batch_sizes_to_try(base: int, num_samples: int | None) -> list[int]:
-    """Return the halves and doubles of a batch size that leave enough steps per epoch.
+    """Return the batch size together with its repeated halves and doubles that leave enough steps per epoch.
 
     Raises UsageError if fewer than two sizes remain.
 
@@ -210,7 +212,7 @@ def smallest_fast_batch(rates: Mapping[int, float]) -> tuple[int, int]:
     usable = {batch: rate for batch, rate in rates.items() if batch > 0 and math.isfinite(rate) and rate > 0}
     if not usable:
         raise UsageError("no batch size could be measured", got=dict(rates), try_="global_batch_size=N")
-    # On a tie, the smaller batch is the best one.
+    # Prefer the smaller batch on a tie.
     best = max(usable, key=lambda batch: (usable[batch], -batch))
     return min(batch for batch, rate in usable.items() if rate >= (1 - _WITHIN) * usable[best]), best
 
@@ -225,7 +227,9 @@ def _describe_choice(size: int, best: int, rates: Mapping[int, float]) -> str:
 
 
 def lr_scaling(optimizer: str) -> Scaling:
-    """Return how the learning rate of an optimizer scales with the batch size. Raises UsageError if unknown.
+    """Return how the learning rate of an optimizer scales with the batch size.
+
+    Raises UsageError for an unknown optimizer.
 
     >>> lr_scaling("AdamW"), lr_scaling("SGD")
     ('square root', 'linear')
@@ -246,7 +250,7 @@ def lr_factor(*, before: int, after: int, scaling: Scaling) -> float:
 
 
 def scale_learning_rate(rate: float, *, before: int, after: int, scaling: Scaling) -> tuple[float, str]:
-    """Return the learning rate for another global batch size, and a description of the computation.
+    """Return the learning rate for another global batch size, and a description of how it was computed.
 
     >>> scale_learning_rate(0.1, before=32, after=128, scaling="square root")
     (0.2, 'lr 0.1 at batch 32 becomes 0.2 at batch 128 (times the square root of 4)')
@@ -257,7 +261,7 @@ def scale_learning_rate(rate: float, *, before: int, after: int, scaling: Scalin
 
 
 def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scaling: Scaling) -> str:
-    """Describe how learning rates are scaled, and why."""
+    """Describe how the learning rates are scaled, and why."""
     if before == after:
         return f"lr stays {', '.join(f'{rate:g}' for rate in rates)}: it is meant for this batch"
     steps = [scale_learning_rate(rate, before=before, after=after, scaling=scaling)[1] for rate in dict.fromkeys(rates)]
@@ -269,15 +273,15 @@ def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scali
 
 @dataclass(slots=True)
 class _BatchTimings:
-    """The step times of each batch size so far."""
+    """Step times by batch size, and the bench that measures them."""
 
     bench: StepBench
     budget: Budget
     progress: ProgressReporter
     seconds: dict[int, list[float]] = field(default_factory=dict)
-    """Seconds of each timed step, by batch size. Keys are in the order of the first visit."""
+    """Seconds of each timed step, by batch size in the order of the first visit."""
     visit_seconds: dict[int, float] = field(default_factory=dict)
-    """Seconds of the longest visit, including preparation, by batch size."""
+    """Seconds of the longest visit to each batch size, including preparation."""
     failures: dict[int, str] = field(default_factory=dict)
     facts: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     """Micro-batch size and peak bytes, by batch size."""
@@ -294,7 +298,7 @@ class _BatchTimings:
 
     @property
     def points(self) -> tuple[BatchPoint, ...]:
-        """One point per batch size, including the sizes that failed."""
+        """One point per batch size, including sizes that failed."""
         points = []
         for size in sorted({*self.seconds, *self.failures}):
             if size in self.failures:
@@ -316,12 +320,12 @@ class _BatchTimings:
         return tuple(points)
 
     def visit(self, size: int) -> bool:
-        """Time steps of one batch size. Record a failure and return False."""
+        """Time steps of one batch size. On failure, record the reason and return False."""
         began = self.bench.clock()
         self.progress.begin(f"global batch {size}")
         try:
             self.bench.use_batch(size)
-            # Check the prediction first: an out-of-memory error costs a restart of the bench process.
+            # Check the predicted memory first: an out-of-memory error costs a restart of the bench process.
             excess = self._excess(self.bench.predicted_bytes({}))
             if excess is not None:
                 return self._fail(size, f"it would need {excess}")
@@ -342,7 +346,7 @@ class _BatchTimings:
         return True
 
     def has_time(self, size: int, *, growth: float) -> bool:
-        """Whether the budget allows a visit that takes `growth` times as long as the nearest visited size."""
+        """Return whether the budget allows a visit that takes `growth` times as long as the nearest visited size."""
         if not self.visit_seconds:
             return True
         nearest = min(self.visit_seconds, key=lambda visited: abs(visited - size))
@@ -350,7 +354,7 @@ class _BatchTimings:
 
     def _time_steps(self, prepared: PreparedStep) -> list[float]:
         clock, began = self.bench.clock, self.bench.clock()
-        # Slow steps get at least three timings, even if that exceeds the share of one visit.
+        # Take at least three timings of slow steps, even if that exceeds the share of one visit.
         ends_at = min(self.budget.end, began + max(3 * prepared.step_seconds, _VISIT_SHARE * self.budget.seconds))
         seconds: list[float] = []
         while not seconds or (
@@ -363,7 +367,7 @@ class _BatchTimings:
         return seconds
 
     def _fail(self, size: int, reason: str) -> bool:
-        # Keep the times of an earlier visit that succeeded.
+        # Keep the times of an earlier successful visit.
         if size not in self.seconds:
             self.failures[size] = reason
         return False
@@ -402,7 +406,7 @@ def _measure_again(timings: _BatchTimings) -> None:
         order.reverse()
         for size in order:
             rates = timings.rates
-            # Throughput rarely falls as the batch grows. A size slower than a smaller one was probably disturbed.
+            # Throughput rarely falls as the batch grows, so a size slower than a smaller one was probably disturbed.
             is_odd = any(rates[size] < _NEAR_BEST * rate for smaller, rate in rates.items() if smaller < size)
             is_near = rates[size] >= _NEAR_BEST * timings.best_rate
             if (is_odd or is_near) and timings.has_time(size, growth=1.0):

@@ -28,25 +28,26 @@ from whet.machine.facts import SystemState
 from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
 
-# Settings that each row reports.
+# Settings shown in each row.
 _SHOWN = (
     "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_location",
     "compile", "activation_checkpointing",
 )  # fmt: skip
 _ROUNDS = 2
 _PAIRS_PER_ROUND = 20
-# Expected maximum time of a visit relative to the longest so far. A visit that may end after the deadline is skipped.
+# Expected maximum time of a visit relative to the longest one so far. A visit that may end after the deadline is
+# skipped.
 _MARGIN = 1.3
-# Maximum share of a sweep's time for the first runs. A few values with intervals are better than many without.
+# Maximum fraction of a sweep's time for the first runs. A few values with intervals are better than many without.
 _FIRST_RUN_SHARE = 0.5
-# The interval of a median is exact from five pairs on (see `statistics.estimate`).
+# With five or more pairs, the interval of a median is exact (see `statistics.estimate`).
 _MIN_PAIRS = 5
-# Lower bound of the timeout, for plans that prepare almost instantly.
+# Lower bound of the preparation timeout, for plans that prepare almost instantly.
 _MIN_PREPARE_SECONDS = 5.0
 
 # Thermal pressure levels of macOS, in increasing order.
 _THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
-# Minimum visits in each third of the benchmark for comparing the first third with the last.
+# Minimum number of visits in each third of the benchmark for comparing the first third with the last.
 _MIN_VISITS_PER_THIRD = 4
 # CPU use of other programs above which the benchmark reports them.
 _BUSY_PERCENT = 20.0
@@ -59,18 +60,18 @@ class BenchmarkContext:
     bench: StepBench
     rule_plan: Plan
     own: Settings
-    """Measured settings of the plan that differ from the rules."""
+    """Measured settings of the plan that differ from the rule-based plan."""
     read_system_state: Callable[[], SystemState] = SystemState
     memory: MemoryModel = field(default_factory=MemoryModel)
     plan_visits: list[float] = field(default_factory=list)
-    """Step times of the plan in all sweeps, in order."""
+    """Step times of the plan in all sweeps, in chronological order."""
     readings: list[SystemState] = field(default_factory=list)
     """Sensor readings taken between the measurements."""
     cpu_use: list[float] = field(default_factory=list)
-    """CPU use in percent of all cores, read before and after the measurements."""
+    """CPU use before and after the measurements, in percent of all cores."""
 
     def plan_with(self, settings: Settings) -> Plan:
-        """Return the rule-based plan with these settings."""
+        """Return the rule-based plan with these settings applied."""
         return plan_with(self.rule_plan, settings)
 
 
@@ -87,36 +88,36 @@ class _VariantRun:
     peak_bytes: int | None = None
     needed_bytes: int | None = None
     first_seconds: float | None = None
-    """Seconds of one step in the first run."""
+    """Step time in the first run."""
     preparation_seconds: float = 0.0
 
     @property
     def is_running(self) -> bool:
-        """Whether the first run succeeded, so that the variant can be timed."""
+        """Whether the first run succeeded, so that the variant can be timed in pairs."""
         return self.outcome == "measured"
 
     @property
     def seconds(self) -> BenchInterval | None:
-        """Seconds of one step; from the first run alone if no time was left for pairs."""
+        """Step time; from the first run only, if no time was left for pairs."""
         visits = self.timings.visits or ([self.first_seconds] if self.first_seconds else [])
         return median_interval(visits) if visits and self.outcome in ("measured", "far slower") else None
 
     @property
     def rate(self) -> BenchInterval | None:
-        """Samples per second, computed without the paired timings."""
+        """Samples per second, from this variant's own step times instead of the pairs."""
         return rate_interval(self.plan.workload.global_batch_size, self.seconds) if self.seconds else None
 
     def fail(self, error: ProbeFailedError, *, late: RowOutcome = "failed") -> None:
-        """Record a failure; `late` is the outcome of a timeout."""
+        """Record a failure. A timeout is recorded as `late`."""
         outcomes: dict[str, RowOutcome] = {"oom": "does not fit", "timeout": late}
         self.outcome, self.note = outcomes.get(error.kind, "failed"), error.reason
 
 
 def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Variant], *, until: float) -> BenchSweep:
-    """Measure all variants against the plan and return one row each, by `until` on the bench's clock."""
+    """Measure all variants against the plan and return one row per variant by the time `until` on the bench's clock."""
     runs = [_VariantRun(variant=variant, plan=context.plan_with(variant.settings)) for variant in variants]
     own = next(run for run in runs if run.variant.is_plan)
-    # The plan first, then its neighbors. The extreme values are the slowest, so they come last in case time runs out.
+    # Start with the plan and its neighbors. Extreme values are the slowest, so they come last in case time runs out.
     in_order = sorted(runs, key=lambda run: abs(runs.index(run) - runs.index(own)))
     started = context.bench.clock()
     first_runs_end = started + _FIRST_RUN_SHARE * (until - started)
@@ -126,7 +127,7 @@ def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Va
             _run_alone(context, run, seconds=until - now, late="no time")
         elif own.is_running and now + own.preparation_seconds < first_runs_end:
             limit = _prepare_limit(own)
-            # A timeout shows that the variant is slow only if the sweep's deadline did not shorten its limit.
+            # A timeout shows that the variant is slow only if the sweep's deadline has not shortened the limit.
             late: RowOutcome = "far slower" if limit <= until - now else "no time"
             hopeless = HOPELESS * (own.first_seconds or math.inf)
             _run_alone(context, run, seconds=min(until - now, limit), late=late, hopeless=hopeless)
@@ -144,7 +145,9 @@ def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Va
 
 
 def _prepare_limit(own: _VariantRun) -> float:
-    """Return the timeout in seconds for preparing a variant.
+    """Return the timeout for preparing a variant, in seconds.
+
+    A variant that exceeds it cannot win. The timeout is generous, because killing the process costs a restart.
 
     A variant that exceeds it cannot win. The timeout is generous because killing the process costs a restart.
     """
@@ -154,7 +157,7 @@ def _prepare_limit(own: _VariantRun) -> float:
 def _run_alone(
     context: BenchmarkContext, run: _VariantRun, *, seconds: float, late: RowOutcome, hopeless: float = math.inf
 ) -> None:
-    """Run a variant alone and record whether it fits, its peak memory, its step time and its agreement with fp32."""
+    """Run a variant alone, and record whether it fits, its peak memory, its step time and its agreement with fp32."""
     settings, micro_batch = run.variant.settings, run.plan.micro_batch
     predicted, limit = context.bench.predicted_bytes(settings), memory_limit(run.plan)
     needed = context.memory.estimate(settings, micro_batch=micro_batch, predicted=predicted)
@@ -167,7 +170,7 @@ def _run_alone(
         try:
             run.first_seconds, run.preparation_seconds = prepared.step_seconds, prepared.preparation_seconds
             if run.first_seconds >= hopeless:
-                # Run a second step, because the first one may have been disturbed.
+                # Time a second step, because the first may have been disturbed.
                 run.first_seconds = min(run.first_seconds, prepared.step(0))
             run.peak_bytes = prepared.peak_bytes()
             run.outcome = "measured"
@@ -185,7 +188,7 @@ def _run_alone(
 
 
 def _drop_hopeless(runs: Sequence[_VariantRun], own: _VariantRun) -> None:
-    """Skip timing variants whose first run was far slower than the plan's."""
+    """Skip the paired timing of variants whose first run was far slower than the plan's."""
     for run in runs:
         if run.is_running and (run.first_seconds or 0) >= HOPELESS * (own.first_seconds or 0):
             run.outcome = "far slower"
@@ -195,7 +198,7 @@ def _drop_hopeless(runs: Sequence[_VariantRun], own: _VariantRun) -> None:
 def _time_in_rounds(
     context: BenchmarkContext, others: Sequence[_VariantRun], own: _VariantRun, *, until: float
 ) -> None:
-    """Time each variant against the plan. The plan stays prepared in all rounds."""
+    """Time each variant against the plan in rounds. The plan stays prepared throughout."""
     clock = context.bench.clock
     baseline = context.bench.prepare(own.variant.settings, seconds=max(0.1, until - clock()))
     try:
@@ -229,19 +232,19 @@ def _time_alone(own: _VariantRun, baseline: PreparedStep, *, clock: Callable[[],
 def _take_turn(
     context: BenchmarkContext, run: _VariantRun, own: _VariantRun, baseline: PreparedStep, *, until: float
 ) -> None:
-    """Time one variant against the plan in pairs of alternating order."""
+    """Time one variant against the plan, in pairs of alternating order."""
     clock = context.bench.clock
     if clock() + _MARGIN * run.preparation_seconds > until:
         return
     try:
         prepared = context.bench.prepare(run.variant.settings, seconds=max(0.1, until - clock()))
     except ProbeFailedError as error:
-        # A timeout is not a failure of the variant: the time limit of this turn was short.
+        # A timeout only means that this turn was too short, not that the variant failed.
         if error.kind != "timeout":
             run.fail(error)
         return
     a_pair = baseline.step_seconds + prepared.step_seconds
-    # If one side is far slower, visits with many steps would leave too little time for the minimum number of pairs.
+    # If one side is far slower, limit the steps per visit so that the minimum number of pairs fits into the time left.
     affordable = max(1, int((until - clock()) / (_MARGIN * _MIN_PAIRS * max(a_pair, 1e-9))))
     steps = min(affordable, steps_per_visit(min(baseline.step_seconds, prepared.step_seconds)))
     try:
@@ -287,7 +290,7 @@ def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
         outcome=run.outcome,
         note=note or ("not measured within the time limit" if run.outcome == "no time" else ""),
         step_seconds=seconds,
-        # Based on the pairs, because a variant that ran while the machine was quiet would look too fast.
+        # Derived from the pairs, because a variant that ran while the machine was quiet would look too fast.
         samples_per_second=scaled_interval(speedup, plan_rate.median) if speedup and plan_rate else run.rate,
         speedup=speedup,
         peak_bytes=run.peak_bytes,
@@ -298,7 +301,7 @@ def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
 
 
 def disturbances(context: BenchmarkContext) -> Iterator[str]:
-    """Yield descriptions of disturbances: throttling, other programs, memory pressure, low-power mode."""
+    """Yield a description of each disturbance: throttling, other programs, memory pressure, low-power mode."""
     levels = [reading.thermal for reading in context.readings if reading.thermal is not None]
     hot = [level for level in levels if level != "nominal"]
     if hot:

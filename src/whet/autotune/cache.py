@@ -1,4 +1,4 @@
-"""Cache of tuning results on disk, keyed by machine, software, model and data."""
+"""On-disk cache of tuning results, keyed by machine, software, model and data."""
 
 import hashlib
 import json
@@ -16,12 +16,13 @@ from whet.run import durable
 from whet.run.disk import read_regular_file
 
 FORMAT_VERSION = 1
-# Entries expire because a machine changes in ways that the key does not cover.
+# Entries expire, because a machine can change in ways that the key does not cover.
 _MAX_DAYS = 90
-# The next search can try more in the same time, because part of the code is already compiled.
+# An incomplete result expires sooner: the next search gets further in the same time, because part of the code is
+# already compiled.
 _MAX_INCOMPLETE_DAYS = 1
 _MAX_FILES = 200
-# Only files with such names are removed. Anything else in the folder was not written by this cache.
+# Remove only files with such names. The cache did not write anything else in the folder.
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -29,7 +30,7 @@ class _CacheEntry(FrozenModel):
     format_version: int
     about: Mapping[str, Any]
     saved: float
-    """Unix time in seconds."""
+    """Unix time in seconds when the entry was written."""
     result: TuningResult
 
 
@@ -39,20 +40,20 @@ def folder() -> Path:
 
 
 def key(about: Mapping[str, Any]) -> str:
-    """Return the cache key of a workload description. The order of its fields does not matter."""
+    """Return the cache key of a workload description. The order of fields does not matter."""
     return hashlib.sha256(_canonical(about).encode()).hexdigest()
 
 
 def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | None = None) -> TuningResult | None:
-    """Return the cached result for this description; None if it is missing, expired or unreadable."""
+    """Return the cached result for a workload description, or None if it is missing, expired or unreadable."""
     try:
         path = (where or folder()) / f"{key(about)}.json"
         entry = _CacheEntry.from_json(json.loads(read_regular_file(path)), where=path)
     except (OSError, ValueError, RuntimeError, WhetError):
-        # RuntimeError: the user has no home folder, or the JSON is nested too deeply.
+        # RuntimeError is raised if the user has no home folder, or if the JSON is nested too deeply.
         return None
     age = (time.time() if now is None else now) - entry.saved
-    # Compare the descriptions too: the file may have been renamed or edited.
+    # Compare the descriptions too, because the file may have been renamed or edited.
     matches = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
     max_days = _MAX_DAYS if entry.result.is_complete else _MAX_INCOMPLETE_DAYS
     return entry.result if matches and 0 <= age <= max_days * 86_400 else None
@@ -61,7 +62,7 @@ def load(about: Mapping[str, Any], *, where: Path | None = None, now: float | No
 def save(
     about: Mapping[str, Any], result: TuningResult, *, where: Path | None = None, now: float | None = None
 ) -> bool:
-    """Cache a result; return False if it is not reusable or cannot be written."""
+    """Cache a result. Return False if it is not reusable or cannot be written."""
     if not result.is_reusable:
         return False
     saved = time.time() if now is None else now
@@ -73,7 +74,7 @@ def save(
         durable.write_file(path, data=json.dumps(entry.as_json(), allow_nan=False).encode())
         _remove_old(target, now=saved, keep=path)
     except (OSError, RuntimeError, ValueError, WhetError):
-        # The cache is an optimization, so a full or read-only disk must not stop the run.
+        # The cache is only an optimization, so a full or read-only disk must not stop the run.
         return False
     return True
 

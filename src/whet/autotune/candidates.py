@@ -12,12 +12,12 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-# Maximum share of the memory limit for a dataset that is kept on the device.
+# Maximum fraction of the memory limit for a dataset that is kept on the device.
 _MAX_RESIDENT_SHARE = 0.4
 # The first CUDA compute capability whose tensor cores support bf16 and tf32.
 _MIN_TF32_CAPABILITY = 8
-# Attention kernels in half precision. In float32 the only alternative is "math", which measured 5 to 20 times slower
-# (1.2 to 4.7 times on CPUs).
+# Attention kernels in half precision. In float32 the only alternative is "math", which was 5 to 20 times slower (1.2 to
+# 4.7 times on CPUs).
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
 _CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
@@ -27,13 +27,13 @@ class PlanCandidate:
     """A change to the best settings so far."""
 
     setting: str
-    """Name of the setting under test."""
+    """Name of the setting to test."""
     changes: Settings
-    """New value of that setting, and of settings that must change with it."""
+    """New value of this setting, and of other settings that must change with it."""
 
     @property
     def value(self) -> Scalar:
-        """New value of the setting under test."""
+        """New value of the setting to test."""
         return self.changes[self.setting]
 
 
@@ -54,7 +54,7 @@ def plan_with(plan: Plan, settings: Settings) -> Plan:
 
 
 def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
-    """Return the predicted memory in bytes of a step with these settings; None if unknown."""
+    """Return the predicted memory of a step with these settings in bytes, or None if unknown."""
     chosen = plan_with(plan, settings)
     return predict_memory(
         chosen.workload,
@@ -66,21 +66,21 @@ def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
 
 
 def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
-    """Return the settings with a candidate's changes, without the settings that depend on them.
+    """Return the settings with a candidate applied, and without the settings that depend on its changes.
 
     The rules decide the removed settings again.
     """
     kept = dict(settings)
-    # Device memory and recomputation change how large a micro-batch fits.
+    # Device memory and activation checkpointing change which micro-batches fit.
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
-    # The fastest attention kernel depends on the number of different shapes.
+    # The fastest attention kernel depends on the number of distinct shapes.
     if candidate.setting == "lengths":
         kept.pop("attention", None)
     # The norm kernels support only some precisions and layouts.
     if candidate.setting in ("precision", "layout"):
         kept.pop("norms", None)
-    # Measured values of one device say nothing about another.
+    # Values measured on one device do not apply to another.
     if candidate.setting == "device":
         for name in ("threads", "lengths", "precision", "graph", "compile", "layout", "attention", "norms"):
             kept.pop(name, None)
@@ -88,7 +88,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 
 
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
-    """Yield the alternatives for one entry of `search_order`. Settings that the user or environment fixed are kept."""
+    """Yield the candidates of one entry of `search_order`, except for settings fixed by the user or environment."""
     for candidate in ABOUT[about](plan):
         is_valid = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
         is_fixed = any(
@@ -104,7 +104,7 @@ def device_kind(plan: Plan) -> str:
 
 
 def _only(setting: str, *values: Scalar) -> Iterator[PlanCandidate]:
-    """Yield candidates that change only this setting; none without values."""
+    """Yield candidates that change only this setting, one per value."""
     return (PlanCandidate(setting=setting, changes={setting: value}) for value in values)
 
 
@@ -115,7 +115,7 @@ def _devices(plan: Plan) -> Iterator[PlanCandidate]:
 def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
     accelerator = plan.machine.accelerator(device_kind(plan))
     if accelerator is None:
-        # fp16 is left out: it was 50 times slower on every CPU that we measured.
+        # Omit fp16, which was 50 times slower on every CPU that we measured.
         return _only("precision", "bf16", "fp32")
     if accelerator.kind == "mps":
         return _only("precision", "bf16", "fp16", "fp32")
@@ -125,7 +125,9 @@ def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield halves and doubles of the best micro-batch so far. A winner becomes the next starting point.
+    """Yield half and twice the best micro-batch so far. A winner becomes the next starting point.
+
+    Half comes first: its peak memory is a second point for the memory model, which then predicts the larger sizes.
 
     The half comes first: its peak memory is a second point for the memory model, which then predicts the larger sizes.
     """
@@ -133,7 +135,9 @@ def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield combined changes of both settings.
+    """Yield changes of precision combined with changes of micro-batch.
+
+    The best micro-batch depends on the precision, so each change may lose alone although the combination wins.
 
     The best micro-batch depends on the precision, so each change may lose alone although both together win.
     """
@@ -150,7 +154,7 @@ def _splits_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
     if has_row_limit(plan.machine, device_kind(plan)):
         largest = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
     wanted = (max(1, min(largest, int(micro * factor))) for factor in factors)
-    # Round up both divisions to split evenly, with no micro-batch larger than the wanted size.
+    # Rounding up in both divisions gives even splits that do not exceed the wanted size.
     splits = (-(-whole // -(-whole // size)) for size in wanted)
     return [split for split in dict.fromkeys(splits) if split != micro]
 
@@ -159,7 +163,7 @@ def _lengths(plan: Plan) -> Iterator[PlanCandidate]:
     device = device_kind(plan)
     if plan.workload.can_unpad and device == "cpu" and plan.activation_checkpointing == "off":
         return _only("lengths", *(("unpadded", "fixed") if plan.compile == "off" else ()))
-    # On MPS each new shape takes memory permanently, so keep the few shapes that the rules choose.
+    # On MPS each new shape permanently takes memory, so keep the few shapes that the rules choose.
     if not plan.workload.lengths_vary or device == "mps":
         return _only("lengths")
     packed: tuple[str, ...] = ("packed",) if plan.workload.can_pack and device == "cpu" else ()
@@ -182,7 +186,7 @@ def _threads(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _activation_checkpointing(plan: Plan) -> Iterator[PlanCandidate]:
-    """Yield on and off. Checkpointing pays only if it allows a larger micro-batch."""
+    """Yield activation checkpointing on and off. It pays only if it allows a larger micro-batch."""
     is_split = plan.micro_batch != plan.workload.global_batch_size
     if plan.activation_checkpointing == "off" and not is_split:
         return _only("activation_checkpointing")
@@ -211,7 +215,7 @@ def _prefetches(plan: Plan) -> Iterator[PlanCandidate]:
 def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
     """Yield graph capture on and off.
 
-    A captured graph has a fixed shape, so for varying lengths the candidate also rounds them to a few shapes.
+    A captured graph has a fixed shape. If lengths vary, the candidate therefore also rounds them to a few shapes.
     """
     if device_kind(plan) != "cuda" or plan.activation_checkpointing == "on":
         return
@@ -222,7 +226,8 @@ def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _optimizer_kernels(plan: Plan) -> Iterator[PlanCandidate]:
-    # Candidates take turns, and the state of one optimizer object cannot serve two kinds of kernels.
+    # The user's optimizer is one object. Candidates are timed alternately, and its state cannot serve two kinds of
+    # kernels.
     return _only("optimizer_kernels", *(("fused", "foreach", "loop") if plan.workload.optimizer is None else ()))
 
 
@@ -239,36 +244,36 @@ def _norms(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def has_attention_choice(plan: Plan) -> bool:
-    """Whether a device of this machine has more than one attention kernel."""
+    """Return whether a device of this machine offers more than one attention kernel."""
     return any(kind in ATTENTION for kind in ("cpu", *(a.kind for a in plan.machine.accelerators)))
 
 
 def _attention_kernels(plan: Plan) -> Iterator[PlanCandidate]:
     if "sdpa" not in plan.workload.layers or plan.precision not in ("bf16", "fp16"):
         return _only("attention")
-    # The default may select cuDNN, which pays a cost for each new length. Timing a few batches does not show that cost
-    # (rule K7), so leave it out for many shapes.
+    # The default may select cuDNN, which is expensive for each new length (rule K7). Timing a few batches does not show
+    # that cost, so omit the default if there are many shapes.
     has_many_shapes = plan.workload.lengths_vary and plan.lengths in ("sorted", "packed")
     kernels = ATTENTION.get(device_kind(plan), ())
     return _only("attention", *(kernel for kernel in kernels if kernel != "torch" or not has_many_shapes))
 
 
 def _compiles(plan: Plan) -> Iterator[PlanCandidate]:
-    # If the number of steps is unknown, so is whether compiling pays.
+    # Whether compiling pays off is unknown if the number of steps is.
     if not plan.workload.num_steps:
         return _only("compile")
-    # Triton kernels are compiled in parallel and faster than the C++ of a CPU, so the whole model comes first there.
+    # On CUDA, try the whole model first: Triton kernels compile in parallel, and faster than C++ on a CPU.
     return _only("compile", *(("on", "blocks") if device_kind(plan) == "cuda" else ("blocks", "on")))
 
 
 def memory_limit(plan: Plan) -> int | None:
-    """Return the maximum memory of a step in bytes; None if unknown."""
+    """Return the maximum memory of a step in bytes, or None if unknown."""
     limit = plan.memory_gb
     return int(limit * 1024**3) if isinstance(limit, int | float) else None
 
 
-# Candidate generators. Time may run out, so the settings that usually matter most come first, and those that take
-# longest to prepare come last.
+# Candidate generators by name. Time may run out, so the settings that usually matter most come first, and those that
+# take longest to prepare come last.
 ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "device": _devices,
     "threads": _threads,
@@ -287,11 +292,11 @@ ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "graph": _graphs,
     "compile": _compiles,
 }
-# Measured on an H200, these brought most: a ResNet-50 became 2.8 times as fast, a GPT-2 2.1 times, an MLP 8 times.
+# These settings gained most on an H200: a ResNet-50 became 2.8 times as fast, a GPT-2 2.1 times, an MLP 8 times.
 _FIRST_ON_GPUS = ("device", "precision", "layout", "graph", "compile")
 
 
 def search_order(plan: Plan) -> tuple[str, ...]:
-    """Return the entries of `candidates` in the order in which they are tried, by their expected gain."""
+    """Return the entries of `ABOUT` in the order in which they are tried, sorted by expected gain."""
     first = _FIRST_ON_GPUS if device_kind(plan) == "cuda" else ()
     return (*first, *(about for about in ABOUT if about not in first))

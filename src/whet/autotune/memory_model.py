@@ -1,4 +1,4 @@
-"""Memory predictions for candidate settings, corrected by measured peaks."""
+"""Predictions of the memory that candidate settings need, corrected by measured peaks."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from whet.autotune.step_bench import Settings
 from whet.base.units import format_bytes
 
-# Micro-batch size, measured bytes, predicted bytes.
+# (micro-batch size, measured bytes, predicted bytes)
 _Point = tuple[int, int, int | None]
 
 
 @dataclass(slots=True)
 class MemoryModel:
-    """Estimates the memory of a step from predictions and the measured peaks of earlier steps."""
+    """Estimates the memory of a step from predictions and from the measured peaks of earlier steps."""
 
     _points: dict[frozenset[object], list[_Point]] = field(default_factory=lambda: defaultdict(list))
     """Measured points, keyed by all settings except the micro-batch."""
@@ -23,17 +23,19 @@ class MemoryModel:
             self._points[_without_micro_batch(settings)].append((micro_batch, measured, predicted))
 
     def estimate(self, settings: Settings, *, micro_batch: int, predicted: int | None) -> int | None:
-        """Return the estimated bytes of a step; None if nothing is known.
+        """Return the estimated bytes of a step, or None if nothing is known.
+
+        Two points with different micro-batches define a line. A single point corrects the prediction by its error.
 
         Two points with different micro-batches give a line. One point gives the error of the prediction.
         """
         points = sorted(self._points[_without_micro_batch(settings)])
         if points and points[-1][0] > points[0][0]:
             (few, low, _), (many, high, _) = points[0], points[-1]
-            # Memory never shrinks as the micro-batch grows; a negative slope is noise.
+            # Memory does not shrink as the micro-batch grows, so a negative slope is noise.
             slope = max(0.0, (high - low) / (many - few))
             return int(high + slope * (micro_batch - many))
-        # Without a point for these settings, use the points of all others.
+        # Fall back to the points of all other settings if these have none.
         points = points or [point for group in self._points.values() for point in group]
         if predicted is not None:
             # Assume that an underestimate grows with the micro-batch, which is the safer assumption.
@@ -41,11 +43,11 @@ class MemoryModel:
                 (measured - before) * max(1.0, micro_batch / micro) for micro, measured, before in points if before
             )
             return int(predicted + max([0.0, *excesses]))
-        # Memory grows at most in proportion to the micro-batch, so this is an upper bound.
+        # An upper bound, because memory grows at most in proportion to the micro-batch.
         return max((int(measured * max(1.0, micro_batch / micro)) for micro, measured, _ in points), default=None)
 
     def excess(self, settings: Settings, *, micro_batch: int, predicted: int | None, limit: int | None) -> str | None:
-        """Return why the settings do not fit, such as "needs 9 of 5 GB"; None if they fit."""
+        """Return why the settings do not fit, such as "needs 9 of 5 GB", or None if they fit."""
         if limit is None:
             return None
         needed = self.estimate(settings, micro_batch=micro_batch, predicted=predicted)
@@ -53,7 +55,7 @@ class MemoryModel:
 
 
 def _ratio(needed: int, limit: int) -> str:
-    """Format two sizes, with a single unit if both have the same.
+    """Format two sizes as "A of B", with a single unit if they share it.
 
     >>> _ratio(9 * 2**30, 5 * 2**30), _ratio(300 * 2**20, 5 * 2**30)
     ('9 of 5 GB', '300 MB of 5 GB')

@@ -1,4 +1,4 @@
-"""Paired timing of two settings: steps on the same batches in random order until the result is clear."""
+"""Paired timing of two settings: steps on the same batches, in random order, until the result is clear."""
 
 import math
 import random
@@ -19,13 +19,14 @@ from whet.autotune.statistics import (
 )
 from whet.autotune.step_bench import PreparedStep
 
-# Stop a candidate whose first step is this many times slower.
+# Stop timing a candidate whose first step is this many times slower.
 HOPELESS = 20.0
 
-# The first pair is discarded as warm-up if steps are shorter. Longer steps have warmed up during preparation.
+# If steps are shorter than this, the first pair is discarded as warm-up. Longer steps have warmed up during
+# preparation.
 _WARM_SECONDS = 0.25
-# Expected maximum time of a visit relative to the longest so far; larger for the first few visits, which vary most.
-# A visit that may end after the deadline is skipped.
+# Expected maximum time of a visit relative to the longest one so far, with a larger margin for the first visits, which
+# vary most. A visit that may end after the deadline is skipped.
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
 _FEW_VISITS = 3
 # The sequential test can claim a gain after eight pairs.
@@ -40,16 +41,16 @@ class PairedTiming:
 
     outcome: TimingOutcome
     log_ratios: tuple[float, ...]
-    """Logarithm of the candidate's time over the baseline's, one value per counted pair."""
+    """Logarithm of the candidate's time divided by the baseline's, one value per counted pair."""
     candidate_seconds: float
-    """Median seconds of one step."""
+    """Median seconds of one step of the candidate."""
     baseline_seconds: float
     is_stable: bool
     """Whether the baseline was equally fast in both halves of the comparison."""
 
     @property
     def estimate(self) -> SpeedupEstimate | None:
-        """Speedup with its confidence interval; None without a counted pair."""
+        """The speedup with its confidence interval, or None without a counted pair."""
         return estimate(self.log_ratios) if self.log_ratios else None
 
 
@@ -70,7 +71,7 @@ def compare(
     """
     quickest = min(candidate.step_seconds, baseline.step_seconds)
     a_pair = candidate.step_seconds + baseline.step_seconds
-    # If one side is far slower, visits with many steps would leave too little time for the target number of pairs.
+    # If one side is far slower, limit the steps per visit so that the target number of pairs fits into the time left.
     affordable = (until - clock()) / (_FIRST_MARGIN * _TARGET_PAIRS * max(a_pair, 1e-9))
     steps = max(1, min(steps_per_visit(quickest), int(min(affordable, MAX_STEPS_PER_VISIT))))
     ours, theirs = _TimedSide(candidate, steps), _TimedSide(baseline, steps)
@@ -81,7 +82,7 @@ def compare(
     while decision == "open" and len(log_ratios) < max_pairs:
         if clock() + ours.next_seconds + theirs.next_seconds > until:
             break
-        # Both sides run the same batches, so the content of a batch cannot favor one of them.
+        # Both sides run the same batches, so the content of a batch favors neither.
         order = (ours, theirs) if random_order.random() < 0.5 else (theirs, ours)
         for side in order:
             side.visit(batch)
@@ -99,13 +100,14 @@ def compare(
         log_ratios.append(log_ratio)
         decision = decide(log_ratios)
     if not log_ratios and candidate.step_seconds >= HOPELESS * baseline.step_seconds:
-        # No time for even one pair: the last step of the preparation already shows that the candidate is too slow.
+        # There was no time for a single pair. The last step of the preparation already shows that the candidate is too
+        # slow.
         return _result("cut off", [math.log(candidate.step_seconds / baseline.step_seconds)], ours, theirs)
     return _result("unclear" if decision == "open" else decision, log_ratios, ours, theirs)
 
 
 class _TimedSide:
-    """One side of a comparison."""
+    """One side of a paired timing: a prepared step and its timed visits."""
 
     def __init__(self, prepared: PreparedStep, steps: int) -> None:
         self.prepared, self.steps = prepared, steps
@@ -114,7 +116,7 @@ class _TimedSide:
         self._longest = 0.0
 
     def visit(self, first: int) -> None:
-        """Time consecutive steps from batch `first` on."""
+        """Time consecutive steps, starting with batch `first`."""
         total = sum(self.prepared.step(first + offset) for offset in range(self.steps))
         # A coarse clock may report zero, which has no logarithm.
         self.visits.append(max(total / self.steps, 1e-9))
@@ -122,13 +124,13 @@ class _TimedSide:
 
     @property
     def next_seconds(self) -> float:
-        """Expected maximum seconds of the next visit."""
+        """Expected maximum duration of the next visit in seconds."""
         margin = _MARGIN if len(self.visits) >= _FEW_VISITS else _FIRST_MARGIN
         return margin * self.steps * max(self._longest, self.prepared.step_seconds)
 
     @property
     def median_seconds(self) -> float:
-        """Median seconds of one step; from the preparation if no visit counted."""
+        """Median seconds of one step, taken from the preparation if no visit counted."""
         return median(self.visits or [self.prepared.step_seconds])
 
 

@@ -1,4 +1,7 @@
-"""A step bench that runs in a child process, so that a crash, a hang or an OOM ends one trial and not the search.
+"""A step bench in a child process: a crash, a hang or an out-of-memory error ends one trial instead of the search.
+
+The memory limit applies to the resident set of the child, which is sampled 50 times per second. GPU memory is not
+included.
 
 The memory limit applies to the resident set of the child, which is sampled fifty times a second. GPU memory is not
 included.
@@ -28,7 +31,7 @@ from whet.plan.plan import Plan, read_plan
 
 # Timeout for importing torch, reading the data and building the model.
 START_SECONDS = 120.0
-# Minimum timeout of a step. Slow steps get ten times the slowest one so far.
+# Minimum timeout of a step. The timeout of slow steps is ten times the slowest one so far.
 _STEP_SECONDS = 30.0
 
 
@@ -36,7 +39,7 @@ class ProcessStepBench:
     """Runs a StepBench in a child process and restarts the process after a failure.
 
     `target` is a "module:function" that takes `arguments` and returns a context manager of a StepBench. With a
-    `payload`, it also takes a stream of these bytes, which every new process gets again.
+    `payload`, it also takes a stream of these bytes, which are sent to every new process.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class ProcessStepBench:
 
     @property
     def recovery_seconds(self) -> float:
-        """Seconds to start another process."""
+        """Seconds that it takes to start a new process."""
         return self._start_seconds
 
     def clock(self) -> float:
@@ -92,7 +95,7 @@ class ProcessStepBench:
         return prepared
 
     def use_batch(self, size: int) -> None:
-        """Change the global batch size, also for processes that start later."""
+        """Change the global batch size, including that of processes started later."""
         self._arguments["global_batch_size"] = size
         if self._worker is None:
             self.plan = self._start()
@@ -117,7 +120,7 @@ class ProcessStepBench:
             self._stop()
             raise ProbeFailedError(f"no response after {timeout:.1f} s; it was killed", kind="timeout") from None
         except WorkerExitError:
-            # The worker kills a child that exceeds `max_bytes` and records the size; otherwise the child crashed.
+            # The worker kills a child that exceeds `max_bytes` and records the size. Otherwise the child crashed.
             taken, how = self._worker.killed_at_bytes, self._worker.describe_exit()
             self._stop()
             if taken is None:
@@ -160,7 +163,7 @@ class ProcessStepBench:
         except (WorkerTimeoutError, WorkerExitError):
             raise
         except BaseException:
-            # After Ctrl-C, the pending response would be read as the response to the next request.
+            # After Ctrl-C, the pending response would be mistaken for the response to the next request.
             self._stop()
             raise
 
@@ -175,7 +178,7 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings prepared in the child process. After a restart, the next step prepares them again."""
+    """Settings prepared in the child process. After a restart of the process, the next step prepares them again."""
 
     preparation_seconds = 0.0
     step_seconds = 0.0
@@ -189,7 +192,7 @@ class ProcessPreparedStep:
         self._peak_bytes: int | None = None
 
     def prepare(self, seconds: float) -> None:
-        """Prepare the settings in the child. Raises ProbeFailedError."""
+        """Prepare the settings in the child, within `seconds`. Raises ProbeFailedError."""
         response = self._bench.request(
             seconds, do="prepare", number=self._number, settings=self._settings, seconds=seconds
         )
@@ -198,8 +201,8 @@ class ProcessPreparedStep:
         self._process_number = self._bench.num_restarts
 
     def step(self, index: int) -> float:
-        """Run one step in the child and return its seconds. Raises ProbeFailedError."""
-        # The process was restarted since the preparation, so prepare the settings again.
+        """Run one step in the child and return its duration in seconds. Raises ProbeFailedError."""
+        # The process was restarted after the preparation.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -209,23 +212,23 @@ class ProcessPreparedStep:
         return float(response["seconds"])
 
     def check(self) -> None:
-        """Compare compiled code in the child. Raises ProbeFailedError."""
+        """Check compiled code against the model's own code in the child. Raises ProbeFailedError."""
         timeout = max(_STEP_SECONDS, 2 * self.preparation_seconds)
         self._bench.request(timeout, do="check", number=self._number)
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory at the last response. Valid after the process has ended."""
+        """Return the peak memory reported with the last response. Works even after the process has ended."""
         return self._peak_bytes
 
     def close(self) -> None:
         if self._process_number == self._bench.num_restarts:
-            # If closing crashes the process, that releases everything as well.
+            # If closing crashes the process, everything is released as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
 
 
 def serve(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """Open the bench in the child process and respond to requests."""
+    """Open the bench in the child process and respond to requests. Return the exit code."""
     with contextlib.ExitStack() as stack:
         try:
             payload = () if channel.payload is None else (channel.payload,)
@@ -264,6 +267,6 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 return {}
     except ProbeFailedError as error:
         return {"failed": error.reason, "kind": error.kind}
-    # Any error of user code is a failed probe, not the end of the process.
+    # An error in user code is a failed probe and does not end the process.
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:500], "kind": "error"}

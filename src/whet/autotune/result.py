@@ -1,4 +1,4 @@
-"""The result of a search: settings, evidence, break-even points and their descriptions."""
+"""The result of a search: settings, evidence, break-even points, and their descriptions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ from whet.plan.render import format_value
 from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
 MAX_BUDGET_SECONDS = 60.0
-# A first compilation takes longer than all other trials.
+# The first compilation takes longer than all other trials together.
 _MAX_COMPILE_SECONDS = 180.0
-# Maximum share of the run's time to spend on measuring.
+# Maximum fraction of the run's time to spend on measuring.
 _SHARE_OF_RUN = 0.03
-# Number of steps assumed for a run of unknown length. A low number rejects settings that only pay in a long run.
+# Assumed number of steps if the length of the run is unknown. A low number rejects settings that pay off only in a long
+# run.
 _ASSUMED_STEPS = 100
 # Maximum number of losing values to list as the reason for keeping a setting.
 _MAX_LISTED = 3
@@ -27,12 +28,12 @@ _MAX_LISTED = 3
 _MAX_INTERVAL_RATIO = 2.0
 NOT_QUIET = "the machine is not quiet: step times changed during the measurement"
 
-# Verb phrases for the one-time cost of a setting.
+# The verb phrase for the one-time cost of each setting.
 _PREPARATIONS = {"compile": "compile", "workers": "start workers", "data_location": "move the data", "graph": "capture"}
 
 
 class ConfirmedGain(FrozenModel):
-    """The speedup over the rule-based plan in the final comparison, with its confidence interval."""
+    """Speedup over the rule-based plan in the final comparison, with its confidence interval."""
 
     speedup: float
     low: float
@@ -41,20 +42,20 @@ class ConfirmedGain(FrozenModel):
 
 
 class TuningResult(FrozenModel):
-    """The result of a search. `applied_to` turns it into a plan."""
+    """The result of a search. `applied_to` applies it to a plan."""
 
     settings: Mapping[str, Scalar] = Field(default_factory=dict)
-    """Settings that are better than those of the rule-based plan; empty if none are."""
+    """Settings that differ from the rule-based plan because they were better. Empty if none were."""
     measured: Mapping[str, MeasuredSetting] = Field(default_factory=dict)
-    """Evidence for every setting that was tried, including settings that kept their value."""
+    """Evidence for every setting that was tried, including those that kept their value."""
     trials: tuple[TuneTrial, ...] = ()
     spent_seconds: NonNegativeFloat = 0.0
     is_complete: bool = True
-    """Whether everything was tried. If time or a process to compile in was lacking, the result expires sooner."""
+    """Whether every candidate was tried. A result that lacked time or a process for compiling expires sooner."""
     gain: ConfirmedGain | None = None
-    """Speedup over the rule-based plan; None if that plan was kept."""
+    """Speedup over the rule-based plan, or None if that plan was kept."""
     step_seconds: NonNegativeFloat | None = None
-    """Median step time under the resulting settings; None without a measured step."""
+    """Median seconds of one step under the resulting settings, or None if no step was measured."""
     preparation_seconds: NonNegativeFloat | None = None
     summary: tuple[str, ...] = ()
     """Summary for the user, one line per item."""
@@ -63,7 +64,7 @@ class TuningResult(FrozenModel):
     def is_reusable(self) -> bool:
         """Whether the result may be cached.
 
-        Unstable step times or a wide interval show that the machine was busy. Such a result is not cached.
+        It may not if step times were unstable or the interval is wide, because the machine was then busy.
 
         >>> TuningResult(gain=ConfirmedGain(speedup=14, low=3, high=50, repeats=8)).is_reusable
         False
@@ -72,7 +73,7 @@ class TuningResult(FrozenModel):
         return not is_wide and NOT_QUIET not in self.summary
 
     def applied_to(self, plan: Plan) -> Plan:
-        """Return the plan with the measured settings, and the trials as evidence."""
+        """Return the plan with the measured settings, and with the trials as their evidence."""
         return make_plan(
             plan.machine,
             plan.workload,
@@ -89,9 +90,9 @@ class TuningResult(FrozenModel):
 def measured_settings(
     plan: Plan, trials: Sequence[TuneTrial], *, reverted: str | None = None
 ) -> dict[str, MeasuredSetting]:
-    """Return the evidence for each tried setting of the resulting plan: why it won, or why its alternatives lost.
+    """Return the evidence for each setting that was tried: why its value won, or why the alternatives lost.
 
-    `reverted` is the reason for keeping the rule-based plan although some trials showed a gain; None otherwise.
+    `reverted` is the reason for keeping the rule-based plan although some trials showed a gain, or None otherwise.
     """
     measured: dict[str, MeasuredSetting] = {}
     for name in plan.settings:
@@ -109,7 +110,7 @@ def measured_settings(
 
 
 def _winner(name: str, value: Scalar, trials: Sequence[TuneTrial]) -> TuneTrial | None:
-    """Return the trial that introduced this value, alone or together with another setting; None if there is none."""
+    """Return the trial that introduced this value, alone or combined with another setting, or None."""
     won = (t for t in trials if t.verdict in ("faster", "likely") and name in t.settings and t.setting in t.settings)
     return next((t for t in won if t.settings[name] == value and t.against.get(name) != value), None)
 
@@ -155,7 +156,7 @@ def budget_seconds(run_seconds: float | None, *, most: float = MAX_BUDGET_SECOND
 
 
 def compile_budget_seconds(run_seconds: float) -> float:
-    """Return how many seconds of compilation are allowed beyond the budget: 3 % of the run, at most three minutes.
+    """Return how many seconds compilation may take beyond the budget: 3 % of the run, but at most three minutes.
 
     >>> compile_budget_seconds(600), compile_budget_seconds(36_000)
     (18.0, 180.0)
@@ -169,7 +170,7 @@ def finish_seconds(*, preparation: float, step: float, num_steps: int, planning:
 
 
 def finish_estimate(plan: Plan, result: TuningResult) -> str:
-    """Describe the total time, throughput and memory of a run under the plan in one line."""
+    """Describe the total time, throughput and memory of a run with this plan in one line."""
     step, steps = result.step_seconds, plan.workload.num_steps
     if step is None or step <= 0:
         return "no time estimate: no step could be measured"
@@ -187,17 +188,17 @@ def finish_estimate(plan: Plan, result: TuningResult) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BreakEven:
-    """Compares a one-time cost before the first step with the time saved in each step."""
+    """A one-time cost before the first step, weighed against the time saved in each step."""
 
     cost_seconds: float
     saved_seconds: float
-    """Seconds saved per step; negative if steps became slower."""
+    """Seconds saved per step. Negative if steps became slower."""
     num_steps: int | None
-    """Number of steps of this run; None if unknown."""
+    """Number of steps of this run, or None if unknown."""
 
     @property
     def step(self) -> int | None:
-        """The step after which the cost is recovered; None if it never is."""
+        """The step after which the cost is recovered, or None if it never is."""
         if self.cost_seconds <= 0:
             return 0
         return math.ceil(self.cost_seconds / self.saved_seconds) if self.saved_seconds > 0 else None
@@ -209,7 +210,7 @@ class BreakEven:
         return self.saved_seconds * num_steps > self.cost_seconds
 
     def describe(self, setting: str) -> str:
-        """Describe the cost of a setting, and the step after which it pays.
+        """Describe the cost of a setting and the step after which it pays off.
 
         >>> BreakEven(cost_seconds=38, saved_seconds=0.12, num_steps=5_000).describe("compile")
         '38 s to compile, saves 120 ms a step, pays after step 317 of 5,000'
@@ -258,7 +259,7 @@ def describe_timing(name: str, timing: PairedTiming) -> str:
 
 
 def describe_gain(result: SpeedupEstimate, before: str) -> str:
-    """Describe a candidate that won against the previous best value."""
+    """Describe a candidate that was faster than the previous best value."""
     return f"{result.speedup:.2f}x as fast as {before} ({_repeats(result)})"
 
 
@@ -273,7 +274,7 @@ def describe_timeout(name: str, *, seconds: float, usual: float) -> str:
 
 
 def _describe_briefly(trial: TuneTrial) -> str:
-    """Describe a trial in a few words, for a list of trials with the same setting."""
+    """Describe a trial in a few words, for a list of trials of one setting."""
     value = trial.settings[trial.setting]
     short = format_value(value)
     if trial.verdict in ("no gain", "unclear") and trial.speedup is not None:

@@ -1,4 +1,4 @@
-"""Coordinate search for the settings that finish a run soonest, within a time budget."""
+"""Coordinate search, within a time budget, for the settings that finish a run soonest."""
 
 import math
 import random
@@ -23,33 +23,35 @@ from whet.plan.plan import Plan
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
-# Passes over all settings per retry threshold. A pass without a winner ends the loop early.
+# Passes over all settings for each retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
-# A change that lost is retried on top of new best settings only if its last speedup was at least this: in the first
-# passes, and in the late passes, when nothing better is left to try.
+# A change that lost is tried again with new best settings if its last speedup was at least this: in the first passes,
+# and in the late passes, when nothing better is left to try.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
-# A change is combined with another change only if its speedup alone was at least this.
+# A change is combined with another one only if its own speedup was at least this.
 _COMBINE_ABOVE = 0.5
-# If a micro-batch has a lower speedup, micro-batches farther from the best one are not tried.
+# If a micro-batch has a lower speedup than this, sizes farther from the best one are not tried.
 _FLAT = 0.97
-# Maximum share of the budget for preparing the rule-based plan. The rest is needed to try a candidate at all.
+# Maximum fraction of the budget for preparing the rule-based plan. The rest is for trying candidates.
 _FIRST_SHARE = 0.5
-# Maximum share of the remaining time for preparing one candidate. Settings known to prepare slowly may use all of it.
+# Maximum fraction of the remaining time for preparing one candidate. Settings known to prepare slowly may use all of
+# it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
-# Maximum share of that time for the first of two ways to compile, so that time is left for the other.
+# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second.
 _FIRST_COMPILE_SHARE = 0.5
-# Precisions of a GPU that need not be tried after another one: tensor cores are as fast in bf16 as in fp16, which needs
-# loss scaling, and faster in tf32 than fp32 without them.
+# GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
+# scaling; tf32 is faster than fp32.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
-# Settings to try on top of code that the search has compiled. Most others would compile the model again.
+# Settings to try with code that the search has already compiled. Most others would compile the model again.
 _ON_COMPILED_CODE = ("compile", "graph", "micro_batch")
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
-# Wait for a first step that is up to this many times slower: a measured factor is better evidence than a timeout.
+# Wait for a first step that is up to this many times slower, because a measured factor is better evidence than a
+# timeout.
 _PATIENT_STEPS = 50
-# Pairs of the final comparison to reserve time for, and the maximum share of the budget to reserve.
+# Number of pairs to reserve time for in the final comparison, and the maximum fraction of the budget to reserve.
 _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
 
@@ -65,12 +67,12 @@ def search(
 ) -> TuningResult:
     """Search for faster settings within the budget and return the confirmed result.
 
-    Compiling may take `compile_seconds` more, because the run finds the compiled code in the cache. The result keeps
-    the rule-based plan if no gain is confirmed.
+    Compilation may take up to `compile_seconds` beyond the budget, because the run reuses the compiled code from the
+    cache. The result keeps the rule-based plan if no gain is confirmed.
     """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds, compile_seconds=compile_seconds)
     progress = ProgressReporter(on_progress, budget)
-    # The search stops at the budget. The bench kills a hanging probe slightly later.
+    # The search itself stops at the budget. The bench kills a hanging probe slightly later.
     outer, bench.ends_at = bench.ends_at, budget.start + TIMEOUT_FACTOR * (budget_seconds + compile_seconds)
     bench.tick = None if on_progress is None else progress.tick
     try:
@@ -104,20 +106,20 @@ class _SearchState:
 
     context: SearchContext
     base: PreparedSettings
-    """The rule-based plan. Its step is closed once another candidate is the best."""
+    """The rule-based plan. Its step is closed once a candidate has replaced it as the best."""
     best: PreparedSettings
     seen: set[tuple[object, ...]]
-    """Fingerprints of every plan that was tried."""
+    """Fingerprints of all plans that were tried."""
     trials: list[TuneTrial] = field(default_factory=list)
     speedups: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
-    """Last speedup of each change that lost."""
+    """Latest speedup of each change that lost."""
     skipped: list[PlanCandidate] = field(default_factory=list)
-    """Candidates that were not tried because no time was left."""
+    """Candidates that were skipped for lack of time."""
     retry_above: float = _RETRY_ABOVE
 
     @property
     def until(self) -> float:
-        """Time on the clock at which trials must end. The rest is reserved for the final comparison."""
+        """Time on the clock by which trials must end. The rest is reserved for the final comparison."""
         base, best = self.base.prepared, self.best.prepared
         pairs = 1.5 * _CONFIRM_PAIRS * (base.step_seconds + best.step_seconds)
         budget = self.context.budget
@@ -131,7 +133,7 @@ class _SearchState:
 
 
 def _climb(state: _SearchState) -> None:
-    """Try candidates for one setting after the other until a pass brings no winner or time runs out."""
+    """Try candidates for one setting after another until a pass finds no winner or time runs out."""
     for state.retry_above in (_RETRY_ABOVE, _LATE_RETRY_ABOVE):
         for _ in range(_PASSES):
             before = state.best
@@ -144,7 +146,7 @@ def _climb(state: _SearchState) -> None:
 
 
 def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]:
-    """Yield candidates that may win and have not been tried on top of the best settings."""
+    """Yield candidates that may win and have not been tried with the best settings."""
     for candidate in candidates(state.best.plan, about):
         plan = state.context.plan_with(apply_candidate(state.best.settings, candidate))
         if _fingerprint(plan) not in state.seen and _may_win(state, candidate):
@@ -152,12 +154,12 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 
 
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
-    """Return False for a change that lost by far, and for a micro-batch beyond one that lost."""
+    """Return False for a change that lost clearly, and for a micro-batch beyond one that lost."""
     # If the user compiles the model, every candidate is compiled.
     is_compiled_here = state.best.plan.compile != state.base.plan.compile
     if is_compiled_here and not _suits_compiled_code(state.best.plan, candidate):
         return False
-    # The whole model is compiled to more fused kernels. Its blocks are for a model that cannot be compiled in time.
+    # Compiling the whole model fuses more kernels. Compiling its blocks is for models that take too long to compile.
     has_whole = state.best.plan.compile == "on" or state.speedups.get(frozenset([("compile", "on")]))
     if candidate.changes == {"compile": "blocks"} and has_whole:
         return False
@@ -184,25 +186,28 @@ def _has_tried(state: _SearchState, precision: str) -> bool:
 
 
 def _suits_compiled_code(best: Plan, candidate: PlanCandidate) -> bool:
-    """Whether a candidate may be worth compiling again. Compiled code needs less memory, so more samples may fit."""
+    """Return whether a candidate may justify compiling again.
+
+    Compiled code needs less memory, so a larger micro-batch may fit.
+    """
     larger = candidate.setting != "micro_batch" or candidate.value > best.micro_batch  # type: ignore[operator]
     return candidate.setting in _ON_COMPILED_CODE and larger
 
 
 def _try(state: _SearchState, candidate: PlanCandidate) -> None:
-    """Run a trial of a candidate, unless it is ruled out or too little time is left, and update the state."""
+    """Try a candidate and update the state. Skip it if it is ruled out or too little time is left."""
     context, best = state.context, state.best
     state.seen.add(_fingerprint(context.plan_with(apply_candidate(best.settings, candidate))))
     ruled_out = rule_out(context, best, candidate)
     if ruled_out is not None:
         state.trials.append(ruled_out)
         return
-    # Reserve time for a restart: after an aborted trial, the best settings must be prepared again.
+    # Reserve time to restart: after an aborted trial, the best settings must be prepared again.
     left = state.until - context.bench.clock() - state.recovery_seconds
     base = state.base.prepared
     expected = base.preparation_seconds
     if best.plan.compile != "off":
-        # Other settings are compiled again, in about the time that the best ones took.
+        # Other settings require another compilation, which takes about as long as that of the best settings.
         expected = max(expected, best.prepared.preparation_seconds)
     if candidate.setting == "compile":
         left += context.budget.compile_seconds
@@ -222,7 +227,7 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
         is_unusable = trial.verdict in ("failed", "disagrees")
         state.speedups[frozenset(candidate.changes.items())] = 0.0 if is_unusable else speedup
         return
-    # The previous value is now the alternative. It has lost by the inverse of the winner's speedup.
+    # The previous value is now an alternative, which lost by the inverse of the winner's speedup.
     state.speedups[frozenset((name, best.plan.settings[name].value) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
@@ -232,9 +237,11 @@ def _confirm(state: _SearchState) -> TuningResult:
     """Time the winner against the rule-based plan in new pairs.
 
     The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
+
+    The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
     """
     context, base, best = state.context, state.base, state.best
-    # Nothing won, so there is nothing to confirm.
+    # Without a winner, there is nothing to confirm.
     if best is base:
         return _result(state, base, reason="nothing was shown to be faster than the rules")
     started = context.bench.clock()
@@ -263,7 +270,7 @@ def _confirm(state: _SearchState) -> TuningResult:
     if verdict == "faster" and estimate is not None:
         gain = ConfirmedGain(speedup=estimate.speedup, low=estimate.low, high=estimate.high, repeats=estimate.pairs)
         return _result(state, best, reason=note, gain=gain, step_seconds=timing.candidate_seconds)
-    # All pairs were faster, but too few to be sure. The trials that the winner won still count.
+    # All pairs were faster, but there are too few of them to be sure. The trials that the winner won still count.
     if verdict == "unclear" and all(log_ratio < 0 for log_ratio in timing.log_ratios):
         return _unconfirmed(state, "there was no time for a full final comparison")
     return _result(state, base, reason=note, step_seconds=timing.baseline_seconds)
@@ -324,7 +331,7 @@ def _result(
 
 
 def _lacked_time_to_compile(state: _SearchState) -> bool:
-    """Return whether a later search could finish compiling what this one could not. Compiled code is cached."""
+    """Return whether a later search could finish the compilation, because the compiled code is cached."""
     is_cut_off = any(trial.setting == "compile" and trial.verdict == "cut off" for trial in state.trials)
     return is_cut_off or any(candidate.setting == "compile" for candidate in state.skipped)
 
@@ -354,7 +361,7 @@ def _show(settings: Settings, separator: str = ", ") -> str:
 
 
 def _last_step_seconds(state: _SearchState, kept: PreparedSettings) -> float:
-    """Return the median step time of these settings in their last comparison, or in their preparation."""
+    """Return the median step time of these settings in their last comparison, or else in their preparation."""
     for trial in reversed(state.trials):
         if kept.settings in (trial.settings, trial.against):
             seconds = trial.median_seconds if trial.settings == kept.settings else trial.baseline_seconds

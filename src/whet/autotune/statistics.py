@@ -18,28 +18,28 @@ from typing import Literal
 from whet.autotune.step_bench import PreparedStep
 from whet.run.bench_result import BenchInterval
 
-# Minimum median gain: a smaller one is not worth changing the plan.
+# Minimum median gain. A smaller one does not justify changing the plan.
 MIN_GAIN = 0.02
 # Minimum gain at the lower end of the confidence interval.
 _CERTAIN_GAIN = 0.01
 
-# Numbers of pairs after which a gain may be claimed, with the probability of a false claim at each. A sequential test
-# adds up these probabilities; the sum is below 1 in 200.
+# Numbers of pairs after which a gain may be claimed, with the probability of a false claim at each. These probabilities
+# add up in a sequential test; their sum is below 1 in 200.
 _LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0001}
 MAX_PAIRS = max(_LOOKS)
 
-# A large gain needs fewer pairs: five pairs that all show it, and that differ by less than the smallest of them.
+# A large gain needs fewer pairs: five that all show it and that differ by less than the smallest of them.
 _LARGE_GAIN_PAIRS, _LARGE_GAIN = 5, 0.25
-# Probability of missing a gain that is just worthwhile. It is high so that losers are dropped after only three pairs.
+# Probability of missing a barely worthwhile gain. It is high, so that losers are dropped after only three pairs.
 _GIVE_UP_LEVEL = 0.2
-# Maximum probability that the true median lies below a reported interval; the same applies above it.
+# Maximum probability that the true median lies below a reported interval. The same applies to its upper end.
 _TAIL = 1 / 32
 _MIN_STABLE_PAIRS, _STABLE_CHANGE = 8, 0.05
 
 # Shorter steps are timed several at a time, because the clock and the scheduler would distort single ones.
 _MIN_VISIT_SECONDS = 0.02
 MAX_STEPS_PER_VISIT = 16
-# The 95th percentile of fewer steps is their maximum.
+# With fewer steps, the 95th percentile is the maximum.
 _MIN_STEPS_FOR_PERCENTILE = 20
 _MIN_VISITS_FOR_DRIFT = 8
 
@@ -65,7 +65,7 @@ class SpeedupEstimate:
 def estimate(log_ratios: Sequence[float]) -> SpeedupEstimate:
     """Return the median speedup with its confidence interval.
 
-    The interval is exact for five pairs or more. For fewer pairs it is the range. Requires at least one pair.
+    The interval is exact for five or more pairs. For fewer, it is the range. Requires at least one pair.
     """
     level = _reported_level(len(log_ratios))
     return SpeedupEstimate(
@@ -78,15 +78,15 @@ def estimate(log_ratios: Sequence[float]) -> SpeedupEstimate:
 
 
 def decide(log_ratios: Sequence[float]) -> Decision:
-    """Return whether the pairs so far show a worthwhile gain, rule it out, or are too few ("open").
+    """Return whether the pairs show a worthwhile gain ("faster"), rule one out ("no gain"), or are too few ("open").
 
     >>> decide([-0.3] * 5), decide([0.1, 0.2, 0.1]), decide([-0.05] * 7), decide([-0.05] * 8), decide([-0.3] * 4 + [-3])
     ('faster', 'no gain', 'open', 'faster', 'open')
     """
     pairs = len(log_ratios)
     least, most = -max(log_ratios), -min(log_ratios)
-    # Noise that doubles step times can fake gains of any size, and five gains in a row have a probability of 1 in 32.
-    # So the pairs must also agree with each other.
+    # Noise that doubles step times can fake gains of any size, and five gains in a row occur by chance with a
+    # probability of 1 in 32. So the pairs must also agree with each other.
     if pairs >= _LARGE_GAIN_PAIRS and least >= math.log1p(_LARGE_GAIN) and most - least <= least:
         return "faster"
     if (
@@ -102,13 +102,15 @@ def decide(log_ratios: Sequence[float]) -> Decision:
 
 
 def is_slower(log_ratios: Sequence[float]) -> bool:
-    """Whether the candidate is clearly slower: by the minimum gain and by the width of the interval."""
+    """Return whether the candidate is clearly slower: by the minimum gain and by the width of the interval."""
     result = estimate(log_ratios)
     return result.high < 1 and 1 - result.speedup >= max(MIN_GAIN, result.high - result.low)
 
 
 def is_stable(values: Sequence[float]) -> bool:
-    """Whether both halves of a series of logarithms agree.
+    """Return whether both halves of a series of logarithms agree.
+
+    The measured quantity drifts if the halves do not overlap and differ by more than 5 %.
 
     Halves that do not overlap and differ by more than 5 % show that the measured quantity drifts.
 
@@ -133,7 +135,7 @@ def upper_bound(values: Sequence[float], *, level: float) -> float:
 
 
 def median_interval(values: Sequence[float]) -> BenchInterval:
-    """Return the median and a confidence interval made of two order statistics.
+    """Return the median with a confidence interval between two order statistics.
 
     >>> result = median_interval([5.0, 1.0, 2.0, 4.0, 3.0])
     >>> result.low, result.median, result.high, result.confidence
@@ -152,10 +154,10 @@ def median_interval(values: Sequence[float]) -> BenchInterval:
 
 
 def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
-    """Return the median speedup of pairs with its confidence interval."""
+    """Return the median speedup of the pairs with its confidence interval."""
     result = estimate(log_ratios)
     return BenchInterval(
-        # With few pairs, rounding may put the median just outside its bounds.
+        # With few pairs, rounding may place the median just outside its bounds.
         median=min(max(result.speedup, result.low), result.high),
         low=result.low,
         high=result.high,
@@ -165,14 +167,14 @@ def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
 
 
 def rate_interval(amount: int, seconds: BenchInterval) -> BenchInterval:
-    """Return the rate per second, given the seconds that an amount takes."""
+    """Return the rate per second of processing `amount` items in these seconds."""
     return seconds.model_copy(
         update={"median": amount / seconds.median, "low": amount / seconds.high, "high": amount / seconds.low}
     )
 
 
 def scaled_interval(interval: BenchInterval, factor: float) -> BenchInterval:
-    """Return the interval multiplied by a factor."""
+    """Return an interval with all its values multiplied by a factor."""
     return interval.model_copy(
         update={"median": interval.median * factor, "low": interval.low * factor, "high": interval.high * factor}
     )
@@ -188,14 +190,14 @@ class StepTimings:
     """Step times of one variant in chronological order. A visit is a few consecutive steps."""
 
     visits: list[float] = field(default_factory=list)
-    """Mean seconds per step of each visit."""
+    """Mean seconds per step in each visit."""
     steps: list[float] = field(default_factory=list)
-    """Seconds of each single step."""
+    """Seconds of each step."""
     longest: float = 0.0
     """Seconds of the longest visit."""
 
     def visit(self, prepared: PreparedStep, *, first: int, steps: int) -> float:
-        """Run a few steps and return the mean seconds of one."""
+        """Run a few steps and return the mean seconds per step."""
         # A coarse clock may report zero, which has no logarithm.
         seconds = [max(prepared.step(first + offset), 1e-9) for offset in range(steps)]
         self.steps += seconds
@@ -205,7 +207,7 @@ class StepTimings:
 
     @property
     def slow_steps(self) -> float | None:
-        """95th percentile of the step times over their median; None for too few steps."""
+        """95th percentile of the step times divided by their median, or None for too few steps."""
         if len(self.steps) < _MIN_STEPS_FOR_PERCENTILE:
             return None
         ordered = sorted(self.steps)
@@ -213,19 +215,22 @@ class StepTimings:
 
     @property
     def drift(self) -> float | None:
-        """Median of the second half over the median of the first half; None for too few visits."""
+        """Median of the second half divided by the median of the first half, or None for too few visits."""
         half = len(self.visits) // 2
         return median(self.visits[half:]) / median(self.visits[:half]) if half * 2 >= _MIN_VISITS_FOR_DRIFT else None
 
 
 def _reported_level(count: int) -> float:
-    """Return the smallest tail probability of at least `_TAIL` that `count` values can reach."""
+    """Return the smallest achievable tail probability of at least `_TAIL` for `count` values."""
     return max(_TAIL, 0.5**count)
 
 
 @cache
 def _max_trimmed(count: int, level: float) -> int | None:
-    """Return the number of values that may be trimmed on one side; None if not even the maximum is a bound.
+    """Return how many values may be trimmed on one side, or None if not even the maximum is a bound.
+
+    The result is the largest k such that `count` coin tosses show at most k heads with a probability of at most
+    `level`.
 
     It is the largest k for which at most k heads in `count` coin tosses have a probability of at most `level`.
 

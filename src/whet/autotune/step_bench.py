@@ -1,4 +1,4 @@
-"""The interface for timing optimizer steps under different settings, with its time budget and progress reports."""
+"""Interface for timing optimizer steps under different settings, with a time budget and progress reports."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,14 +14,14 @@ Settings = Mapping[str, Scalar]
 # "refused": the bench does not support these settings and did not run them.
 FailureKind = Literal["crash", "oom", "timeout", "error", "refused"]
 
-# Callers stay within their budget. The bench kills a hanging probe at this multiple of it.
+# Callers stay within their budget. The bench kills a hanging probe at this multiple of the budget.
 TIMEOUT_FACTOR = 1.08
 # Minimum seconds between two progress reports.
 _MIN_REPORT_SECONDS = 0.25
 
 
 class ProbeFailedError(WhetError):
-    """Settings could not be measured. The search records the failure and continues."""
+    """Raised when settings cannot be measured. The search records the failure and continues."""
 
     def __init__(self, reason: str, *, kind: FailureKind) -> None:
         super().__init__("a probe failed", got=f"{kind}: {reason}", try_="the settings of the rule-based plan")
@@ -40,40 +40,40 @@ class SettingsAgreement:
 
 
 class PreparedStep(Protocol):
-    """A workload that is ready to run steps under some settings. At most two exist at the same time."""
+    """A workload that is ready to run steps with some settings. At most two exist at a time."""
 
     @property
     def preparation_seconds(self) -> float:
-        """One-time cost of these settings: seconds for building, compiling and the first steps."""
+        """One-time cost of these settings: seconds spent on building, compiling and the first steps."""
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the last step of the preparation, as an estimate of the next step."""
+        """Seconds of the last step of the preparation, an estimate of the next step."""
 
     def step(self, index: int) -> float:
-        """Run one optimizer step on a fixed global batch and return its seconds, including device synchronization.
+        """Run one optimizer step on a fixed global batch, and return its seconds including device synchronization.
 
-        Any `index` from 0 on is valid. The same index selects the same batch under all settings.
+        `index` is any non-negative number. The same index selects the same batch under all settings.
         """
 
     def check(self) -> None:
-        """Raise ProbeFailedError if compiled code differs from the code of the model."""
+        """Raise ProbeFailedError if compiled code gives other results than the model's own code."""
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory since the preparation began; None if unknown. Valid after `close`."""
+        """Return the peak memory in bytes since the preparation began, or None if unknown. Valid after `close`."""
 
     def close(self) -> None:
-        """Release all resources. No step may follow."""
+        """Release all resources. No further steps are allowed."""
 
 
 class StepBench(Protocol):
-    """Times steps of one workload on one machine. Simulated benches run on a virtual clock."""
+    """Times steps of one workload on one machine. Simulated benches use a virtual clock."""
 
     ends_at: float | None
-    """Time on the clock at which a pending probe is killed, if the bench can do that; None for no limit."""
+    """Time on the clock at which a pending probe is killed, if the bench supports it, or None for no limit."""
 
     tick: Callable[[], None] | None
-    """Called repeatedly while the bench waits, if the bench supports it."""
+    """Function that is called repeatedly while the bench waits, if the bench supports it."""
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +81,7 @@ class StepBench(Protocol):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Description of the machine and workload; the key of cached results."""
+        """Description of the machine and the workload, used as the key of cached results."""
 
     @property
     def recovery_seconds(self) -> float:
@@ -91,10 +91,10 @@ class StepBench(Protocol):
         """Return the seconds since an arbitrary origin. All work of the bench takes time on this clock."""
 
     def predicted_bytes(self, settings: Settings) -> int | None:
-        """Return the predicted memory of a step without running it; None if unknown."""
+        """Predict the memory of a step in bytes without running it. Return None if unknown."""
 
     def agreement(self, settings: Settings, *, seconds: float) -> SettingsAgreement:
-        """Compare the loss and gradients under these settings with fp32. Raises ProbeFailedError."""
+        """Compare the loss and gradients under these settings with fp32, within `seconds`. Raises ProbeFailedError."""
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedStep:
         """Build the workload, compile it and run at least one step, within `seconds` if possible.
@@ -111,13 +111,13 @@ class StepBench(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Budget:
-    """A time budget on the clock of a bench. Compiling may extend it."""
+    """A time budget on the clock of a bench. Compilation may extend it."""
 
     clock: Callable[[], float]
     start: float
     seconds: float
     compile_seconds: float = 0.0
-    """Seconds that compiling may take beyond `seconds`. They are added to `seconds` as they are used."""
+    """Seconds that compilation may take beyond `seconds`. Used time is moved from here to `seconds`."""
 
     @property
     def end(self) -> float:
@@ -126,16 +126,16 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the budget started."""
         return self.clock() - self.start
 
     @property
     def left(self) -> float:
-        """Seconds until the end, never negative."""
+        """Seconds until the budget ends, never negative."""
         return max(0.0, self.end - self.clock())
 
     def extend_for_compiling(self, seconds: float) -> None:
-        """Extend the budget by time spent compiling, up to `compile_seconds`."""
+        """Extend the budget by time spent on compilation, up to `compile_seconds`."""
         extra = min(seconds, self.compile_seconds)
         self.seconds += extra
         self.compile_seconds -= extra
@@ -143,7 +143,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningProgress:
-    """The current state of a measurement."""
+    """Progress of a measurement."""
 
     doing: str
     """What is being measured, such as "precision bf16"."""
@@ -152,7 +152,7 @@ class TuningProgress:
 
     @property
     def message(self) -> str:
-        """Progress in one line of text.
+        """The progress as one line of text.
 
         >>> TuningProgress(doing="precision bf16", spent_seconds=12.3, budget_seconds=60).message
         'measuring: precision bf16, 12 of 60 s'
@@ -164,12 +164,12 @@ class TuningProgress:
         return {"message": self.message, **asdict(self)}
 
 
-# Called a few times a second at most. The time it takes counts against the budget.
+# Called a few times per second at most. Its time counts against the budget.
 ProgressCallback = Callable[[TuningProgress], None]
 
 
 class ProgressReporter:
-    """Reports what is being measured: immediately when it changes, then at intervals."""
+    """Reports what is being measured: at once when it changes, then at intervals."""
 
     def __init__(self, callback: ProgressCallback | None, budget: Budget) -> None:
         self._callback = callback
@@ -178,7 +178,7 @@ class ProgressReporter:
         self._reported_at = float("-inf")
 
     def begin(self, doing: str) -> None:
-        """Report the start of a measurement."""
+        """Report that a measurement begins."""
         self._doing = doing
         self._report()
 

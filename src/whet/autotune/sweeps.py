@@ -1,4 +1,4 @@
-"""The values of each benchmark sweep, and the plain PyTorch loop as a baseline."""
+"""The values of each benchmark sweep, and a plain PyTorch loop as the baseline."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-# In the order of measurement. Settings that may be very slow, so that their process must be killed, come last.
+# Sweeps in the order of measurement. Those with possibly very slow settings, whose process must be killed, come last.
 SWEEPS = ("device", "micro_batch", "threads", "workers", "precision")
 # Maximum number of values in a sweep.
 _MAX_VALUES = 7
@@ -27,7 +27,10 @@ class Variant:
 
 
 def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequence[Scalar] = ()) -> list[Variant]:
-    """Return one variant for the plan's value and one for each alternative. Numbers are in increasing order.
+    """Return one variant for the plan's value and one for each alternative, with numbers in increasing order.
+
+    `own` are the measured settings of the plan that differ from the rules. `values` are the alternatives given by the
+    user.
 
     `own` are the measured settings of the plan that differ from the rules, `values` the alternatives that the user
     names.
@@ -35,7 +38,7 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequenc
     plan = plan_with(rule_plan, own)
     now = plan.settings[setting].value
     for value in values:
-        # Refuse a value that no plan has, before anything is measured.
+        # Reject a value that no plan accepts before anything is measured.
         plan_with(rule_plan, {**own, setting: value})
     values = [now, *(value for value in values or _VALUES[setting](plan) if value != now)]
     if all(isinstance(value, int) for value in values):
@@ -51,7 +54,7 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequenc
 
 
 def batch_sizes_to_sweep(plan: Plan, values: Sequence[Scalar]) -> list[int]:
-    """Return the global batch sizes of a sweep: those that the user names, or halves and doubles of the current one."""
+    """Return the global batch sizes of a sweep: those given by the user, or halves and doubles of the current size."""
     base, num_samples = plan.workload.global_batch_size, plan.workload.num_samples
     sizes = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]
     if len(sizes) < len(values):
@@ -72,7 +75,7 @@ def batch_sizes_to_sweep(plan: Plan, values: Sequence[Scalar]) -> list[int]:
 
 
 def not_swept_reason(plan: Plan, setting: str) -> str | None:
-    """Return why a setting cannot be swept; None if it can."""
+    """Return why a setting cannot be swept, or None if it can."""
     if setting in plan.overrides:
         return f"you set {setting}={plan.overrides[setting]}"
     if setting in plan.settings and plan.settings[setting].source == "environment":
@@ -94,7 +97,7 @@ def not_swept_reason(plan: Plan, setting: str) -> str | None:
 
 
 def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
-    """Return the requested sweeps, or all possible ones if none is requested.
+    """Return the requested sweeps, or all possible sweeps if none is requested.
 
     Raises UsageError if a requested sweep is not possible.
     """
@@ -113,7 +116,7 @@ def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
 
 
 def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
-    """Return the settings of a naive training loop: fp32, the whole batch, no workers, PyTorch's defaults."""
+    """Return the settings of a plain training loop: fp32, the whole batch at once, no workers, PyTorch's defaults."""
     plan = plan_with(rule_plan, own)
     threads = plan.machine.torch.num_threads
     settings: dict[str, Scalar] = {
@@ -128,7 +131,7 @@ def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
         "data_location": "files" if plan.data_location == "files" else "host",
         **({"threads": threads} if threads else {}),
     }
-    # A custom optimizer is the same in any loop, so its kernels are not part of the comparison.
+    # A user's own optimizer is the same in any loop, so its kernels are not part of the comparison.
     if plan.optimizer_kernels == "yours":
         del settings["optimizer_kernels"]
     return Variant(value="plain loop", settings=settings)
@@ -139,7 +142,7 @@ def _candidate_values(setting: str, plan: Plan) -> Iterable[Scalar]:
 
 
 def _micro_batches(plan: Plan) -> Iterable[Scalar]:
-    """Return the global batch size, its half, its quarter and so on, rounded to even splits.
+    """Return the global batch size, half of it, a quarter of it and so on, rounded to even splits.
 
     The sizes closest to the plan's micro-batch come first.
     """

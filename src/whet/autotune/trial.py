@@ -1,4 +1,4 @@
-"""One trial of a search: prepare a candidate, time it against the best settings, and check its cost and precision."""
+"""One trial of a search: prepare a candidate, time it against the best settings, check its cost and precision."""
 
 import math
 import random
@@ -23,19 +23,20 @@ from whet.plan.plan import Plan
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial, Verdict
 
-# Maximum number of pairs in a trial. A gain that needs more is not worth the time. The final comparison may use more.
+# Maximum number of pairs in a trial. A gain that needs more pairs is not worth the time. The final comparison may use
+# more.
 _MAX_PAIRS = 24
 # Precisions that need no comparison with fp32.
 _EXACT = ("fp32",)
-# The note mentions the break-even point only if the extra preparation takes more than this many seconds.
+# The note mentions the break-even point only if the additional preparation takes more than this many seconds.
 _MIN_NOTED_SECONDS = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
-# An upper bound for any core in float32: two 512-bit FMA units at 3 GHz.
+# An upper bound for any CPU core in float32: two 512-bit FMA units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSettings:
-    """Settings with their plan and prepared step."""
+    """Settings with the complete plan for them and their prepared step."""
 
     settings: Settings
     plan: Plan
@@ -63,7 +64,7 @@ class SearchContext:
         return self.plans[key]
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
-        """Prepare settings and record their peak memory. Raises ProbeFailedError."""
+        """Prepare settings, and record their peak memory. Raises ProbeFailedError."""
         plan, started = self.plan_with(settings), self.bench.clock()
         try:
             prepared = self.bench.prepare(settings, seconds=seconds)
@@ -84,7 +85,7 @@ class SearchContext:
         )
 
     def agreement(self, ready: PreparedSettings, *, seconds: float) -> SettingsAgreement:
-        """Compare the settings with fp32. Results are cached by device, precision, attention kernel and norm kernel."""
+        """Compare settings with fp32. Results are cached by device, precision, attention kernel and norm kernel."""
         plan = ready.plan
         key = (plan.device, plan.precision, plan.attention, plan.norms)
         if key not in self.agreements:
@@ -93,7 +94,7 @@ class SearchContext:
 
 
 def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCandidate) -> TuneTrial | None:
-    """Return the record of a candidate that does not fit into memory or cannot win; None if it should be tried."""
+    """Return the record of a candidate that does not fit into memory or cannot win, or None if it should be tried."""
     settings = apply_candidate(best.settings, candidate)
     plan = context.plan_with(settings)
     reason = _why_cpu_cannot_win(plan, best, candidate) or context.memory.excess(
@@ -111,7 +112,10 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
 
 
 def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return why the CPU cannot win; None if it may.
+    """Return why the CPU cannot win, or None if it might.
+
+    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can
+    use more of the budget than all other trials, so this check comes before a trial.
 
     The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. This check avoids a trial,
     because a slow step on the CPU can use up more of the budget than all other trials.
@@ -121,7 +125,7 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
         return None
     workload = plan.workload
     rows = workload.global_batch_size * (workload.mean_length or 1.0)
-    # A dense layer with N parameters takes 6 N FLOPs per row: 2 N forward and 4 N backward.
+    # A dense layer with N parameters takes 6 N FLOPs per row: 2 N in the forward and 4 N in the backward pass.
     seconds = 6 * workload.num_parameters * rows / (cores * _MAX_FLOPS_PER_CORE)
     if seconds <= best.prepared.step_seconds:
         return None
@@ -133,7 +137,7 @@ def run_trial(
 ) -> tuple[TuneTrial, PreparedSettings | None]:
     """Try a candidate and return its record, with the prepared settings if they are better.
 
-    Settings that are not better are closed, and None is returned for them.
+    Settings that are not better are closed, and None is returned instead of them.
     """
     started, budget_end = context.bench.clock(), context.budget.end
     context.progress.begin(" and ".join(f"{name} {format_value(value)}" for name, value in candidate.changes.items()))
@@ -172,7 +176,7 @@ def _judge(
 ) -> tuple[Verdict, str, PairedTiming | None]:
     """Time prepared settings and return the verdict, its explanation and the timing.
 
-    Settings win if they fit into memory, are faster, recover their cost in this run and agree with fp32.
+    Settings win if they fit into memory, are faster, recover their cost within this run, and agree with fp32.
     """
     name = show_setting(candidate.setting, candidate.value)
     excess = _memory_excess(ready)
@@ -190,7 +194,7 @@ def _judge(
         )
     except ProbeFailedError as error:
         return "failed", f"{name}: {error.kind}, {error.reason}", None
-    # The peak may have grown during the timed steps.
+    # The peak may have increased during the timed steps.
     context.record_memory(ready)
     excess = _memory_excess(ready)
     if excess is not None:
@@ -202,7 +206,7 @@ def _judge(
     cost = break_even(ready, best, timing)
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
-    # These comparisons are expensive, so only winners are compared.
+    # These comparisons are expensive, so make them only for winners.
     try:
         if candidate.setting == "compile":
             ready.prepared.check()
@@ -223,7 +227,7 @@ def _judge(
 def _precision_objection(
     context: SearchContext, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str] | None:
-    """Return the verdict and reason against settings that compute different numbers; None if they may be used.
+    """Return the verdict on settings that compute different numbers with its reason, or None if they may be used.
 
     Only changes of precision, attention kernels and norm kernels are compared with fp32.
     """
@@ -240,7 +244,9 @@ def _precision_objection(
 
 
 def _is_likely(timing: PairedTiming) -> bool:
-    """Whether the interval after all pairs lies above the minimum gain, although the test is not conclusive.
+    """Return whether the interval after all pairs lies above the minimum gain although the test is inconclusive.
+
+    Such a candidate is more likely faster than not. Keeping it makes no claim, because the final comparison decides.
 
     Such a candidate is more often faster than not. The final comparison decides, so keeping it claims nothing.
     """
@@ -251,9 +257,9 @@ def _is_likely(timing: PairedTiming) -> bool:
 
 
 def break_even(ready: PreparedSettings, against: PreparedSettings, timing: PairedTiming) -> BreakEven:
-    """Return the extra preparation time of settings, and the time they save in each step."""
+    """Return the additional preparation time of settings and the time that they save in each step."""
     result = timing.estimate
-    # Ratios within pairs, because the medians of both sides may be of different moments on a busy machine.
+    # Use the ratios within pairs: on a busy machine, the medians of both sides may stem from different moments.
     saved = timing.baseline_seconds * (1 - 1 / result.speedup) if result else 0.0
     return BreakEven(
         cost_seconds=max(0.0, ready.prepared.preparation_seconds - against.prepared.preparation_seconds),

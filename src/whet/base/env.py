@@ -33,7 +33,7 @@ def read(name: str) -> str | None:
 
 
 def malloc_variable() -> str | None:
-    """Return the variable with which the user has configured malloc of glibc; None if there is none."""
+    """Return the variable with which the user has configured malloc of glibc, or None if there is none."""
     if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):
         return "GLIBC_TUNABLES"
     return next((name for name in _MALLOC_VARIABLES if read(name)), None)
@@ -52,13 +52,13 @@ def set_brief_spin() -> None:
 
 
 def wait_variable() -> str | None:
-    """Return how the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0"; None if whet has."""
+    """Return how the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0", or None if whet has."""
     chosen = {name: value for name in (_WAIT_POLICY, *BRIEF_SPIN) if (value := read(name)) is not None}
     return next((f"{name}={value}" for name, value in chosen.items() if value != BRIEF_SPIN.get(name)), None)
 
 
 def spins_long() -> bool:
-    """Whether torch was loaded in this process before whet could set how long its threads spin."""
+    """Return whether torch was loaded in this process before whet could set how long its threads spin."""
     return _spins_long
 
 

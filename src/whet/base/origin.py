@@ -81,7 +81,7 @@ def _short_file(file: str) -> str:
 
 
 def _is_internal(file: str) -> bool:
-    """Whether torch's path has a private part, such as torch/_ops.py or torch/utils/_python_dispatch.py."""
+    """Return whether torch's path has a private part, such as torch/_ops.py or torch/utils/_python_dispatch.py."""
     path = Path(file)
     folders = [folder for folder in _torch_folders() if path.is_relative_to(folder)]
     return any(name.startswith("_") for folder in folders for name in path.relative_to(folder).parts)

@@ -68,7 +68,7 @@ _REPEAT_SECONDS = 2.0
 
 
 def interrupt_obstacle() -> str | None:
-    """Return why `interrupt_after` cannot be used here; None if it can."""
+    """Return why `interrupt_after` cannot be used here, or None if it can."""
     if threading.current_thread() is not threading.main_thread():
         return "only the main thread can be interrupted"
     if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_REAL)):

@@ -248,7 +248,7 @@ class WorkerChannel:
                 yield self.receive()
 
     def has_parent(self) -> bool:
-        """Whether the parent still waits for a response; for single-threaded children."""
+        """Return whether the parent still waits for a response; for single-threaded children."""
         # The parent sends nothing while it waits, so a readable pipe means that the parent closed it.
         return not select.select([self._requests], [], [], 0.0)[0]
 

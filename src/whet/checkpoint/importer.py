@@ -58,7 +58,7 @@ class ImportInfo(FrozenModel):
 
 
 def is_import(path: Path) -> bool:
-    """Whether `whet import` created the folder."""
+    """Return whether `whet import` created the folder."""
     return (path / IMPORT_FILE).is_file()
 
 

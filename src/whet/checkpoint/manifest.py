@@ -33,7 +33,7 @@ class CheckpointInfo(FrozenModel):
     attempt: int = Field(default=1, ge=1)
     """Number of the session that wrote the checkpoint, counted from 1."""
     parent: str | None = None
-    """Checkpoint from which that session resumed; None for a new run."""
+    """Checkpoint from which that session resumed, or None for a new run."""
     created: float = 0.0
     """Unix time in seconds."""
     parameters: tuple[str, ...] = ()

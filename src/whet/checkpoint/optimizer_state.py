@@ -185,7 +185,7 @@ class OptimizerRestorer:
                 group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the parameters of a group in their saved order; None if they are others.
+        """Return the parameters of a group in their saved order, or None if they are others.
 
         weight_norm replaces a parameter during a run. The group keeps the one that is gone, unless the user has put
         the new ones into it: then the restored model has new ones too.

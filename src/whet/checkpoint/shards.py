@@ -27,7 +27,7 @@ from whet.distributed.strategies import RowRange
 from whet.run import durable
 
 WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
-"""Maps the name and whole shape of a tensor to the rows that this rank needs; None for all rows."""
+"""Maps the name and whole shape of a tensor to the rows that this rank needs, or None for all rows."""
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
@@ -44,14 +44,14 @@ class HeldRows(FrozenModel):
     start: Size
     stop: Size
     sha256: str | None
-    """Hash of the rows; None without rows."""
+    """Hash of the rows, or None without rows."""
 
 
 class Shard(FrozenModel):
     """The file that one rank wrote, and the rows in it."""
 
     file: FileDigest | None
-    """Size and hash of the file; None for a rank without rows."""
+    """Size and hash of the file, or None for a rank without rows."""
     held: dict[str, HeldRows]
 
 

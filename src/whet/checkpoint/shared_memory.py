@@ -19,7 +19,7 @@ class KeptTensor(NamedTuple):
     tensor: Tensor
     path: str
     encoded: dict[str, Any] | None
-    """The encoding, which `StateEncoder.finish` fills in; None for a tensor of the model."""
+    """The encoding, which `StateEncoder.finish` fills in, or None for a tensor of the model."""
 
 
 def encode_group(group: list[KeptTensor], tensors: dict[str, Tensor]) -> None:

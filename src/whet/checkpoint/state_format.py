@@ -69,7 +69,7 @@ def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
 
 
 def missing_children(generator: np.random.Generator, saved: dict[str, Any] | None) -> int | None:
-    """Return how many generators must be spawned to match a saved one; None if the seeds differ."""
+    """Return how many generators must be spawned to match a saved one, or None if the seeds differ."""
     seed = getattr(generator.bit_generator, "seed_seq", None)
     if not isinstance(seed, np.random.SeedSequence):
         return 0 if saved is None else None

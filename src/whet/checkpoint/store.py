@@ -139,7 +139,7 @@ def load_newest(
     steps: list[int] | None = None,
     read: Callable[[Path], Snapshot] | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that passes verification; None if the folder has no checkpoint.
+    """Load the newest checkpoint that passes verification, or None if the folder has no checkpoint.
 
     With `run_id`, checkpoints of other runs are rejected. Ranks that must load the same checkpoint pass the `steps` to
     try and a `read` function. Raises DamagedCheckpointError if no checkpoint is usable.

@@ -183,7 +183,7 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether the value is a dense tensor with data."""
+    """Return whether the value is a dense tensor with data."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized and not value.is_meta
 
 

@@ -56,7 +56,7 @@ class CheckpointWriter:
 
     @property
     def step(self) -> int | None:
-        """Step of the write that is in progress or not collected yet; None without one."""
+        """Step of the write that is in progress or not collected yet, or None without one."""
         return None if self._write is None else self._write.step
 
     @property
@@ -119,7 +119,7 @@ class StagingBuffer:
         self._buffer: Tensor | None = None
 
     def has_capacity(self, num_bytes: int) -> bool:
-        """Whether memory is available for a copy of the state. Always False if the device shares host memory."""
+        """Return whether memory is available for a copy of the state. Always False if the device shares host memory."""
         if self._device.memory.is_shared_with_host:
             return False
         if self._buffer is not None and self._buffer.numel() == num_bytes:

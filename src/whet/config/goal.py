@@ -23,7 +23,7 @@ _NEGATIONS = frozenset(("neg", "negative", "minus"))
 
 
 def metric_mode(name: str) -> GoalMode | None:
-    """Return whether a metric is minimized or maximized, from the words of its name; None if they imply neither.
+    """Return whether a metric is minimized or maximized, from the words of its name, or None if they imply neither.
 
     >>> [metric_mode(name) for name in ("val_loss", "test_macro_f1", "bits_per_byte", "neg_mean_squared_error")]
     ['min', 'max', 'min', 'max']

@@ -39,7 +39,7 @@ class GlobalBatch:
     samples: tuple[Any, ...] = ()
     """The samples of this rank if they were read one by one; empty for tensors in memory and after collating."""
     collated: Any = None
-    """The result of the collate function for the whole batch; None without one."""
+    """The result of the collate function for the whole batch, or None without one."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -113,7 +113,7 @@ class MicroBatch:
     fields: Mapping[str, "Field"]
     ids: np.ndarray
     first_index: int | None = 0
-    """The index of the first sample in the global batch; None if the samples are not consecutive.
+    """The index of the first sample in the global batch, or None if the samples are not consecutive.
 
     A model that keeps state for each row of the global batch between steps needs it.
     """
@@ -161,7 +161,7 @@ def micro_batch_shapes(micro: MicroBatch) -> Shapes:
 
 
 def describe_non_finite(micro: MicroBatch) -> str | None:
-    """Return which fields of a batch have NaN or Inf, with the columns of a table; None if all are finite.
+    """Return which fields of a batch have NaN or Inf, with the columns of a table, or None if all are finite.
 
     >>> x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
     >>> describe_non_finite(MicroBatch({"x": x, "y": torch.tensor([0, 1])}, np.arange(2)))

@@ -23,7 +23,7 @@ _MAX_LISTED_COLUMNS = 8
 
 
 def as_columns(data: object) -> Columns | None:
-    """Return the data as columns; None if it does not consist of tensors and arrays.
+    """Return the data as columns, or None if it does not consist of tensors and arrays.
 
     A list of many tensors is a dataset of samples.
     """
@@ -73,7 +73,7 @@ def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> tuple[Columns, MakeData] | None:
-    """Stack single samples into columns; None if a field holds something else than tensors, arrays and numbers.
+    """Stack single samples into columns, or None if a field holds something else than tensors, arrays and numbers.
 
     Fields whose first dimension differs become ragged. `ragged` collects their names, so that they stay ragged in a
     later batch of equal lengths.
@@ -247,7 +247,7 @@ def _check_finite_data(columns: Columns) -> None:
 
 
 def count_samples(data: Any) -> int | None:
-    """Return the number of samples; None for an iterable without a length."""
+    """Return the number of samples, or None for an iterable without a length."""
     columns = as_columns(data)
     if columns is not None:
         return len(next(iter(columns.values())))

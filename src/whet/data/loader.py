@@ -160,7 +160,7 @@ def _iterated(sampler: Any, *, seed: int, batch_size: int | None, drop_last: boo
 
 
 def loader_columns(loader: DataLoader[Any]) -> Columns | None:
-    """Return the columns of a loader over tensors in memory; None for any other dataset or collate function."""
+    """Return the columns of a loader over tensors in memory, or None for any other dataset or collate function."""
     if loader.collate_fn is not default_collate or is_iterable_loader(loader):
         return None
     dataset: Any = loader.dataset
@@ -176,7 +176,7 @@ def loader_columns(loader: DataLoader[Any]) -> Columns | None:
 
 
 def describe_non_finite_data(loader: DataLoader[Any]) -> str | None:
-    """Return which tensors in memory behind a loader have NaN or Inf; None if all are finite.
+    """Return which tensors in memory behind a loader have NaN or Inf, or None if all are finite.
 
     This is reported and not refused: some losses mask missing values.
 

@@ -54,11 +54,11 @@ class SampleOrder(ABC):
     """The order of the samples of an epoch, and their division into global batches."""
 
     num_samples: int | None
-    """Number of samples of an epoch, with repetitions; None if it is not known in advance."""
+    """Number of samples of an epoch, with repetitions, or None if it is not known in advance."""
     num_batches: int | None
-    """Number of global batches of an epoch; None if it is not known in advance."""
+    """Number of global batches of an epoch, or None if it is not known in advance."""
     inexact_reason: str | None = None
-    """Why a resumed run may see another order; None if it sees the same."""
+    """Why a resumed run may see another order, or None if it sees the same."""
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[PlannedBatch]:

@@ -89,7 +89,7 @@ class DatasetReader:
                 raise _explain(error, f"sample {sample} could not be read", f"dataset[{sample}]") from error
 
     def collate(self, samples: list[Any], epoch: int, after: Position) -> Any:
-        """Return what the collate function makes of a global batch; None without one."""
+        """Return what the collate function makes of a global batch, or None without one."""
         if self._collate_fn is None:
             return None
         with seeded_rng(collate_seed(self._seed, epoch, after)):

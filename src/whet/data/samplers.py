@@ -65,7 +65,7 @@ class SamplerOrder(SampleOrder):
             self._drawn = int(state["epoch"]), _decode(state["indices"]), _decode(state["ends"])
 
     def largest_batch(self) -> int | None:
-        """Return the largest batch of the first epoch, from a copy of the sampler; None if it cannot be copied."""
+        """Return the largest batch of the first epoch, from a copy of the sampler, or None if it cannot be copied."""
         if self._original is None:
             return None
         _, ends = self._draw(copy_sampler(self._original), 0)
@@ -155,7 +155,7 @@ class StreamedOrder(SampleOrder):
 
 
 def copy_sampler(sampler: Any) -> Any:
-    """Return a copy of a sampler, which shares its dataset; None if it cannot be copied."""
+    """Return a copy of a sampler, which shares its dataset, or None if it cannot be copied."""
     attributes = getattr(sampler, "__dict__", {})
     owned = {**attributes, **getattr(attributes.get("sampler"), "__dict__", {})}
     # A dataset may be large, and drawing an order does not change it.

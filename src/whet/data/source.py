@@ -17,9 +17,9 @@ class AbstractSource(ABC):
     """A source of global batches, starting at any position, and of their micro-batches."""
 
     num_samples: int | None
-    """Number of samples in one epoch; None if it is not known in advance."""
+    """Number of samples in one epoch, or None if it is not known in advance."""
     num_batches: int | None
-    """Number of global batches in one epoch; None if it is not known in advance."""
+    """Number of global batches in one epoch, or None if it is not known in advance."""
     is_in_memory = False
     """Whether batches take no time to read."""
 
@@ -58,7 +58,7 @@ class AbstractSource(ABC):
         return replace(batch, ids=batch.ids[self.share.of(len(batch)).indices]) if batch.samples else batch
 
     def split_obstacle(self, batch: GlobalBatch) -> str | None:
-        """Return why a batch cannot be divided into samples; None if it can."""
+        """Return why a batch cannot be divided into samples, or None if it can."""
         return None if batch.collated is None else row_obstacle(batch.collated, len(batch))
 
     def record(self, batches: Sequence[GlobalBatch]) -> "RecordedBatches":
@@ -66,11 +66,11 @@ class AbstractSource(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def fingerprint(self) -> str | None:
-        """Return a hash that identifies the data; None if it is unknown. Large data is hashed in part."""
+        """Return a hash that identifies the data, or None if it is unknown. Large data is hashed in part."""
         return None
 
     def inexact_reason(self) -> str | None:
-        """Return why a resumed run may see other samples than an uninterrupted one; None if it sees the same."""
+        """Return why a resumed run may see other samples than an uninterrupted one, or None if it sees the same."""
         return None
 
     def state(self, position: Position) -> dict[str, Any]:  # noqa: ARG002

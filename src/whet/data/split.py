@@ -231,7 +231,7 @@ class BatchSplitter:
         return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the lengths of these samples, summed over columns; None if all samples have one shape."""
+        """Return the lengths of these samples, summed over columns, or None if all samples have one shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
 
     def _pieces(self, rows: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[slice | np.ndarray]:
@@ -341,7 +341,7 @@ def _split_rows(
 
 
 def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | None:
-    """Return the samples of a micro-batch in several smaller ones; None if it cannot be divided."""
+    """Return the samples of a micro-batch in several smaller ones, or None if it cannot be divided."""
     if not all(_has_rows(field, len(micro)) for field in micro.fields.values()):
         return None
     bounds = np.linspace(0, len(micro), min(num_slices, len(micro)) + 1, dtype=int).tolist()

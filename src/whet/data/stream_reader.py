@@ -53,7 +53,7 @@ class StreamReader(Generic[T]):
         Args:
             iterate: Returns a new iterator for an epoch.
             read: Returns the next batch, or None at the end: read(iterator, epoch, number of its first sample, limit).
-                The limit is the number of samples still to skip; None if there are none.
+                The limit is the number of samples still to skip, or None if there are none.
             length: Returns the number of samples of a batch.
             epoch_owners: The objects whose `set_epoch` is called; by default the iterable.
         """

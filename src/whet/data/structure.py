@@ -117,7 +117,7 @@ def batch_length(value: Any) -> int:
 
 
 def row_obstacle(value: Any, num_samples: int, name: str = "") -> str | None:
-    """Return why a collated batch cannot be divided into samples along dimension 0; None if it can.
+    """Return why a collated batch cannot be divided into samples along dimension 0, or None if it can.
 
     Every tensor and list must have the length of the batch. Strings and numbers belong to every part.
 

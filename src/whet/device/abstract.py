@@ -51,7 +51,7 @@ class AbstractDevice(ABC):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random number generator of the device; None if it uses the generator of the CPU."""
+        """Random number generator of the device, or None if it uses the generator of the CPU."""
         return None
 
     # --- tensors and time --------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class AbstractDevice(ABC):
         return contextlib.nullcontext()
 
     def graphs(self) -> "AbstractGraphs | None":
-        """Return a graph capturer with a new memory pool; None if the device does not support graphs."""
+        """Return a graph capturer with a new memory pool, or None if the device does not support graphs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUsage:
-    """Memory counters in bytes, read without waiting for the device; None if the device has no such counter."""
+    """Memory counters in bytes, read without waiting for the device, or None if the device has no such counter."""
 
     allocated: int | None = None
     """Bytes of live tensors."""
@@ -158,7 +158,7 @@ class DeviceMemory:
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:
-        """Return the free memory of the device in bytes, for all processes; None if it uses host memory."""
+        """Return the free memory of the device in bytes, for all processes, or None if it uses host memory."""
         return None
 
     def reset_peak(self) -> None:

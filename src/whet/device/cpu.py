@@ -60,7 +60,7 @@ class CpuMemory(DeviceMemory):
 
 
 def _process_peak_bytes() -> int | None:
-    """Return the peak memory of this process since the last reset; None if the system does not count it."""
+    """Return the peak memory of this process since the last reset, or None if the system does not count it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -115,13 +115,13 @@ class IdleThreads:
 
 
 def start_idle_threads() -> IdleThreads | None:
-    """Start idle threads; None if torch does not use libgomp."""
+    """Start idle threads, or None if torch does not use libgomp."""
     path = _libgomp_path()
     return None if path is None else IdleThreads(ctypes.CDLL(path))
 
 
 def _libgomp_path() -> str | None:
-    """Return the path of the libgomp that torch has loaded; None on other systems and with other libraries."""
+    """Return the path of the libgomp that torch has loaded, or None on other systems and with other libraries."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

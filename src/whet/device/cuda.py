@@ -113,7 +113,7 @@ class CudaMemory(DeviceMemory):
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Return why CUDA cannot be used in this process; None if it can."""
+    """Return why CUDA cannot be used in this process, or None if it can."""
     if torch.cuda.is_available():
         return None
     return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU or driver was found"

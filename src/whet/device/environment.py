@@ -80,7 +80,7 @@ def _make_private(folder: Path) -> None:
 
 
 def has_fallback() -> bool:
-    """Whether the MPS fallback is enabled. Any value except 0 enables it."""
+    """Return whether the MPS fallback is enabled. Any value except 0 enables it."""
     return env.read(FALLBACK) not in (None, "0")
 
 

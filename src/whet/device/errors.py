@@ -43,7 +43,7 @@ _NARROWER = {torch.float64: "float32", torch.complex128: "complex64"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out.
+    """Return whether an error means that memory ran out.
 
     >>> is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 16.00 GiB, ..."))
     True
@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_gpu_failure(error: BaseException | None) -> bool:
-    """Whether torch reports that the GPU has failed, in work that may be older than the current step.
+    """Return whether torch reports that the GPU has failed, in work that may be older than the current step.
 
     What was computed since the last wait for the GPU is invalid, so a step cannot be undone or repeated by itself.
     """
@@ -103,7 +103,7 @@ class GpuFailedError(WhetError):
 
 
 def explain_gpu_failure(error: BaseException | None) -> GpuFailedError | None:
-    """Return an explanation if torch reports that the GPU has failed; None for other errors."""
+    """Return an explanation if torch reports that the GPU has failed, or None for other errors."""
     if isinstance(error, GpuFailedError):
         return None
     reported = next((str(one) for one in _chain(error) if str(one).startswith(COMMAND_BUFFER_TEXT)), None)

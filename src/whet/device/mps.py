@@ -320,7 +320,7 @@ def torch_release() -> tuple[int, int]:
 
 
 def mps_unavailable_reason() -> str | None:
-    """Return why MPS cannot be used in this process; None if it can."""
+    """Return why MPS cannot be used in this process, or None if it can."""
     if torch.backends.mps.is_available():
         return None
     if not torch.backends.mps.is_built():

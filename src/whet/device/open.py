@@ -25,7 +25,7 @@ UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectedDevice:
-    """A device, and why it is not the requested one; None if it is."""
+    """A device, and why it is not the requested one, or None if it is."""
 
     device: AbstractDevice
     fallback_reason: str | None = None

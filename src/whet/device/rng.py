@@ -59,7 +59,7 @@ def set_host_rng(states: tuple[Any, Any]) -> None:
 
 
 def host_rng_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
-    """Whether two states of `get_host_rng` are equal."""
+    """Return whether two states of `get_host_rng` are equal."""
     return ours[0] == theirs[0] and _comparable(ours[1]) == _comparable(theirs[1])
 
 

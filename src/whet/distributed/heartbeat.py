@@ -275,7 +275,7 @@ class Heartbeat:
                 return
 
     def _find_lost_rank(self) -> int | None:
-        """Return a rank on this machine whose process has ended without a normal exit; None if there is none."""
+        """Return a rank on this machine whose process has ended without a normal exit, or None if there is none."""
         for rank in self._watched:
             if self._seen[rank][0] == LEFT_MARK or self._process(rank) is not None or not self._is_local(rank):
                 continue
@@ -320,7 +320,7 @@ class Heartbeat:
         return self._process_info(rank).get("host") == platform.node()
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """Return the process of a rank on this machine; None if it has ended or its pid was reused."""
+        """Return the process of a rank on this machine, or None if it has ended or its pid was reused."""
         if not self._is_local(rank):
             return None
         with contextlib.suppress(psutil.Error):

@@ -27,7 +27,7 @@ class LaunchResult:
     rank: int = 0
     """The rank that failed first."""
     stop_signal: int | None = None
-    """The stop signal that was forwarded to all ranks; None if there was none."""
+    """The stop signal that was forwarded to all ranks, or None if there was none."""
 
     @property
     def is_lost(self) -> bool:

@@ -57,7 +57,7 @@ class RankStore:
             self._store.set(name, text)
 
     def find(self, name: str) -> str | None:
-        """Return a message; None if it does not exist."""
+        """Return a message, or None if it does not exist."""
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else None
 

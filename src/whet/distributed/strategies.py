@@ -47,7 +47,7 @@ class ParallelStrategy:
         return loss(micro)
 
     def seed(self, loss: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return the gradient that the backward pass starts with; None for 1."""
+        """Return the gradient that the backward pass starts with, or None for 1."""
         return None
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
@@ -220,7 +220,7 @@ class RowRange:
 
 
 def local_rows(tensor: Tensor) -> RowRange | None:
-    """Return the rows of a tensor on this rank; None if this rank has all of them.
+    """Return the rows of a tensor on this rank, or None if this rank has all of them.
 
     FSDP2 shards the first dimension: each rank has the same number of rows, and the last ranks have fewer or none. A
     sharded tensor is recognized by its attributes, so that a single process need not import torch.distributed.tensor.

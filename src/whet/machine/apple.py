@@ -184,7 +184,7 @@ def oldest_macos(torch: TorchFacts) -> int:
 
 
 def old_macos(system: OperatingSystem, torch: TorchFacts) -> MissingDevice | None:
-    """Return why this torch has no MPS on this macOS; None if it has, or if the version of macOS is unknown."""
+    """Return why this torch has no MPS on this macOS, or None if it has, or if the version of macOS is unknown."""
     major, oldest = major_version(system.version), oldest_macos(torch)
     if major is None or major >= oldest:
         return None
@@ -302,7 +302,7 @@ def _sysctl(name: bytes, max_bytes: int, *, libc: Any) -> bytes | None:
 
 
 def has_apple_silicon(answers: MacReadings) -> bool | None:
-    """Whether the Mac is Apple silicon, even if this Python runs under Rosetta."""
+    """Return whether the Mac is Apple silicon, even if this Python runs under Rosetta."""
     # proc_translated is 1 only under Rosetta, which only Apple silicon has.
     if parse_flag(answers.sysctl, "sysctl.proc_translated"):
         return True

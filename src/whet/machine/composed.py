@@ -156,7 +156,7 @@ def compose_mac(
 
 
 def nearest_machine(machine: Machine, known: list[Machine]) -> tuple[Machine, str] | None:
-    """Return the known Mac nearest to a real one, and how they differ; None if the machine is no Mac.
+    """Return the known Mac nearest to a real one, and how they differ, or None if the machine is no Mac.
 
     The chip counts most, because it decides bandwidth, throughput and known faults; then memory, then GPU cores. A chip
     that is not in the table is compared by its GPU cores.

@@ -128,7 +128,7 @@ class EnvironmentFacts(FrozenModel):
     spins_long: bool = False
     """Whether torch was loaded before whet could set how long threads spin."""
     is_deterministic: bool | None = None
-    """Whether torch.use_deterministic_algorithms is on in this process; None if torch was not queried."""
+    """Whether torch.use_deterministic_algorithms is on in this process, or None if torch was not queried."""
 
 
 class SystemState(FrozenModel):

@@ -167,7 +167,7 @@ def missing_devices(facts: DeviceFacts) -> tuple[MissingDevice, ...]:
 
 
 def hides_all_gpus(visible_devices: str | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU: empty, or a first entry that CUDA rejects, like -1."""
+    """Return whether CUDA_VISIBLE_DEVICES hides every GPU: empty, or a first entry that CUDA rejects, like -1."""
     if visible_devices is None:
         return False
     first = visible_devices.split(",")[0].strip()

@@ -66,7 +66,7 @@ def installed_version() -> str | None:
 
 
 def is_installed() -> bool:
-    """Whether `import torch` would find a module."""
+    """Return whether `import torch` would find a module."""
     try:
         return installed_version() is not None or importlib.util.find_spec("torch") is not None
     except (ImportError, ValueError):

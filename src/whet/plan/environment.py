@@ -29,7 +29,7 @@ class ForcedValue:
 
 
 def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:
-    """Return the value that the environment gives to a setting; None if it does not."""
+    """Return the value that the environment gives to a setting, or None if it does not."""
     facts, device = context.system_state.environment, context.settings and context.device_type
     if setting == "mps_fallback" and device == "mps" and facts.mps_fallback is not None:
         # torch reads the variable while it is imported.
@@ -55,7 +55,7 @@ def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:
 
 
 def no_effect_reason(setting: str, value: Scalar, context: RuleContext) -> str | None:
-    """Return why an override would not be executed on this device; None if it is executed.
+    """Return why an override would not be executed on this device, or None if it is executed.
 
     Such an override is not refused: the same command or config may train on several machines, and a run may move.
     """

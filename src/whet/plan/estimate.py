@@ -91,7 +91,7 @@ class SpeedEstimate(FrozenModel):
     samples_per_second: tuple[float, float]
     step_seconds: tuple[float, float]
     total_seconds: tuple[float, float] | None = None
-    """Seconds of all steps; None if their number is unknown."""
+    """Seconds of all steps, or None if their number is unknown."""
     source: str
     """The published figures behind the estimate."""
 
@@ -107,7 +107,7 @@ class SpeedEstimate(FrozenModel):
 
 
 def estimate_speed(plan: Plan) -> SpeedEstimate | None:
-    """Estimate the speed of a plan; None if no figures of its device are published in the tables."""
+    """Estimate the speed of a plan, or None if no figures of its device are published in the tables."""
     device = plan.device.partition(":")[0]
     speed = device_speed(plan.machine, device, precision=plan.precision, threads=plan.threads)
     if speed is None:
@@ -136,7 +136,7 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
 
 
 def measured_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
-    """Return the step time of the chosen plan, as measured before the run; None without a measurement."""
+    """Return the step time of the chosen plan, as measured before the run, or None without a measurement."""
     plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
     if plans:
         last = plans[-1]
@@ -149,7 +149,7 @@ def measured_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
 
 
 def device_speed(machine: Machine, device: str, *, precision: str, threads: int | str | None) -> DeviceSpeed | None:
-    """Return the published figures of a machine's device; None if it is not in the tables."""
+    """Return the published figures of a machine's device, or None if it is not in the tables."""
     gpu = machine.accelerator(device)
     if device == "mps" and gpu is not None:
         return _apple_speed(machine, gpu)

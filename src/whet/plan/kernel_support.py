@@ -38,7 +38,7 @@ _HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def supports_short_attention(num_positions: int, head_size: int) -> bool:
-    """Whether the kernel for short rotary attention supports this shape.
+    """Return whether the kernel for short rotary attention supports this shape.
 
     >>> supports_short_attention(97, 64), supports_short_attention(512, 64), supports_short_attention(97, 48)
     (True, False, False)
@@ -47,7 +47,7 @@ def supports_short_attention(num_positions: int, head_size: int) -> bool:
 
 
 def supports_span_attention(head_size: int) -> bool:
-    """Whether the kernel for attention within spans supports this head size.
+    """Return whether the kernel for attention within spans supports this head size.
 
     >>> supports_span_attention(64), supports_span_attention(128)
     (True, False)
@@ -83,7 +83,7 @@ def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, leng
 
 
 def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> bool:
-    """Whether whet's norm kernels are known to be fast on this device."""
+    """Return whether whet's norm kernels are known to be fast on this device."""
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
     is_known = device == "cuda" and capability.partition(".")[0] == _KERNEL_CAPABILITY
@@ -102,7 +102,7 @@ def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None
 
 
 def supports_group_norm(num_cells: int, width: int, num_groups: int) -> bool:
-    """Whether a group fits into one program of the kernel. The sides of its tiles are powers of two.
+    """Return whether a group fits into one program of the kernel. The sides of its tiles are powers of two.
 
     >>> supports_group_norm(13 * 13, 128, 8), supports_group_norm(7 * 7, 24, 4), supports_group_norm(64 * 64, 512, 8)
     (True, False, False)
@@ -138,7 +138,7 @@ def cell_tiles(num_cells: int) -> tuple[int, int]:
 
 
 def supports_add_norm(width: int) -> bool:
-    """Whether the add and norm kernels support rows of `width`.
+    """Return whether the add and norm kernels support rows of `width`.
 
     A row must fit into one program, and its width must be a multiple of 4, because dropout draws 4 numbers at once.
 

@@ -96,7 +96,7 @@ class SettingValue(Generic[T]):
         return self._constraint or one_of(*get_args(self._type))
 
     def allows(self, value: Scalar) -> bool:
-        """Whether a plan may hold this value."""
+        """Return whether a plan may hold this value."""
         is_nullable = get_origin(self._type) is not Literal and type(None) in get_args(self._type)
         return self.constraint.holds(value) or (value is None and is_nullable)
 

@@ -102,7 +102,7 @@ def hazard_lines(context: RuleContext) -> Iterator[str]:
 
 
 def has_row_limit(machine: Machine, device: str) -> bool:
-    """Whether a product over too many rows gives wrong gradients on this machine."""
+    """Return whether a product over too many rows gives wrong gradients on this machine."""
     return any(hazard.id == "linear-rows" for hazard in known_hazards(machine, device))
 
 

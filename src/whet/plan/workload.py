@@ -90,7 +90,7 @@ class Workload(FrozenModel):
     activation_bytes: PositiveInt | None = None
     """Bytes that one sample of the maximum length keeps for the backward pass, in float32."""
     flops_per_sample: PositiveFloat | None = None
-    """Operations of one sample of full length, forward and backward; None if each weight is used once per row."""
+    """Operations of one sample of full length, forward and backward, or None if each weight is used once per row."""
     moved_bytes: PositiveInt | None = None
     """Bytes of a sample's activations in float32, for estimates of time where `activation_bytes` is left to the run."""
     num_operators: PositiveInt | None = None
@@ -98,9 +98,9 @@ class Workload(FrozenModel):
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     optimizer: str | None = None
-    """Class of the user's optimizer object; None if whet builds the optimizer."""
+    """Class of the user's optimizer object, or None if whet builds the optimizer."""
     optimizer_obstacle: str | None = None
-    """Why the user's optimizer keeps its own kernels; None if the plan may select them."""
+    """Why the user's optimizer keeps its own kernels, or None if the plan may select them."""
     can_pack: bool = False
     """Whether the model accepts concatenated samples without padding."""
     can_unpad: bool = False
@@ -112,7 +112,7 @@ class Workload(FrozenModel):
     has_dropout: bool = False
     has_batchnorm: bool = False
     split_obstacle: str | None = None
-    """Why a global batch may not be split into micro-batches, besides BatchNorm; None if nothing is known."""
+    """Why a global batch may not be split into micro-batches, besides BatchNorm, or None if nothing is known."""
     is_causal: bool = False
     layers: tuple[str, ...] = ()
     """Detected layer kinds, by their names in plan/hazard_table.py and plan/kernel_support.py."""
@@ -125,7 +125,7 @@ class Workload(FrozenModel):
 
     @property
     def whole_batch_reason(self) -> str | None:
-        """Why a global batch is not split into micro-batches; None if it may be."""
+        """Why a global batch is not split into micro-batches, or None if it may be."""
         return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
 
     @property

@@ -85,7 +85,7 @@ def _heads_per_program(rows: int, num_heads: int) -> int:
 
 
 def _can_prefetch(device: torch.device, head_size: int) -> bool:
-    """Whether the shared memory of a multiprocessor can hold a second head."""
+    """Return whether the shared memory of a multiprocessor can hold a second head."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -144,7 +144,7 @@ class Spans:
 
 
 def has_span_kernel(x: Tensor, head_size: int) -> bool:
-    """Whether attention=whet is selected and the kernels support these tensors."""
+    """Return whether attention=whet is selected and the kernels support these tensors."""
     return is_whet_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
 
 

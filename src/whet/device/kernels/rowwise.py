@@ -79,7 +79,7 @@ swiglu_op.register_autograd(_swiglu_gradient, setup_context=_save_swiglu)
 
 
 def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether norms=whet is selected and the kernels support these tensors."""
+    """Return whether norms=whet is selected and the kernels support these tensors."""
     return (
         is_whet_kernel_on("norms")
         and is_supported(x)

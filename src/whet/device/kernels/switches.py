@@ -47,12 +47,12 @@ def _switch(*names: str, is_on: bool) -> Iterator[None]:
 
 
 def is_whet_kernel_on(name: str) -> bool:
-    """Whether whet's kernel for "attention", "norms" or "gates" is selected."""
+    """Return whether whet's kernel for "attention", "norms" or "gates" is selected."""
     return _SWITCHES[name]
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether whet's kernels support this tensor: CUDA, half precision, triton installed."""
+    """Return whether whet's kernels support this tensor: CUDA, half precision, triton installed."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 

@@ -64,13 +64,13 @@ class GpuFailure:
     """A kernel fails as Metal's do: lines on stderr, and garbage in the result."""
 
     operator: str | None = None
-    """Operator whose kernels fail, such as "mm"; None for all operators."""
+    """Operator whose kernels fail, such as "mm", or None for all operators."""
     after_kernels: int = 0
     times: int = 1
     cause: Literal["memory", "watchdog"] = "memory"
     """"watchdog": macOS ends work that the display has to wait for."""
     raises: bool | None = None
-    """Whether the next wait for the GPU raises an error; None for what this version of torch does (since 2.15)."""
+    """Whether the next wait for the GPU raises an error, or None for what this version of torch does (since 2.15)."""
 
     def start(self) -> Undo:
         raises = native().reports_failures if self.raises is None else self.raises
@@ -86,7 +86,7 @@ class Miscompute:
     operator: str
     relative_error: float = 1e-2
     when: When | None = None
-    """Condition on the tensor arguments of the kernel; None if every result is wrong."""
+    """Condition on the tensor arguments of the kernel, or None if every result is wrong."""
 
     def start(self) -> Undo:
         fault = native().start_miscompute(_kernel(self.operator), self.relative_error, self.when)
@@ -191,7 +191,7 @@ def hold_memory(num_bytes: int) -> None:
 
 
 def system_state() -> SystemState | None:
-    """Return the simulated sensor readings, with only simulated fields set; None if nothing is simulated."""
+    """Return the simulated sensor readings, with only simulated fields set, or None if nothing is simulated."""
     if state.machine is None or not (_simulated_states or _heats):
         return None
     readings: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
@@ -206,7 +206,7 @@ def reduces_over(size: int) -> When:
 
 
 def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
-    """Whether the weight is not contiguous (pytorch#192212 for convolutions)."""
+    """Return whether the weight is not contiguous (pytorch#192212 for convolutions)."""
     return not weight.is_contiguous()
 
 

@@ -98,7 +98,7 @@ def uninstall() -> None:
 
 
 def installed() -> Machine | None:
-    """Return the simulated machine, marked as virtual; None if no virtual Mac is installed."""
+    """Return the simulated machine, marked as virtual, or None if no virtual Mac is installed."""
     if state.machine is None:
         return None
     import torch
