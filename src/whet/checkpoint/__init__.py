@@ -1,1 +1,1 @@
-"""Checkpoints: the complete state of a run as safetensors and JSON, written atomically and verified when read."""
+"""Checkpoints: the complete state of a run in safetensors and JSON files, written atomically and verified when read."""

@@ -1,7 +1,8 @@
-"""Plain attributes of modules and optimizers: numbers, texts, containers, tensors that are no buffers, generators.
+"""Plain attributes of modules and optimizers: numbers, strings, containers, generators, and tensors outside of buffers.
 
-Training may change them: a dropout rate, a counter, a generator. A checkpoint keeps their values, and those with which
-the session began. A resume sets what training has changed. What the user has changed since stays, and is reported.
+Training may change attributes such as a dropout rate, a counter or a generator. A checkpoint stores their current
+values and their values at the start of the session. A resume restores the attributes that training changed. Attributes
+that the user changed between sessions keep their new values and are reported.
 """
 
 import contextlib
@@ -29,28 +30,29 @@ from whet.checkpoint.state_json import plain_value
 
 MIN_TENSOR_BYTES = 64 * 1024**2
 MAX_SHARE = 0.25
-"""Tensors in attributes are saved up to this share of the model, or up to `MIN_TENSOR_BYTES`."""
+"""Tensors in attributes are saved up to this fraction of the model's size, or up to `MIN_TENSOR_BYTES` if that is
+more."""
 
 MAX_ITEMS = 100_000
-"""Attributes with more items, such as a large vocabulary, are not saved. They are named if training changes them."""
+"""Attributes with more items, such as a large vocabulary, are not saved. If training changes one, it is reported."""
 
 Encoded = dict[str, dict[str, Any]]
-"""Encoded attributes by owner and name."""
+"""Maps owner and attribute names to encoded values."""
 
 _ABSENT: dict[str, Any] = {"$": "absent"}
 _OPAQUE: dict[str, Any] = {"$": "opaque"}
-"""An attribute that has no encoding, although it had one when the session began."""
+"""Marks an attribute that had an encoding when the session began and now has none."""
 
 
 def attribute_owners(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Yield the modules by their names, and the optimizers by "@" and their names."""
+    """Yield (name, object) for every module, and for every optimizer with "@" in front of its name."""
     yield from model.named_modules()
     for name, optimizer in optimizers.items():
         yield f"@{name}", optimizer
 
 
 def plain_names(owner: Any) -> list[str]:
-    """Return the names of the attributes that belong to the user's class."""
+    """Return the names of the attributes that the user's class defines."""
     if isinstance(owner, nn.Module):
         return [name for name in vars(owner) if name not in module_machinery() and not _is_computed(owner, name)]
     is_torchs = type(owner).__module__.startswith("torch.optim")
@@ -58,7 +60,7 @@ def plain_names(owner: Any) -> list[str]:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Return whether pruning, weight_norm or spectral_norm computes an attribute, such as `weight`, in each forward."""
+    """Return whether pruning, weight_norm or spectral_norm recomputes an attribute like `weight` in each forward."""
     parameters, buffers = module._parameters, module._buffers
     if f"{name}_orig" in parameters:
         return f"{name}_mask" in buffers or f"{name}_u" in buffers
@@ -67,9 +69,9 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 @cache
 def module_machinery() -> frozenset[str]:
-    """Return the attributes of every nn.Module that torch itself manages, and a flag of transformers.
+    """Return the names of the attributes that torch manages in every nn.Module, and of one flag of transformers.
 
-    The flag says that hooks exist. A new process installs them in its first forward pass, unless the flag is set.
+    The flag records that hooks are installed. Restoring it would keep a new process from installing them.
     """
     return frozenset({*vars(nn.Module()), "_compiled_call_impl", "_output_capturing_hooks_installed"})
 
@@ -80,7 +82,10 @@ def _optimizer_names() -> frozenset[str]:
 
 
 def _named_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the owner, the name and the value of all plain attributes, sorted, as a file sorts them.
+    """Yield (owner, name, value) of all plain attributes, sorted as they are sorted in the file.
+
+    Attributes are encoded and decoded in this order, because an object that appears twice is encoded as a reference to
+    its first occurrence.
 
     Attributes are encoded and decoded in this order: one that holds an object again refers to the first one.
     """
@@ -89,7 +94,10 @@ def _named_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> 
 
 
 def fingerprint_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer], *, max_bytes: int) -> Encoded:
-    """Return the encoded attributes, with hashes in place of tensors."""
+    """Return the encoded attributes, with hashes in place of tensors.
+
+    Attributes that have no encoding or are larger than `max_bytes` are omitted.
+    """
     values: dict[str, dict[str, Any]] = {}
     for owner_name, name, value in _named_attributes(model, optimizers):
         with contextlib.suppress(NotEncodableError):
@@ -111,7 +119,7 @@ def _fingerprints(values: Mapping[str, Mapping[str, Any]], model: nn.Module) -> 
 
 
 class _Fingerprints(ValueEncoder):
-    """Encodes states with hashes in place of tensors, and names in place of tensors of the model."""
+    """Encodes values with hashes in place of tensors. Tensors of the model are encoded by name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._hash)
@@ -139,7 +147,7 @@ def encode_attributes(
     *,
     max_bytes: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the attributes and their initial values where they differ, and the names of those that are not saved."""
+    """Return the attributes with the initial values of those that changed, and a message for each that is not saved."""
     now: Encoded = {}
     gaps: list[str] = []
     left = max_bytes
@@ -176,7 +184,11 @@ def restore_attributes(
     *,
     max_bytes: int,
 ) -> list[str]:
-    """Set the attributes that training has changed. Return those that the user has changed since, by name."""
+    """Restore the attributes that training changed.
+
+    Attributes whose initial value the user changed between sessions are left unchanged. Return a description of each
+    such change.
+    """
     changes = []
     values = decode_attributes(saved, decoder)
     wanted_prints = _fingerprints(values, model)
@@ -202,7 +214,7 @@ def restore_attributes(
 
 
 def decode_attributes(saved: Mapping[str, Any], decoder: StateDecoder) -> dict[str, dict[str, Any]]:
-    """Return the saved attributes by owner and name."""
+    """Return the saved attributes, decoded, by owner and name."""
     return {
         owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
         for owner, of_owner in sorted(saved["now"].items())
@@ -210,7 +222,7 @@ def decode_attributes(saved: Mapping[str, Any], decoder: StateDecoder) -> dict[s
 
 
 def saved_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes of a module and its submodules that have an encoding, by submodule and name."""
+    """Return the attributes that a checkpoint can store, by the names of the submodule and the attribute."""
     saved: dict[str, dict[str, Any]] = {}
     for owner_name, owner in module.named_modules():
         for name in plain_names(owner):
@@ -230,7 +242,7 @@ def has_encoding(value: Any) -> bool:
 
 
 def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the attributes that `saved_attributes` returned."""
+    """Set the attributes of a module to values returned by `saved_attributes`."""
     merge = _Merge(module)
     for owner_name, owner in module.named_modules():
         for name, value in saved.get(owner_name, {}).items():
@@ -238,14 +250,17 @@ def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -
 
 
 def describe_attribute(owner: str, name: str) -> str:
-    """Return the name of an attribute as a user knows it."""
+    """Return the name of an attribute as shown to users."""
     if owner.startswith("@"):
         return join_path("optimizer", f"{owner[1:]}.{name}" if owner[1:] else name)
     return join_path(owner, name)
 
 
 class _Merge:
-    """Puts saved values into the objects that exist, because other objects may hold them too.
+    """Copies saved values into existing objects, because other objects may refer to them.
+
+    Object identity is preserved: what was one object in the saved state becomes one object, and distinct objects stay
+    distinct.
 
     What was one object becomes one object, and what were two objects become two.
     """
@@ -253,13 +268,16 @@ class _Merge:
     def __init__(self, model: nn.Module) -> None:
         self._model = _Fingerprints(model)
         self._results: dict[int, Any] = {}
-        """What each saved object has become, by its id."""
+        """The restored object for each saved object, by the id of the saved object."""
         self._seen: list[Any] = []
-        """The saved objects, and the existing ones that hold one of them. They are kept alive for their ids."""
+        """The saved and restored objects, kept alive so that their ids stay unique."""
         self._taken: set[int] = set()
 
     def __call__(self, now: Any, value: Any, *, is_equal: bool = False) -> Any:
-        """Return `now` with the content of `value` if possible, else `value`. With `is_equal`, both have it already."""
+        """Return `now` with the content of `value` if possible, else `value`.
+
+        With `is_equal`, the contents are already equal.
+        """
         if type(value) is tuple or hasattr(value, "_fields"):
             return self._tuple(now, value, is_equal=is_equal)
         if not isinstance(value, CHANGEABLE):
@@ -276,7 +294,7 @@ class _Merge:
         return target
 
     def _fill(self, target: Any, value: Any, *, is_equal: bool) -> None:
-        """Give an object the content of another one of its type, which may be itself."""
+        """Replace the content of `target` with that of `value`, which has the same type and may be the same object."""
         if isinstance(value, list | deque):
             items = [self(*pair, is_equal=is_equal) for pair in zip_longest([*target][: len(value)], value)]
             target.clear()
@@ -305,7 +323,7 @@ class _Merge:
 
 
 def _can_hold(now: Any, value: Any) -> bool:
-    """Return whether an existing object can take the content of a saved one."""
+    """Return whether the content of a saved object can be copied into an existing one."""
     if isinstance(now, deque):
         return bool(now.maxlen == value.maxlen)
     if isinstance(now, torch.Generator):
@@ -339,7 +357,7 @@ def _copy_content(target: Any, value: Any) -> None:
         target.write(value.getvalue())
         target.seek(value.tell())
     else:
-        # An array or a bytearray.
+        # A NumPy array or a bytearray.
         target[... if isinstance(value, np.ndarray) else slice(None)] = value
 
 
@@ -349,7 +367,9 @@ def _can_copy(now: Tensor, value: Tensor) -> bool:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors and arrays in a value.
+    """Return the total size of the tensors and arrays in a value, in bytes.
+
+    Raises NotEncodableError for too many items.
 
     Raise NotEncodableError for too many items.
     """

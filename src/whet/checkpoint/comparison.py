@@ -1,4 +1,4 @@
-"""Compare two snapshots bit for bit, and name what differs."""
+"""Compare two snapshots bit for bit, and name the differences."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_snapshots(expected: Snapshot, got: Snapshot) -> list[str]:
-    """Return the names of all tensors and facts that differ, as a user knows them. NaN is equal to NaN.
+    """Return the names of all tensors and facts that differ, as shown to users. NaN is equal to NaN.
 
     The metadata (`info`) is not compared.
     """
@@ -37,13 +37,13 @@ def tensors_equal(ours: Tensor, theirs: Tensor) -> bool:
     words = [tensor.view(_INTEGERS[tensor.itemsize]) for tensor in (ours, theirs)]
     if torch.equal(*words):
         return True
-    # torch has no isnan of 8-bit floats.
+    # torch has no isnan for 8-bit floats.
     are_nan = ours.float().isnan() & theirs.float().isnan() if ours.is_floating_point() else None
     return are_nan is not None and bool(((words[0] == words[1]) | are_nan).all())
 
 
 def describe_tensor(name: str) -> str:
-    """Return the name of a saved tensor as a user knows it.
+    """Return the name of a saved tensor as shown to users.
 
     >>> describe_tensor("optimizer/0.weight/exp_avg")
     'exp_avg of 0.weight in the optimizer'
@@ -79,7 +79,7 @@ def _fact_changes(expected: Any, got: Any, path: tuple[str, ...]) -> list[str]:
     if path[:3] == ("model", "attributes", "now") and len(path) > 4:
         name = f"the attribute {describe_attribute(path[3], path[4])}"
         if len(path) > 5:
-            # Part of the encoding, such as the array that it shares memory with.
+            # The entry is part of the encoding, such as the name of the array that shares its memory.
             return [name]
     values = [str(plain_value(value))[:60] for value in (expected, got)]
     return [f"{name} {values[0]} -> {values[1]}"]

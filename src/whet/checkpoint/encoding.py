@@ -18,17 +18,20 @@ from whet.base.errors import WhetError
 # may come from an untrusted source.
 
 MAX_JSON_BYTES = 64 * 1024**2
-# Limits nesting: a malicious file could otherwise exceed the recursion limit.
+# Limit the nesting, because a malicious file could exceed Python's recursion limit.
 MAX_JSON_DEPTH = 64
 
 
 def dump_json(value: Any) -> bytes:
-    """Return a value as canonical JSON. Raises ValueError for NaN and TypeError for other types than JSON has."""
+    """Return a value as canonical JSON.
+
+    Raises ValueError for NaN and Inf, and TypeError for a type that JSON does not have.
+    """
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def load_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode an object that `dump_json` wrote. Raises ValueError for any other encoding of it."""
+    """Decode a JSON object written by `dump_json`. Raises ValueError for JSON with any other formatting."""
     value = load_foreign_json(data)
     # Encode the value again: any difference means that another program wrote the file.
     if dump_json(value) != data:
@@ -37,7 +40,7 @@ def load_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def load_foreign_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode an object from any strict JSON within the limits, and keep the order of its keys. Raises ValueError."""
+    """Decode a JSON object from any strict JSON within the limits, preserving the order of keys. Raises ValueError."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data):,} bytes of JSON; at most {MAX_JSON_BYTES:,}")
     try:
@@ -72,7 +75,7 @@ def _check_depth(value: Any, *, left: int) -> None:
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
-# A file consists of the length of the header in eight bytes, the header in JSON, and the elements of all tensors.
+# A file consists of the length of the header in eight bytes, the JSON header, and the elements of all tensors.
 
 MAX_HEADER_BYTES = 16 * 1024**2
 MAX_TENSORS = 100_000
@@ -114,17 +117,17 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The slots of all tensors in one file, in the order of their bytes."""
+    """The slots of all tensors in a file, in byte order."""
 
     slots: dict[str, TensorSlot]
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of all tensors, without the header."""
+        """Total size of all tensors in bytes, without the header."""
         return max((slot.end for slot in self.slots.values()), default=0)
 
     def header(self) -> bytes:
-        """Return the first bytes of the file: the length of the JSON header and the header, padded to 8 bytes."""
+        """Return the start of the file: the size of the JSON header, and the header padded to a multiple of 8 bytes."""
         entries = {
             name: {"dtype": dtype_name(p.dtype), "shape": p.shape, "data_offsets": (p.start, p.end)}
             for name, p in self.slots.items()
@@ -139,14 +142,14 @@ class FileLayout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in safetensors. Raises WhetError if it has none."""
+    """Return the safetensors name of a dtype. Raises WhetError if it has none."""
     if dtype not in _DTYPE_NAMES:
         raise WhetError("tensors of this dtype cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
     return _DTYPE_NAMES[dtype]
 
 
 def layout_tensors(tensors: Mapping[str, Tensor]) -> FileLayout:
-    """Return the file layout of tensors: wide dtypes first, so that all are aligned, then by name."""
+    """Return the file layout of tensors, sorted by decreasing element size, which aligns all of them, then by name."""
     return layout_slots({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
@@ -166,7 +169,8 @@ def encode_tensors(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file, one tensor at a time, without copying contiguous CPU tensors.
 
-    The safetensors library would copy all tensors at once. If given, `digests` receives the SHA-256 of each tensor.
+    The safetensors library would copy all tensors at once. If `digests` is given, the SHA-256 of each tensor is added
+    to it.
     """
     layout = layout_tensors(tensors)
     yield layout.header()
@@ -183,7 +187,10 @@ def encode_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor, which stays alive with it.
+    """Return a view of the memory of a contiguous CPU tensor. The view keeps the tensor alive.
+
+    NumPy is avoided, because torch can no longer resize memory that NumPy has viewed, and some observers resize their
+    buffers.
 
     Not by way of NumPy: torch never resizes memory again that NumPy has seen, and some observers resize their buffers.
     """
@@ -197,8 +204,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as views of `data`.
 
-    Raises ValueError unless `encode_tensors` could have written the file. With `is_foreign`, the file may also have
-    another alignment, list its tensors in any order, and contain metadata, which is ignored.
+    Raises ValueError unless `encode_tensors` could have written the file. With `is_foreign`, the file may also have any
+    alignment, list its tensors in any order, and contain metadata, which is ignored.
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8) or (length % 8 and not is_foreign):

@@ -31,7 +31,7 @@ WEIGHTS_FILE, IMPORT_FILE = "weights.safetensors", "import.json"
 
 
 class ImportedTensor(FrozenModel):
-    """Type and shape of a tensor in the weights file."""
+    """Dtype and shape of a tensor in the weights file."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -42,19 +42,19 @@ class ImportInfo(FrozenModel):
 
     format_version: int
     source: str
-    """Name of the imported file, without its folder."""
+    """Name of the imported file without its folder."""
     source_bytes: Size
     source_sha256: str
     key: str
-    """Key of the weights in the file; empty if they are at the top level."""
+    """Key of the weights in the file, or an empty string if they are at the top level."""
     wrapper: str
     """Prefix that was removed from every name, such as "module." (DDP) or "_orig_mod." (torch.compile)."""
     size: Size
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Hash of the weights file."""
+    """SHA-256 of the weights file."""
     taken: dict[str, ImportedTensor]
     left_out: dict[str, str]
-    """Skipped entries by name, with the reason or their type."""
+    """Reason or type of each skipped entry, by name."""
 
 
 def is_import(path: Path) -> bool:
@@ -63,7 +63,7 @@ def is_import(path: Path) -> bool:
 
 
 def read_import(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of an imported folder, after verifying their hash. Raises WhetError."""
+    """Return the tensors of an imported folder after verifying its hash. Raises WhetError."""
     try:
         about = ImportInfo.from_json(
             encoding.load_foreign_json(read_verified(path / IMPORT_FILE)), where=path / IMPORT_FILE
@@ -86,11 +86,12 @@ def read_import(path: Path) -> dict[str, Tensor]:
 def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) -> None:
     """Copy tensors into a model by name. Floating-point tensors are converted to the model's dtype.
 
-    As in a state_dict, tied tensors may appear under one or all of their names. Raises UsageError if they do not fit.
+    As in a state_dict, tied tensors may appear under one or all of their names. Raises UsageError if names or shapes do
+    not match.
     """
     wanted = dict(model.state_dict())
     _, tied = describe_names(model)
-    # Keep only the first given name of each tied tensor, in the model and in the file.
+    # Keep only the first available name of each tied tensor, in the model and in the file.
     for names in tied:
         given = [name for name in names if name in tensors]
         for name in names:
@@ -118,23 +119,23 @@ def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 MIN_TORCH = (2, 10)
-"""In older versions, a file can run code or write out of bounds (CVE-2025-32434, CVE-2026-24747)."""
+"""Older versions allow a file to run code or to write out of bounds (CVE-2025-32434, CVE-2026-24747)."""
 
-# Magic numbers of torch.save: a zip archive since torch 1.6, and a sequence of pickles before.
+# Magic numbers of torch.save: a zip archive since torch 1.6, before that a sequence of pickles.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 _MAX_RECORDS = 200_000
-# Timeout of the unpickling process: a constant for importing torch, plus the file size at a slow disk's speed.
+# Timeout of the unpickling process: a constant for importing torch, plus the time to read the file from a slow disk.
 _START_SECONDS = 60
 _MIN_BYTES_PER_SECOND = 20 * 1024**2
 
 
 def import_weights(source: Path, out: Path, *, key: str | None = None) -> ImportInfo:
-    """Convert a torch or safetensors file to the folder `out`, and return a list of imported and skipped entries.
+    """Convert a torch or safetensors file to the folder `out`. Return the imported and the skipped entries.
 
-    A torch file is a pickle, which can run code. This process inspects it without unpickling, a child process with
-    resource limits loads it (`unpickle`), and this process reads the child's output like any untrusted file.
+    A torch file is a pickle, which can run code. This process only inspects it. A child process with resource limits
+    unpickles it (`unpickle`), and this process reads the output of the child like any untrusted file.
     """
-    # Files without a suffix are read as torch files: the official TRM code names its checkpoints step_N.
+    # Read files without a suffix as torch files: the official TRM code names its checkpoints step_N.
     if source.suffix.lower() not in (*SUFFIXES, ""):
         raise UsageError(
             "this file type cannot be imported", got=str(source), try_="a file that ends in " + ", ".join(SUFFIXES)
@@ -175,7 +176,7 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
         report = _run_unpickle(
             file, draft / WEIGHTS_FILE, key=key, seconds=_START_SECONDS + size // _MIN_BYTES_PER_SECOND
         )
-    # Describe the file on disk. The report of the child process is not trusted.
+    # Describe the file on disk, because the report of the child process is not trusted.
     with _open_regular(draft / WEIGHTS_FILE) as written:
         tensors = _tensors_in(written, draft / WEIGHTS_FILE)
         digest, num_bytes = _hash(written), os.fstat(written.fileno()).st_size
@@ -201,8 +202,8 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
 
 def _open_regular(path: Path) -> BufferedReader:
     try:
-        # Open the file once and inspect the descriptor, so that nobody can replace the file in between.
-        # O_NONBLOCK: opening a pipe would otherwise block.
+        # Open the file once and inspect the descriptor, so that the file cannot be replaced in between. O_NONBLOCK:
+        # opening a pipe would otherwise block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError("the file cannot be read", got=f"{path}: {error.strerror}", try_="check the path") from None
@@ -305,7 +306,7 @@ def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, second
 
 
 def run_unpickle_process(file: BufferedReader, args: list[str], *, seconds: int) -> tuple[int | None, bytes]:
-    """Return the exit code and output of the unpickling process; the code is None after a timeout."""
+    """Return the exit code and the output of the unpickling process. The exit code is None after a timeout."""
     # -P: do not import from the current folder, which may contain a torch.py.
     command = [sys.executable, "-P", "-m", "whet.checkpoint.unpickle", *args]
     try:

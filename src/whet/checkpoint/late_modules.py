@@ -1,4 +1,8 @@
-"""Modules that are added, replaced or removed while a model trains, and parameters that are tied or untied.
+"""Modules that are added, replaced or removed during training, and parameters that are tied or untied.
+
+A checkpoint stores the class names of such modules. A restore creates them before weights are copied, without calling
+constructors, and restores their attributes like those of all other modules. Only classes that the program itself has
+imported are used.
 
 A checkpoint names their classes. Restoring it makes such modules from their classes, without a call of a constructor,
 before weights are copied; their attributes are restored with those of all other modules. Only classes that the program
@@ -17,11 +21,11 @@ from whet.checkpoint.attributes import has_encoding, module_machinery
 from whet.checkpoint.state_format import class_name, find_class
 
 Classes = dict[str, str]
-"""The names of classes by the names of modules."""
+"""Maps module names to class names."""
 
 
 def describe_classes(model: nn.Module) -> Classes:
-    """Return the classes of all modules, except of those inside of parametrizations, which are described apart."""
+    """Return the class of every module, except for modules inside parametrizations, which are described separately."""
     return {
         name: class_name(_own_class(module))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -30,7 +34,7 @@ def describe_classes(model: nn.Module) -> Classes:
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    # torch gives a parametrized module a class of its own, whose base is the user's.
+    # torch gives a parametrized module a class of its own, derived from the user's class.
     cls = type(module)
     return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
@@ -42,7 +46,7 @@ def describe_changes(model: nn.Module, initial: Mapping[str, str] | None) -> tup
     changed = {name: cls for name, cls in now.items() if initial.get(name) != cls}
     modules = dict(model.named_modules(remove_duplicate=False))
     lost = [name for name, cls in changed.items() if not _can_be_made(modules[name], cls)]
-    # A list, because a file would sort the names of a dict: a module is made before those inside of it.
+    # A list preserves the order, in which outer modules precede inner ones. The file sorts the keys of a dict.
     facts = {"changed": [[name, cls] for name, cls in changed.items()], "removed": sorted(initial.keys() - now.keys())}
     return facts, lost
 
@@ -56,7 +60,10 @@ def _can_be_made(module: nn.Module, cls: str) -> bool:
 def fit_modules(
     model: nn.Module, saved: Mapping[str, Any], initial: Mapping[str, str] | None, structure: Mapping[str, Any]
 ) -> list[str]:
-    """Give a model the modules of a saved one, whose structure is given. Return the names of those that were made.
+    """Add, replace and remove modules to match a saved model with the given structure.
+
+    Return the names of added modules. `initial` maps the modules of this model at the start of the session to their
+    classes. A rollback uses it to recreate modules that were replaced since.
 
     `initial` are the classes of this model when its session began: a rollback makes a module that was replaced since.
     """
@@ -79,7 +86,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def make_module(cls: str, path: str, structure: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """Return a module of a class, with empty parameters and buffers, and without attributes."""
+    """Return a new module of a class without calling its constructor. Parameters and buffers are uninitialized."""
     module_class = find_class(cls, nn.Module)
     if module_class is None:
         raise WhetError(
@@ -105,7 +112,7 @@ def make_module(cls: str, path: str, structure: Mapping[str, Any], device: torch
 
 
 def names_inside(names: Collection[str], modules: Collection[str]) -> set[str]:
-    """Return the names of tensors that belong to some modules."""
+    """Return the names of the tensors that belong directly to one of the modules."""
     return {name for name in names if name.rpartition(".")[0] in modules}
 
 
@@ -113,7 +120,7 @@ def names_inside(names: Collection[str], modules: Collection[str]) -> set[str]:
 
 
 def describe_ties(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that refer to one parameter."""
+    """Return groups of parameter names that refer to the same parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -121,7 +128,7 @@ def describe_ties(model: nn.Module) -> list[list[str]]:
 
 
 def fit_ties(model: nn.Module, wanted: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters of a model as those of a saved one were, and untie others. Weights are copied afterwards."""
+    """Tie and untie the parameters of a model to match a saved model. Weights are copied afterwards."""
     first_of = {name: names[0] for names in wanted for name in names}
     for names in describe_ties(model):
         for name in names[1:]:

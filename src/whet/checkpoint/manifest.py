@@ -35,38 +35,40 @@ class CheckpointInfo(FrozenModel):
     parent: str | None = None
     """Checkpoint from which that session resumed, or None for a new run."""
     created: float = 0.0
-    """Unix time in seconds."""
+    """Unix time in seconds when the checkpoint was written."""
     parameters: tuple[str, ...] = ()
     """All parameter names in the model's order."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of names that refer to the same tensor. The tensor is stored once, under the first name."""
     environment: dict[str, EnvironmentValue] = Field(default_factory=dict)
-    """Values that affect the last bits of a result: precision, threads, versions, device, micro-batch, ranks."""
+    """Settings that affect the last bits of a result: precision, threads, versions, device, micro-batch, ranks."""
     data: dict[str, Any] = Field(default_factory=dict)
     """Fingerprint and length of the data, global batch size, and position in the data."""
     exactness: Literal["bit-exact"] | tuple[str, ...] = BIT_EXACT
-    """The value "bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
+    """"bit-exact", or the reasons why an uninterrupted run would have produced other bits."""
     gaps: tuple[str, ...] = ()
-    """State of the training run that the checkpoint does not hold, as sentences. A resume from it is not bit-exact."""
+    """State of the training run that the checkpoint lacks, one sentence each. Resuming from it is not bit-exact."""
     unregistered: tuple[str, ...] = ()
-    """Variables of the user that the checkpoint does not hold, and that have changed since the run began or cannot be
+    """Variables of the user that the checkpoint does not contain and that have changed since the run began or cannot be
     compared."""
     interruption: str | None = None
-    """The error that ended the loop's body or a callback before the checkpoint was written. What it had still to do
-    with that batch is missing."""
+    """The error that ended the body of the loop or a callback before the checkpoint was written.
+
+    The rest of its work on that batch is missing.
+    """
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons why the checkpoint is not bit-exact; empty if it is."""
+        """Reasons why the checkpoint is not bit-exact. Empty if it is."""
         return () if self.exactness == BIT_EXACT else tuple(self.exactness)
 
 
 FORMAT_VERSION = 2
-"""Raised by every change of the files after the first release (docs/choices/0018)."""
+"""Incremented with every change of the file format after the first release (docs/choices/0018)."""
 SHARDED_VERSION = 3
-"""Format of a checkpoint whose tensors are sharded over several files."""
+"""Format of a checkpoint whose tensors are split over several files."""
 TENSORS, FACTS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
-# Plain lowercase names only: a manifest must not refer to files outside of its folder.
+# Only plain lowercase names, because a manifest must not refer to files outside its folder.
 _FILE_NAME = re.compile(r"(?!manifest\.json)[a-z0-9][a-z0-9-]{0,60}\.(safetensors|json)")
 _MAX_FILES = 4096
 
@@ -76,7 +78,7 @@ Role = Literal["model", "ema", "optimizer", "rng", "gradient", "attribute", "reg
 
 
 class DamagedCheckpointError(WhetError):
-    """A checkpoint failed verification. An older one may be used instead."""
+    """Raised when a checkpoint fails verification. An older checkpoint may be used instead."""
 
 
 class FileDigest(FrozenModel):
@@ -87,37 +89,37 @@ class FileDigest(FrozenModel):
 
 
 class SavedTensor(FrozenModel):
-    """A tensor that is stored whole in one file."""
+    """A tensor that is stored entirely in one file."""
 
     dtype: str
     shape: tuple[Size, ...]
     role: Role
     file: str
     rank: Size = 0
-    """Rank that wrote the tensor."""
+    """The rank that wrote the tensor."""
     slice: None = None
-    """Always None. A tensor in several files is a `ShardedTensor`."""
+    """Always None, because a tensor in several files is a `ShardedTensor`."""
 
 
 class TensorPiece(FrozenModel):
-    """A range of rows of a tensor, in the file of the rank that held them."""
+    """A range of rows of a tensor, in the file of the rank that held these rows."""
 
     file: str
     start: Size
     stop: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Hash of these rows alone, so that a rank can verify its rows without reading the whole file."""
+    """SHA-256 of these rows, so that a rank can verify its rows without reading the whole file."""
 
 
 class ShardedTensor(FrozenModel):
-    """A tensor whose rows are distributed over several files."""
+    """A tensor whose rows are split over several files."""
 
     dtype: str
     shape: tuple[Size, ...]
     """Shape of the whole tensor."""
     role: Role
     pieces: tuple[TensorPiece, ...]
-    """Pieces in the order of their rows, without gaps."""
+    """The pieces in row order, without gaps."""
 
 
 class CheckpointManifest(FrozenModel):
@@ -129,12 +131,12 @@ class CheckpointManifest(FrozenModel):
     tensors: dict[str, SavedTensor]
     info: CheckpointInfo
     sharded: dict[str, ShardedTensor] = Field(default_factory=dict)
-    """Tensors whose rows several ranks held. Empty except in the sharded format."""
+    """Tensors that are split by rows over several ranks. Empty except in the sharded format."""
 
     def to_bytes(self) -> bytes:
         """Encode the manifest as canonical JSON, with the hash of all other fields."""
         fields = self.as_json()
-        # Format 2 has no such field, and its readers reject unknown fields.
+        # Format 2 does not have this field, and its readers reject unknown fields.
         if self.format_version == FORMAT_VERSION:
             del fields["sharded"]
         return encoding.dump_json({**fields, "sha256": _digest(fields)})
@@ -146,7 +148,7 @@ def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
     Raises DamagedCheckpointError, or WhetError for an unknown format.
     """
     try:
-        # Accept canonical JSON only: whet did not write a manifest with another encoding.
+        # Accept only canonical JSON: whet never writes a manifest in another encoding.
         fields = encoding.load_json(data)
         expected = fields.pop("sha256", None)
         if expected != _digest(fields):
@@ -168,6 +170,8 @@ def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
 
 def check_format(path: Path, version: object) -> None:
     """Raise WhetError for a format that this version cannot read.
+
+    The error is not a DamagedCheckpointError, so that the run does not fall back to an older checkpoint.
 
     This is not a DamagedCheckpointError, so the run does not resume from an older checkpoint instead.
     """
@@ -200,7 +204,7 @@ def _check_manifest(manifest: CheckpointManifest) -> None:
     for name, tensor in manifest.tensors.items():
         _check_role(name, tensor.role)
         _check_file(name, tensor.file, manifest)
-    # Only the sharded format has sharded tensors, and it has at least one.
+    # A checkpoint has sharded tensors if and only if it has the sharded format.
     if bool(manifest.sharded) != (manifest.format_version == SHARDED_VERSION):
         raise ValueError(f"format {manifest.format_version} with {len(manifest.sharded):,} sharded tensors")
     for name, sharded in manifest.sharded.items():
@@ -242,13 +246,13 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 # --- verified reads --------------------------------------------------------------------------------------------------
-# Files of a checkpoint may be damaged or replaced, so nothing is used before its type, size and hash are checked.
+# The files of a checkpoint may be damaged or replaced, so nothing is used before its type, size and hash are checked.
 
 _READ_CHUNK_BYTES = 16 * 1024**2
 
 
 def read_verified(path: Path, *, expected: FileDigest | None = None) -> bytearray:
-    """Return the content of a regular file. Verify its size and hash if `expected` is given."""
+    """Return the content of a regular file, after verifying its size and hash if `expected` is given."""
     with open_verified(path, expected=expected) as file:
         data = read_exactly(file, os.fstat(file.fileno()).st_size, path=path)
     if expected is not None:
@@ -258,9 +262,9 @@ def read_verified(path: Path, *, expected: FileDigest | None = None) -> bytearra
 
 @contextmanager
 def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator[FileIO]:
-    """Open a regular file. Verify its size if `expected` is given."""
+    """Open a regular file, after verifying its size if `expected` is given."""
     try:
-        # O_NOFOLLOW rejects symbolic links. O_NONBLOCK prevents that opening a pipe blocks forever.
+        # O_NOFOLLOW rejects symbolic links. With O_NONBLOCK, opening a pipe does not block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             info = os.fstat(descriptor)
@@ -273,13 +277,13 @@ def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator
             yield file
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
-            # These errors do not mean damage, so the run must not resume from an older checkpoint.
+            # These errors do not mean that the file is damaged, so the run must not fall back to an older checkpoint.
             raise durable.explain_os_error(error, doing="read", path=path) from error
         raise damaged_error("a file of the checkpoint cannot be read", path, error.strerror) from None
 
 
 def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
-    """Return exactly the next `num_bytes` of a file. Raises DamagedCheckpointError if it is shorter."""
+    """Return the next `num_bytes` of a file. Raises DamagedCheckpointError if the file is shorter."""
     data = bytearray(num_bytes)
     view, filled = memoryview(data), 0
     while filled < num_bytes:
@@ -291,7 +295,7 @@ def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
 
 
 def check_hash(data: bytes | bytearray, sha256: str, *, path: Path) -> None:
-    """Raise DamagedCheckpointError if the data has another hash."""
+    """Raise DamagedCheckpointError if the SHA-256 of the data differs."""
     actual = hashlib.sha256(data).hexdigest()
     if actual != sha256:
         raise damaged_error("a file of the checkpoint is damaged", path, f"sha256 {actual}; expected {sha256}")

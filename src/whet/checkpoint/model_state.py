@@ -1,4 +1,4 @@
-"""The state of a model besides its weights: structure, flags, extra state, and plain attributes."""
+"""The state of a model other than its weights: structure, flags, extra state, and plain attributes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,32 +32,32 @@ from whet.checkpoint.state_encoder import StateEncoder
 from whet.step.ema import named_tensors
 
 Structure = dict[str, Any]
-"""By name, for each parameter and buffer: "parameter" or "buffer", shape and dtype; None for a buffer that is None."""
+"""Maps the name of each parameter and buffer to [kind, shape, dtype], or to None for a buffer that is None."""
 
 
 @dataclass(kw_only=True, slots=True)
 class InitialState:
-    """The model and the optimizers when the session began, before a checkpoint was restored."""
+    """The model and the optimizers at the start of the session, before a checkpoint is restored."""
 
     structure: Structure
     classes: Classes
-    """The classes of the modules."""
+    """The class of each module."""
     ties: list[list[str]]
-    """The names that refer to one parameter."""
+    """Groups of parameter names that refer to the same parameter."""
     reparametrized: Described
-    """The parametrizations, weight_norm and spectral_norm."""
+    """The parametrizations, weight_norm and spectral_norm hooks."""
     attributes: Encoded
     """The plain attributes of modules and optimizers, with hashes in place of tensors."""
     frozen: frozenset[str]
-    """The parameters with requires_grad=False."""
+    """Names of the parameters with requires_grad=False."""
     in_eval: frozenset[str]
-    """The modules in eval mode."""
+    """Names of the modules in eval mode."""
     last_in_eval: frozenset[str] = field(default_factory=frozenset)
-    """The modules in eval mode at the last save during training."""
+    """Names of the modules in eval mode at the last save during training."""
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> "InitialState":
-        """Describe the current state."""
+        """Describe the current state of a model and its optimizers."""
         in_eval = _modules_in_eval(model)
         return cls(
             structure=describe_structure(model),
@@ -72,7 +72,7 @@ class InitialState:
 
 
 def _max_bytes(model: nn.Module) -> int:
-    """Return how many bytes of tensors in attributes are saved."""
+    """Return the maximum size in bytes of tensors in attributes that are saved."""
     return max(MIN_TENSOR_BYTES, int(MAX_SHARE * sum(t.nbytes for _, t in named_tensors(model) if is_plain(t))))
 
 
@@ -109,6 +109,8 @@ def _describe(kind: str, tensor: Tensor) -> list[Any]:
 def late_changes(initial: Structure, now: Structure, *described: Described) -> list[str]:
     """Return the parameters that were added, removed or renamed since the session began.
 
+    Parameters replaced by pruning or by a reparametrization in `described` are excluded, because a resume repeats that.
+
     Not those that pruning, or a reparametrization among `described`, has replaced: a resume does that again.
     """
     started = {name for name, kind in initial.items() if kind is not None and kind[0] == "parameter"}
@@ -126,7 +128,11 @@ def _unpruned(name: str, structure: Structure) -> str:
 def fit_structure(
     saved: Mapping[str, Any], model: nn.Module, initial: InitialState | None, *, ignored: tuple[str, ...] = ()
 ) -> list[str]:
-    """Give a model the modules, buffers, parametrizations and pruning that a saved one had, if it fits.
+    """Add the modules, buffers, parametrizations and pruning of a saved model to a model with a matching structure.
+
+    The structure matches if each entry of its initial structure equals the saved model's initial or final entry. Names
+    with a prefix in `ignored` are not compared. A model that does not match is left unchanged, and copying the weights
+    reports the mismatch. Return the names of the added modules, which have no attributes yet.
 
     It fits if each entry of its initial structure is what the saved model had at first, or in the end. Names that start
     with one of `ignored` are not compared. A model that does not fit is left as it is: copying the weights reports it.
@@ -167,7 +173,7 @@ def _fit_pruning(model: nn.Module, last: Structure) -> None:
             if is_pruned and f"{start}{original}" in last:
                 prune.remove(module, original)
             elif not is_pruned and {f"{start}{name}_orig", f"{start}{name}_mask"} <= last.keys():
-                # The parameter stays the same object, so that the optimizer still has it.
+                # Keep the same parameter object, because the optimizer refers to it.
                 prune.custom_from_mask(module, name, torch.ones_like(module._parameters[name]))
 
 
@@ -192,7 +198,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
     place = next((t.device for t in (before, *model.parameters(), *model.buffers()) if t is not None), None)
     made = None if wanted is None else torch.empty(wanted[1], dtype=getattr(torch, wanted[2]), device=place)
     if attribute not in module._buffers:
-        # Such as an attribute that is None until the first forward pass.
+        # The attribute may exist, such as one that is None until the first forward pass.
         vars(module).pop(attribute, None)
         module.register_buffer(attribute, made, persistent=is_persistent)
     else:
@@ -200,7 +206,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
 
 
 def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
-    """Return the values for a tensor whose elements share memory: expanded in the same way if they are equal."""
+    """Return values for a tensor whose elements share memory: a copy, expanded like `target` if the values allow it."""
     kept = values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -211,7 +217,7 @@ def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
 
 
 def replace_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put another tensor in the place of a buffer."""
+    """Replace a buffer with another tensor."""
     prefix, _, attribute = name.rpartition(".")
     model.get_submodule(prefix)._buffers[attribute] = tensor
 
@@ -227,10 +233,10 @@ def encode_model(
     *,
     has_modes: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of a model besides its weights, and what of it is not saved.
+    """Return the state of a model other than its weights, and a message for each part that is not saved.
 
-    Without an initial state, only what inference needs is returned. `has_modes` says that the train and eval flags are
-    those of training: an evaluation may have left the model in eval mode.
+    Without an initial state, only what inference needs is returned. Pass `has_modes=True` if the modules are in the
+    modes used for training; after an evaluation, they may still be in eval mode.
     """
     now = describe_structure(model)
     modules, lost = describe_changes(model, None if initial is None else initial.classes)
@@ -266,7 +272,7 @@ def encode_model(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
     late = late_changes(initial.structure, now, initial.reparametrized, reparametrized)
-    # Those of modules that a resume makes again are no gap.
+    # Parameters of modules that a resume recreates are not missing.
     made = {name for name, _ in modules["changed"]} | {*modules["removed"]} - {*lost}
     tied = {
         name for group in (*ties, *initial.ties) if group not in ties or group not in initial.ties for name in group
@@ -280,7 +286,7 @@ def encode_model(
 
 
 def join_extra(name: str) -> str:
-    """Return the path of a module's extra state."""
+    """Return the path under which the extra state of a module is saved."""
     return f"attribute/{name}.get_extra_state" if name else "attribute/get_extra_state"
 
 
@@ -290,7 +296,7 @@ def _non_persistent(model: nn.Module) -> list[str]:
 
 
 def restore_extra(saved: Mapping[str, Any], model: nn.Module, decoder: StateDecoder, *, made: Collection[str]) -> None:
-    """Restore sparse tensors, the extra state of modules, and the attributes of modules that `fit_structure` made."""
+    """Restore sparse tensors, the extra state of modules, and the attributes of modules added by `fit_structure`."""
     if made and "attributes" in saved:
         values = attributes.decode_attributes(saved["attributes"], decoder)
         for name in made:
@@ -319,7 +325,7 @@ def restore_flags_and_attributes(
     initial: InitialState,
     decoder: StateDecoder,
 ) -> list[str]:
-    """Set the flags and attributes that training has changed. Return what the user has changed since."""
+    """Restore the flags and attributes that training changed. Return a description of each change by the user."""
     changes = []
     flags = saved["flags"]
     frozen, in_eval = _Flag(flags["frozen"], initial.frozen), _Flag(flags["in_eval"], initial.in_eval)
@@ -341,7 +347,7 @@ def restore_flags_and_attributes(
 
 
 class _Flag:
-    """A flag of parameters or modules: the names for which it is set."""
+    """A boolean flag of parameters or modules, stored as the names for which it is set."""
 
     def __init__(self, saved: Mapping[str, Any], initial: Collection[str]) -> None:
         self._now, self._then, self._initial = frozenset(saved["now"]), frozenset(saved["initial"]), initial

@@ -1,4 +1,4 @@
-"""The state of optimizers: any structure, through their own state_dict() where they override it."""
+"""The state of optimizers, of any structure, saved through their own state_dict() if they override it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,22 +15,22 @@ from whet.step.model_contexts import align_state
 from whet.step.optimizers import EXECUTION_KEYS
 
 _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
-"""Optimizer state with the shape of its parameter. Fused kernels do not check it and would write out of bounds."""
+"""State with the shape of its parameter. Fused kernels do not check the shape and would write out of bounds."""
 
 _GONE = "@gone"
-"""The name of a parameter that is no longer in the model, such as one that weight_norm has replaced."""
+"""Stands for a parameter that is no longer in the model, such as one replaced by weight_norm."""
 
 
 def state_name(prefix: str, parameter: str, key: object) -> str:
-    """Return the name of a tensor in the state of a parameter."""
-    # The part behind the last slash is the key.
+    """Return the name under which a tensor in the state of a parameter is saved."""
+    # The key follows the last slash.
     return f"{prefix}{parameter}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
 
 def encode_optimizer(
     encoder: StateEncoder, model: nn.Module, optimizer: Optimizer, *, num_groups: int | None = None, prefix: str
 ) -> dict[str, Any]:
-    """Return the state of an optimizer by parameter name, so that it does not depend on the order of parameters.
+    """Return the state of an optimizer, keyed by parameter names so that it does not depend on the order of parameters.
 
     Only the first `num_groups` parameter groups are saved.
     """
@@ -42,7 +42,7 @@ def encode_optimizer(
             parts = _encode_parts(encoder, inner, names, prefix=f"{prefix}@{attribute}/")
             facts.setdefault("inner", {})[attribute] = {"class": type(inner).__name__, **parts}
         if has_own_state(optimizer):
-            # Mostly the same tensors as above, to which the encoding refers.
+            # Most of these tensors were encoded above, so they become references.
             facts["own"] = encoder.encode(optimizer.state_dict(), f"{prefix}@state_dict/")
     return facts
 
@@ -60,9 +60,9 @@ def _encode_parts(
             "parameters": [names.get(p, _GONE) for p in group["params"]],
             "values": {
                 key: encoder.encode(value, f"{prefix}@group/{number}.{key}")
-                # Sorted, as a file sorts them: they are decoded in the order in which they are encoded.
+                # Sort the items as the file does: they must be decoded in the order in which they were encoded.
                 for key, value in sorted(group.items())
-                # Functions are not saved: the user's program creates them again.
+                # Functions are not saved, because the user's program creates them again.
                 if key != "params" and not callable(value)
             },
         }
@@ -76,7 +76,7 @@ def _encode_parts(
             entry: dict[str, Any] = {"parameter": names[owner]}
             path = names[owner]
         else:
-            # Some optimizers keep counts of their own under names.
+            # Some optimizers store counters of their own under string keys.
             entry, path = {"key": encoder.encode(owner, f"{prefix}@key")}, f"@{owner}"
         if isinstance(values, dict):
             entry["items"] = [
@@ -90,14 +90,14 @@ def _encode_parts(
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers that a wrapper such as Lookahead steps, sorted by name."""
+    """Yield (name, optimizer) for the optimizers inside a wrapper such as Lookahead, sorted by name."""
     for name, value in sorted(vars(optimizer).items()):
         if isinstance(value, Optimizer) and value is not optimizer:
             yield name, value
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer customizes its state dict, by a method or a hook."""
+    """Return whether an optimizer customizes its state dict through an override or a hook."""
     names = ("state_dict", "load_state_dict")
     overrides = any(getattr(getattr(optimizer, n), "__func__", None) is not getattr(Optimizer, n) for n in names)
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -120,7 +120,9 @@ class OptimizerRestorer:
         *,
         late: Collection[str],
     ) -> None:
-        """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor for a parameter.
+        """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor that a parameter needs.
+
+        `late` names the parameters that the saved run added to the model, and possibly to its optimizer.
 
         `late` are the parameters that the saved run has added to the model, and perhaps to its optimizer.
         """
@@ -129,7 +131,7 @@ class OptimizerRestorer:
         self._decoder, self._tensors, self._rows, self._part_for = decoder, tensors, rows, part_for
 
     def restore(self, optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
-        """Restore an optimizer. Raises WhetError if the checkpoint was made with another one."""
+        """Restore an optimizer. Raises WhetError if the checkpoint was made with a different optimizer."""
         if facts["class"] != type(optimizer).__name__:
             raise WhetError(
                 "the checkpoint was made with another optimizer",
@@ -153,7 +155,7 @@ class OptimizerRestorer:
         decoded = [(name, *self._decode_parts(one, saved)) for name, one, saved in pairs]
         if "own" in facts:
             _load_own(optimizer, self._decoder.decode(facts["own"]))
-        # Again, and exactly: torch's own load_state_dict converts dtypes, and copies what was shared.
+        # Set the state again without changes: torch's load_state_dict converts dtypes and copies shared tensors.
         for name, groups, state in decoded:
             one = dict(inner_optimizers(optimizer))[name] if name else optimizer
             for group, values in zip(one.param_groups, groups, strict=True):
@@ -181,11 +183,14 @@ class OptimizerRestorer:
                     try_="the parameter groups the run was started with",
                 )
             if [*map(id, order)] != [*map(id, group["params"])]:
-                # Another list, so that the stepper notices it.
+                # Assign a new list instead of reordering, so that the stepper detects the change.
                 group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the parameters of a group in their saved order, or None if they are others.
+        """Return the parameters of a group in their saved order, or None if the group holds other parameters.
+
+        weight_norm replaces a parameter during a run. The group keeps the old parameter unless the user adds the new
+        ones to it, in which case the restored model has the new ones too.
 
         weight_norm replaces a parameter during a run. The group keeps the one that is gone, unless the user has put
         the new ones into it: then the restored model has new ones too.
@@ -204,9 +209,9 @@ class OptimizerRestorer:
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-        """Return the values of the parameter groups, and the state."""
+        """Return the values of the parameter groups and the state of the parameters."""
         groups = [
-            # The current plan selects kernels. It may differ from the plan of the saved run.
+            # The current plan selects the kernels. They may differ from those of the saved run.
             {k: self._group_value(group, k, v) for k, v in sorted(saved["values"].items()) if k not in EXECUTION_KEYS}
             for saved, group in zip(facts["groups"], optimizer.param_groups, strict=True)
         ]
@@ -219,7 +224,7 @@ class OptimizerRestorer:
                 continue
             parameter = self._by_name[entry["parameter"]]
             for key, value in entry.get("items", ()):
-                # ASGD and some user-defined optimizers always keep their step counts on the device.
+                # ASGD and some user-defined optimizers always keep step counts on the device.
                 is_own = isinstance(value, dict) and value.get("device", "cpu") != "cpu" and not was_on_device
                 self._prepare(parameter, entry["parameter"], key, value, steps_on_device=on_device or is_own)
             state[parameter] = self._values(entry)
@@ -235,7 +240,7 @@ class OptimizerRestorer:
         return {decode(key): decode(value) for key, value in entry["items"]}
 
     def _prepare(self, parameter: Tensor, name: str, key: Any, value: Any, *, steps_on_device: bool) -> None:
-        """Check the state of a parameter, shard it like the parameter, and put it on the right device."""
+        """Check a state value of a parameter, shard it like the parameter, and move it to the right device."""
         if not isinstance(value, dict) or value.get("$") != "reference":
             return
         saved = self._tensors[value["name"]]
@@ -261,10 +266,10 @@ class OptimizerRestorer:
     def _group_value(self, group: dict[str, Any], key: str, encoded: Any) -> Any:
         now = group.get(key)
         if isinstance(encoded, dict) and encoded.get("$") == "reference":
-            # Not decoded: a value of the CPU may have a dtype that this device does not have.
+            # Read the tensor without decoding: a CPU value may have a dtype that this device does not support.
             saved = self._tensors[encoded["name"]]
             if isinstance(now, Tensor) and saved.shape == now.shape:
-                # Keep the tensor itself, because a captured graph may read it.
+                # Copy into the existing tensor, because a captured graph may read it.
                 now.copy_(saved)
                 self._decoder.set_tensor(encoded["name"], now)
                 return now
@@ -272,7 +277,7 @@ class OptimizerRestorer:
                 return float(saved)
         value = self._decoder.decode(encoded)
         if isinstance(now, Tensor) and not isinstance(value, Tensor):
-            # The plan of this session keeps the value on the device.
+            # The plan of this session keeps this value on the device.
             return now.fill_(value)
         return value
 
@@ -282,12 +287,12 @@ def _keeps_steps_on_device(groups: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _load_own(optimizer: Optimizer, state: Any) -> None:
-    """Call the optimizer's own load_state_dict."""
+    """Call the optimizer's own load_state_dict, and keep the parameter groups of a wrapper shared."""
     groups = [id(group) for group in optimizer.param_groups]
     shared = [name for name, one in inner_optimizers(optimizer) if [id(group) for group in one.param_groups] == groups]
     optimizer.load_state_dict(state)
     for name, inner in inner_optimizers(optimizer):
-        # Some wrappers have a property that returns the groups of the optimizer inside. It cannot be set.
+        # Some wrappers have a read-only property that returns the groups of the inner optimizer.
         if name in shared and optimizer.param_groups is not inner.param_groups:
-            # A wrapper shares its groups with the optimizer inside, so that both see the learning rate.
+            # A wrapper shares its groups with the inner optimizer, so that both use the same learning rate.
             optimizer.param_groups = inner.param_groups

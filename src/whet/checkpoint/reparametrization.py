@@ -1,4 +1,8 @@
-"""Parametrizations, weight_norm and spectral_norm that are added to or removed from a model while it trains.
+"""Parametrizations, weight_norm and spectral_norm that are added to or removed from a model during training.
+
+A checkpoint describes those of the model. A restore applies them before weights are copied. The modules of a
+parametrization are recreated from their classes if the program has imported these, and their attributes are restored
+like those of all other modules.
 
 A checkpoint describes those of the model. Restoring it gives the model the same ones, before weights are copied. The
 modules of a parametrization are rebuilt from their classes, if the program has imported them; their attributes are
@@ -19,11 +23,11 @@ from whet.checkpoint.late_modules import make_module
 from whet.checkpoint.state_format import class_name, find_class
 
 Described = dict[str, dict[str, Any]]
-"""The reparametrized tensors by module and name, each with what it takes to do it again."""
+"""Maps module and tensor names to a reparametrization and its arguments."""
 
 
 def describe_reparametrizations(model: nn.Module) -> Described:
-    """Return the parametrizations, and the hooks of weight_norm and spectral_norm, by module and tensor."""
+    """Return the parametrizations, weight_norm hooks and spectral_norm hooks of a model."""
     modules: Described = {}
     for prefix, module in model.named_modules():
         described = dict(_hooks(module))
@@ -50,7 +54,7 @@ def _describe_list(parametrizations: Any) -> dict[str, Any]:
 
 
 def reparametrized_names(described: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the full name of each reparametrized tensor that can be restored, and the prefix of what it has become."""
+    """Yield (name, prefix) of each reparametrized tensor that can be restored: its full name, and that of its parts."""
     for owner, names in described.items():
         start = f"{owner}." if owner else ""
         for name, how in names.items():
@@ -63,7 +67,10 @@ def reparametrized_names(described: Mapping[str, Mapping[str, Any]]) -> Iterator
 def fit_reparametrizations(
     model: nn.Module, wanted: Mapping[str, Mapping[str, Any]], structure: Mapping[str, Any]
 ) -> list[str]:
-    """Add and remove reparametrizations until a model has those of a saved one. `structure` is that of the saved one.
+    """Add and remove reparametrizations so that a model matches the saved one.
+
+    `wanted` and `structure` describe the saved model. Weights get arbitrary values and must be copied afterwards.
+    Return the names of the modules that were added, which have no attributes yet.
 
     Weights get arbitrary values, and are copied afterwards. Return the modules that were made, which have no attributes
     yet.
@@ -101,13 +108,16 @@ def _add(module: nn.Module, name: str, how: Mapping[str, Any], path: str, struct
         nn.utils.spectral_norm(module, name, **options)
     else:
         with warnings.catch_warnings():
-            # It is deprecated, but the model has it.
+            # weight_norm is deprecated, but the saved model uses it.
             warnings.simplefilter("ignore", FutureWarning)
             nn.utils.weight_norm(module, name, **options)
 
 
 class _Placeholder(nn.Module):
-    """Stands for the first module of a parametrization while it is registered: no code of the module is called."""
+    """Placeholder for the first module of a parametrization.
+
+    It is registered in place of the user's module, so that no user code runs.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -130,7 +140,7 @@ def _add_parametrization(
     parametrizations: Any = module.parametrizations[name]  # type: ignore[index]
     del parametrizations[0]
     parametrizations.unsafe = how["unsafe"]
-    # Outer modules before those inside of them.
+    # Create outer modules before inner ones.
     for part, cls in sorted(how["classes"].items(), key=lambda item: item[0].count(".")):
         owner, _, last = part.rpartition(".")
         place = parametrizations.get_submodule(owner) if owner else parametrizations

@@ -1,7 +1,7 @@
-"""Save one checkpoint from several ranks: each rank writes its rows, and rank 0 publishes the checkpoint.
+"""Save one checkpoint from several ranks. Each rank writes its rows, and rank 0 publishes the checkpoint.
 
-Ranks exchange messages through a key-value store. Collectives cannot be used, because training may use them while a
-background thread saves.
+Ranks exchange messages through a key-value store instead of collectives, which training may use while a background
+thread saves.
 """
 
 from collections.abc import Callable
@@ -51,11 +51,11 @@ class WriteFailure(FrozenModel):
     got: str
     hint: str
     errno: int | None
-    """Error number of a disk error, after which training continues without this checkpoint; None for other errors."""
+    """Error number of a disk error, after which training continues without this checkpoint. None for other errors."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> Self:
-        """Return the failure that describes an error of `rank`."""
+        """Return a description of an error that occurred on `rank`."""
         if not isinstance(error, WhetError):
             what = f"rank {rank} could not write its part of a checkpoint"
             return cls(
@@ -66,7 +66,7 @@ class WriteFailure(FrozenModel):
         return cls(what=error.what, got=f"rank {rank}: {error.got}", hint=str(error.try_), errno=code)
 
     def as_error(self) -> WhetError:
-        """Return the error to raise in another rank."""
+        """Return the error to raise on another rank."""
         error = WhetError(self.what, got=self.got, try_=self.hint)
         # Callers recognize a disk error by its cause.
         error.__cause__ = None if self.errno is None else OSError(self.errno, self.what)
@@ -80,7 +80,7 @@ class _ExchangeMessage(FrozenModel):
 
 
 def rank_part(snapshot: Snapshot, *, rank: int) -> Snapshot:
-    """Return the part of the state that a rank saves: everything for rank 0, and sharded rows for all other ranks."""
+    """Return the part of the state that a rank saves: everything on rank 0, sharded rows on all other ranks."""
     if rank == 0:
         return snapshot
     return replace(snapshot, tensors={name: snapshot.tensors[name] for name in snapshot.rows})
@@ -95,7 +95,10 @@ def save_sharded(
     turn: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Write the checkpoint of a step from all ranks. When this returns in any rank, the checkpoint is durable.
+    """Write the checkpoint of a step from all ranks. Once this returns on any rank, the checkpoint is durable.
+
+    All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
+    before anything is written. Returns the size in bytes on rank 0, and 0 on all other ranks.
 
     All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
     before anything is written. Returns the size in bytes in rank 0, and 0 in all other ranks.
@@ -114,7 +117,7 @@ def _save_as_leader(
     def fill(draft: Path) -> None:
         nonlocal num_bytes
         _post(exchange, f"{turn}/draft", _ExchangeMessage(draft=draft.name))
-        # The other ranks write their files at the same time.
+        # The other ranks write their files concurrently.
         own = write_shard(draft, snapshot.tensors, snapshot.rows, rank=0)
         others = (_receive_shard(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size))
         try:
@@ -127,7 +130,7 @@ def _save_as_leader(
         store.publish_checkpoint(folder, step=step, fill=fill)
     except BaseException as error:
         failed = _ExchangeMessage(failure=WriteFailure.of(error, rank=0))
-        # Post the failure under both names, because followers may wait for either.
+        # Post the failure under both names, because the other ranks may wait for either.
         for name in ("draft", "done"):
             _post(exchange, f"{turn}/{name}", failed)
         raise

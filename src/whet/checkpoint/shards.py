@@ -1,7 +1,7 @@
 """Files of sharded tensors: each rank writes its rows to one file, and any number of ranks can read them.
 
-The manifest determines the exact layout of every file, and every piece has a hash. A rank therefore reads and verifies
-only the pieces that contain its rows.
+The manifest determines the exact layout of every file, and every piece has a hash, so a rank reads and verifies only
+the pieces that contain its rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from whet.distributed.strategies import RowRange
 from whet.run import durable
 
 WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
-"""Maps the name and whole shape of a tensor to the rows that this rank needs, or None for all rows."""
+"""Maps the name and full shape of a tensor to the rows that this rank needs, or to None for all rows."""
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
@@ -36,15 +36,15 @@ def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
 
 
 class HeldRows(FrozenModel):
-    """The rows of one tensor in one file."""
+    """The rows of one tensor in a shard."""
 
     dtype: str
     shape: tuple[Size, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     start: Size
     stop: Size
     sha256: str | None
-    """Hash of the rows, or None without rows."""
+    """SHA-256 of the rows, or None if there are no rows."""
 
 
 class Shard(FrozenModel):
@@ -56,7 +56,7 @@ class Shard(FrozenModel):
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the file name of a rank's shard."""
     return f"shard-{rank:04d}.safetensors"
 
 
@@ -64,7 +64,7 @@ def shard_name(rank: int) -> str:
 
 
 def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, RowRange], *, rank: int) -> Shard:
-    """Write and sync the rows of this rank. A rank without rows writes no file."""
+    """Write the rows of this rank to a file and sync it. A rank without rows writes no file."""
     mine = {name: tensors[name] for name, held in rows.items() if held.count}
     digests: dict[str, str] = {}
     written: FileDigest | None = None
@@ -125,7 +125,7 @@ def read_rows(
 ) -> tuple[dict[str, Tensor], dict[str, RowRange]]:
     """Read and verify the wanted rows of all sharded tensors.
 
-    Returns the tensors, and the row ranges of those of which `wanted` selected a part.
+    Returns the tensors, and the row ranges of those that were read only in part.
     """
     layouts = {name: _checked_layout(manifest, name) for name in sorted(shard_files(manifest))}
     tensors: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ def read_rows(
 
 
 def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
-    """Return the layout of a file that the manifest implies. Raises ValueError if it does not match the file size."""
+    """Return the layout that the manifest implies for a file. Raises ValueError if it does not match the file size."""
     kinds = {
         name: (DTYPES[tensor.dtype], (piece.stop - piece.start, *tensor.shape[1:]))
         for name, tensor in manifest.sharded.items()
@@ -175,7 +175,7 @@ def _read_pieces(
     with open_verified(path, expected=expected) as file:
         if read_exactly(file, len(header), path=path) != header:
             raise ValueError(f"{path.name} has another header than the manifest implies")
-        # Read in file order, which is sequential on disk.
+        # Read in file order, so that disk access is sequential.
         for name, piece, part in sorted(needed, key=lambda item: layout.slots[item[0]].start):
             slot = layout.slots[name]
             file.seek(len(header) + slot.start)

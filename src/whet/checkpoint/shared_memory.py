@@ -1,4 +1,7 @@
-"""Tensors of a state that share memory: each is encoded as the same object, an alias, a view, or its own.
+"""Tensors of a state that share memory.
+
+Each is encoded as the same object, an alias, a view, or a separate tensor. Which of them share memory is determined
+after everything is encoded.
 
 Sharing is decided by memory, after everything is encoded.
 """
@@ -14,22 +17,22 @@ from whet.distributed.strategies import is_distributed
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that the JSON refers to."""
+    """A tensor that the encoded state refers to."""
 
     tensor: Tensor
     path: str
     encoded: dict[str, Any] | None
-    """The encoding, which `StateEncoder.finish` fills in, or None for a tensor of the model."""
+    """The encoding, which `StateEncoder.finish` completes, or None for a tensor of the model."""
 
 
 def encode_group(group: list[KeptTensor], tensors: dict[str, Tensor]) -> None:
-    """Complete the encodings of tensors that share memory. Add those that have to be saved to `tensors`, by name."""
+    """Complete the encodings of tensors that share memory. Add the tensors that must be saved to `tensors` by name."""
     distinct: dict[int, KeptTensor] = {}
     for kept in group:
         distinct.setdefault(id(kept.tensor), kept)
     live = [kept for kept in distinct.values() if kept.encoded is None]
     first = next(iter(distinct.values()))
-    # Tensors of different extents in memory that the model does not own: keep the memory itself.
+    # Different views of memory that does not belong to the model: save the memory itself.
     is_whole = not live and any(not _is_same_view(kept.tensor, first.tensor) for kept in distinct.values())
     if not live and not is_distributed(first.tensor):
         is_whole = is_whole or overlaps_itself(first.tensor)
@@ -61,7 +64,7 @@ def encode_group(group: list[KeptTensor], tensors: dict[str, Tensor]) -> None:
             }
             kept.encoded.update({TAG: "view", "of": base.path, **facts})
         else:
-            # Memory that tensors of the model share in part, such as one buffer of which all weights are views.
+            # The memory is only partly covered by tensors of the model, such as one buffer that backs all weights.
             tensors[kept.path] = kept.tensor
             facts = {
                 "path": kept.path,
@@ -107,7 +110,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements of a tensor share memory, as in an expanded tensor."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -127,7 +130,7 @@ def _geometry(tensor: Tensor, base_offset: int) -> dict[str, Any]:
 
 
 def tensor_flags(tensor: Tensor) -> dict[str, Any]:
-    """Return what a tensor is besides its values: its device, and whether it is a parameter that needs gradients."""
+    """Return the device of a tensor, and whether it is a parameter and whether it requires gradients."""
     flags: dict[str, Any] = {"device": tensor.device.type}
     if isinstance(tensor, nn.Parameter):
         flags["is_parameter"] = True

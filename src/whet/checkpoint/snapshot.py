@@ -1,4 +1,4 @@
-"""Snapshots of a run's state: named tensors, and plain JSON for everything else. Nothing is pickled."""
+"""Snapshots of the state of a run: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,16 +37,16 @@ class Stateful(Protocol):
 class Snapshot:
     """The state of a run. `facts` is plain JSON.
 
-    A new snapshot refers to the tensors of the model and the optimizer. Copy or write them before the next step.
+    A new snapshot refers to the tensors of the model and the optimizer. Copy or write it before the next step.
     """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     info: CheckpointInfo = field(default_factory=CheckpointInfo)
     rows: dict[str, RowRange] = field(default_factory=dict)
-    """The rows that this rank holds of each sharded tensor."""
+    """The rows of each sharded tensor that this rank holds."""
     gaps: tuple[str, ...] = ()
-    """State that a new snapshot lacks, so that a resume would not be exact."""
+    """Descriptions of state that the snapshot lacks, without which a resume is not exact."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Snapshot:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The additional state of the caller."""
+        """The caller's own state, as passed to `take_snapshot`."""
         progress: dict[str, Any] = StateDecoder(self.tensors).decode(self.facts["progress"])
         return progress
 
@@ -79,8 +79,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
-    `progress` is the caller's own state, of any structure. Only the first `num_groups` parameter groups are saved,
-    because groups added later do not belong to the run. `others` maps names to additional optimizers and their
+    `progress` is the caller's own state and may have any structure. Only the first `num_groups` parameter groups are
+    saved, because groups added later do not belong to the run. `others` maps names to additional optimizers and their
     scalers. With `has_gradients`, gradients are saved too, because user code may accumulate them over several steps.
     `registered` maps names to user objects. With `initial`, flags and attributes of modules and optimizers are also
     saved. Raises UsageError for state that cannot be encoded.
@@ -100,7 +100,7 @@ def take_snapshot(
             name: encoder.encode(owner.state_dict(), f"registered/{name}") for name, owner in (registered or {}).items()
         }
         progress_facts = encoder.encode(progress, "progress/")
-        # Without steps of the user's own, training happens in train mode only.
+        # Unless the user's own code runs the steps, training happens only in train mode.
         has_modes = model.training or has_gradients
         model_facts, gaps = encode_model(encoder, model, optimizers, initial, has_modes=has_modes)
         named = model.named_parameters() if has_gradients else ()
@@ -109,7 +109,7 @@ def take_snapshot(
         raise _state_error(error) from None
     rng_tensors, rng_facts = rng.capture()
     tensors |= encoder.finish() | rng_tensors
-    # Read the row ranges first, because the local parts below no longer have them.
+    # Get the row ranges first, because the local parts below no longer have them.
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
@@ -128,7 +128,7 @@ def take_snapshot(
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers by the names under which they are saved."""
+    """Return the parameters and buffers of a model by the names under which they are saved."""
     tensors = {f"model/{name}": stored_form(tensor) for name, tensor in named_tensors(model) if is_plain(tensor)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
@@ -140,14 +140,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_form(tensor: Tensor) -> Tensor:
-    """Return a tensor in the form that is written to a file."""
+    """Return a tensor in the form in which it is saved."""
     # safetensors has no complex128.
     return torch.view_as_real(tensor.detach()) if tensor.dtype is torch.complex128 else tensor
 
 
 @torch.no_grad()
 def copy_model(model: nn.Module) -> Snapshot:
-    """Return a copy of the model in host memory, which `restore_model` restores."""
+    """Return a copy of the model in host memory, for `restore_model`."""
     tensors = model_tensors(model)
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     encoder = StateEncoder(tensors)
@@ -191,15 +191,17 @@ def wanted_rows(model: nn.Module) -> WantedRows:
 
 
 def check_finite(parameters: dict[str, Tensor]) -> None:
-    """Raise WhetError if a trained parameter has NaN or Inf.
+    """Raise WhetError if a trained parameter contains NaN or Inf.
+
+    Frozen parameters must not be passed, because they may be masks with Inf.
 
     Do not pass frozen parameters, which may be masks with Inf.
     """
-    # torch has no norms of 8-bit floats.
+    # torch cannot compute norms of 8-bit floats.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
     if not floating:
         return
-    # The maximum norm of a tensor is NaN or Inf exactly if one of its elements is. One call computes all norms.
+    # The maximum norm of a tensor is NaN or Inf if and only if one of its elements is. One call computes all norms.
     norms = torch._foreach_norm(list(floating.values()), ord=float("inf"))
     is_finite = torch.stack([norm.isfinite() for norm in norms])
     if not bool(is_finite.all()):
@@ -212,18 +214,18 @@ def check_finite(parameters: dict[str, Tensor]) -> None:
 
 
 def has_average(snapshot: Snapshot) -> bool:
-    """Return whether the snapshot has a moving average of the weights."""
+    """Return whether the snapshot contains a moving average of the weights."""
     return any(name.startswith("ema/") for name in snapshot.tensors)
 
 
 def trained_weights(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return the weights by name, averaged where the snapshot has an average."""
+    """Return the weights by name, replaced by their moving average if the snapshot has one."""
     named = {name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name.startswith("model/")}
     return {name: snapshot.tensors.get(f"ema/{name}", tensor).contiguous() for name, tensor in named.items()}
 
 
 def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Return the names of all parameters in order, and groups of names that refer to the same tied tensor."""
+    """Return the names of all parameters in order, and groups of names that refer to the same tensor."""
     groups: dict[int, list[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:

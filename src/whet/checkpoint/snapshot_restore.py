@@ -31,16 +31,16 @@ from whet.distributed.strategies import local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
 
 MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same command again"
-"""The hint if the newest checkpoint cannot be restored. The run then resumes from the one before it."""
+"""Hint for a newest checkpoint that cannot be restored. The run then resumes from the previous one."""
 
 
 class RestoredState(NamedTuple):
     """The result of `restore_snapshot`."""
 
     progress: dict[str, Any]
-    """The additional state of the caller."""
+    """The caller's own state, as passed to `take_snapshot`."""
     changes: list[str]
-    """Flags and attributes that the user has changed since the run was started. They stay as they are."""
+    """Flags and attributes that the user has changed since the run was started. They keep their new values."""
 
 
 def restore_snapshot(
@@ -58,12 +58,12 @@ def restore_snapshot(
 ) -> RestoredState:
     """Restore the model, optimizers, moving average, registered objects and generators.
 
-    With `initial`, which describes the model when this session began, flags and attributes are restored too. Objects
-    that were saved but are not in `registered` are left out: `restore_registered` restores them later. Raises WhetError
-    if the snapshot does not fit.
+    With `initial`, the description of the model at the start of this session, flags and attributes are restored too.
+    Saved objects that are not in `registered` are skipped, and `restore_registered` can restore them later. Raises
+    WhetError if the snapshot does not match.
     """
     try:
-        # Only trained parameters must be finite; buffers and masks may hold Inf.
+        # Only trained parameters must be finite, because buffers and masks may contain Inf.
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
         restore_model(snapshot, model, initial=initial)
@@ -101,7 +101,7 @@ def restore_snapshot(
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         if is_out_of_memory(error):
             raise
-        # The hashes match but the structure does not: another program wrote the checkpoint, or it was edited.
+        # The hashes match but the structure does not, so another program wrote or edited the checkpoint.
         what = f"{type(error).__name__} {error}"[:300]
         raise WhetError("the checkpoint's state has an unknown structure", got=what, try_=MOVE_CHECKPOINT) from error
 
@@ -114,7 +114,9 @@ def _decoder(snapshot: Snapshot, model: nn.Module, device: torch.device) -> Stat
 def restore_registered(
     snapshot: Snapshot, name: str, owner: Stateful, model: nn.Module, device: AbstractDevice
 ) -> bool:
-    """Restore an object of the user that was registered after the run was restored. Return whether it was saved.
+    """Restore a user's object that was registered after the run was restored.
+
+    Return whether the checkpoint contains it.
 
     Random generators are not changed: the run has already restored them.
     """
@@ -136,7 +138,7 @@ def restore_model(
     """Restore the weights of a model, or with `use_average` their moving average if the snapshot has one.
 
     Modules with `is_memory = True` carry state between the steps of one run. Pass `with_memory=False` to skip their
-    buffers, for inference or for another run. `initial` describes the model when the session began, which may have
+    buffers, for inference or for another run. `initial` describes the model at the start of the session, which may have
     created or resized buffers since.
     """
     memory: tuple[str, ...] = ()
@@ -162,7 +164,10 @@ def restore_model(
 
 
 def _restore_average(ema: Ema, snapshot: Snapshot, late: Collection[str]) -> None:
-    """Restore the average with the names that it had. `late` are tensors that were added or renamed during the run.
+    """Restore the moving average under its saved names. `late` are tensors that were added or renamed during the run.
+
+    A callback may have pruned the model just before the checkpoint was written. The average is updated accordingly in
+    the next step.
 
     A callback may have pruned the model just before the checkpoint. The average follows in the next step.
     """
@@ -177,7 +182,10 @@ def _restore_average(ema: Ema, snapshot: Snapshot, late: Collection[str]) -> Non
 
 @torch.no_grad()
 def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> dict[str, Tensor]:
-    """Copy saved tensors. Return those that need another tensor, because the elements of the target share memory."""
+    """Copy saved tensors into `targets`.
+
+    Return new tensors for targets whose elements share memory, which the caller must replace.
+    """
     targets = {name: stored_form(tensor) for name, tensor in targets.items()}
     saved = {name.removeprefix(f"{role}/"): t for name, t in snapshot.tensors.items() if name.startswith(f"{role}/")}
     missing, extra = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
@@ -220,7 +228,7 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """Return the saved rows for this rank's part of `target`. Raises WhetError if other rows were read."""
+    """Return the saved rows that this rank's part of `target` needs. Raises WhetError if other rows were read."""
     read, needed = snapshot.rows.get(name), local_rows(target)
     if read != needed:
         got = f"{read or 'all rows'} of {name!r} were read; {needed or 'all rows'} are needed"

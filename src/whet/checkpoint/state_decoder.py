@@ -1,4 +1,4 @@
-"""Decode states from JSON and named tensors."""
+"""Decode a state from JSON and named tensors."""
 
 import base64
 import io
@@ -19,10 +19,10 @@ _MAX_SEED_POOL = 4_096
 
 
 class StateDecoder:
-    """Decodes states.
+    """Decodes states that were encoded by `StateEncoder`.
 
     `tensors` are the saved tensors by name. `live` are the tensors of the model, to which states may refer. Tensors
-    that were on the run's device are created on `device`; those that were on the host stay there.
+    from the run's device are created on `device`; tensors from the host stay on the host.
     """
 
     def __init__(
@@ -33,16 +33,19 @@ class StateDecoder:
         device: torch.device | None = None,
         was_on_host: bool = True,
     ) -> None:
-        """Decode with saved tensors. With `was_on_host`, the run's device was the CPU, so all tensors follow it."""
+        """Initialize the decoder.
+
+        Pass `was_on_host=True` if the run's device was the CPU: all tensors then move to `device`.
+        """
         self._tensors = tensors
         self._decoded: dict[str, Tensor] = dict(live or {})
         self._objects: dict[str, Any] = {}
-        """Lists, dicts and other objects that appear again, by the ids that they have in the JSON."""
+        """Objects that appear more than once, by their ids in the JSON."""
         self._device = device or torch.device("cpu")
         self._was_on_host = was_on_host
 
     def decode(self, value: Any) -> Any:
-        """Return the state. Raises KeyError, TypeError or ValueError for anything that no encoder returned."""
+        """Return the decoded state. Raises KeyError, TypeError or ValueError for a value that no encoder returns."""
         if isinstance(value, list):
             return self._list(value)
         if not isinstance(value, dict):
@@ -74,7 +77,7 @@ class StateDecoder:
         return decode(self, value)
 
     def again(self, value: dict[str, Any]) -> Any:
-        """Return an object that was decoded before."""
+        """Return an object that has already been decoded."""
         return self._objects[value["of"]]
 
     def items(self, value: dict[str, Any]) -> list[Any]:
@@ -82,18 +85,18 @@ class StateDecoder:
         return [self.decode(item) for item in value["items"]]
 
     def mapping(self, value: dict[str, Any]) -> dict[Any, Any]:
-        """Return the decoded items of a dict."""
+        """Return a decoded dict."""
         return {self.decode(key): self.decode(item) for key, item in value["items"]}
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
     def device_for(self, value: dict[str, Any]) -> torch.device:
-        """Return the device on which to create a tensor."""
+        """Return the device on which to create an encoded tensor."""
         is_host = value.get("device") == "cpu" and not self._was_on_host
         return torch.device("cpu") if is_host else self._device
 
     def set_tensor(self, name: str, tensor: Tensor) -> None:
-        """Decode references to a saved name as this tensor."""
+        """Use this tensor for all references to a saved name."""
         self._decoded[name] = tensor
 
     @torch.no_grad()
@@ -173,7 +176,7 @@ class StateDecoder:
 def _decode_named_tuple(decoder: StateDecoder, value: dict[str, Any]) -> Any:
     resolved = find_class(value["class"], tuple)
     if resolved is None or getattr(resolved, "_fields", None) != tuple(value["fields"]):
-        # A class inside of a function is not found. Its fields are.
+        # A class defined inside a function cannot be found, but its fields can be restored.
         module, _, name = value["class"].partition(":")
         make: Callable[..., Any] = namedtuple
         resolved = make(name.rpartition(".")[2], value["fields"], module=module)
@@ -246,7 +249,7 @@ def _decode_numpy_generator(decoder: StateDecoder, value: dict[str, Any]) -> np.
 
 
 def _decode_seed(state: dict[str, Any]) -> np.random.SeedSequence:
-    # Mixing takes time that grows with the square of the pool. NumPy's own pools have 4 words.
+    # Mixing takes time quadratic in the pool size. NumPy's own pools have 4 words.
     if state["pool_size"] > _MAX_SEED_POOL:
         raise ValueError(f"a seed with a pool of {state['pool_size']} words")
     return np.random.SeedSequence(**state)

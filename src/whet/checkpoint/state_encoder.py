@@ -1,4 +1,4 @@
-"""Encode states as JSON and named tensors."""
+"""Encode a state as JSON and named tensors."""
 
 import base64
 import contextlib
@@ -32,11 +32,11 @@ from whet.checkpoint.state_format import (
 from whet.distributed.strategies import is_distributed
 
 _MAX_DEPTH = 24
-"""Levels of nesting. Each needs up to two in JSON, whose depth is limited."""
+"""Maximum nesting of containers. Each level takes up to two levels in JSON, whose depth is limited."""
 
 
 class NotEncodableError(TypeError):
-    """A value that has no encoding. `path` names the place in the state."""
+    """Raised for a value that has no encoding. `path` is its location in the state."""
 
     def __init__(self, path: str, value: object, *, why: str = "") -> None:
         super().__init__(f"{path} is a {type(value).__name__}{why}")
@@ -47,26 +47,28 @@ class _Encoded(NamedTuple):
     """An object that may appear again in the same state."""
 
     value: Any
-    """The object itself, so that its id is not reused."""
+    """The object itself, kept alive so that its id stays unique."""
     encoded: Any
     path: str
 
 
 class ValueEncoder:
-    """Encodes structures. `encode_tensor` encodes the tensors in them."""
+    """Encodes structured values as JSON. `encode_tensor` encodes the tensors in them."""
 
     def __init__(self, encode_tensor: Callable[[Tensor, str], Any]) -> None:
         self._tensor = encode_tensor
         self._objects: dict[int, _Encoded] = {}
         self._ids: dict[str, Any] = {}
-        """The objects that appear again, by the ids that they have in the JSON."""
+        """The objects that appear more than once, by their ids in the JSON."""
         self._memory: dict[int, str] = {}
-        """The first array in each piece of memory, by its address."""
+        """Path of the first array in each block of memory, by address."""
         self._is_one_state = False
 
     @contextlib.contextmanager
     def one_state(self) -> Iterator[None]:
-        """Encode several values as parts of one state: an object that appears in two of them stays one object.
+        """Encode several values as parts of one state, in which an object that appears twice is encoded once.
+
+        The values must be decoded in the same order.
 
         They have to be decoded in the same order.
         """
@@ -82,17 +84,18 @@ class ValueEncoder:
         self._memory.clear()
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
-        """Return a value as JSON. `depth` is how many containers it is inside of."""
+        """Return a value as JSON. `depth` is the number of containers around it."""
         if type(value) in weakref.ProxyTypes:
-            # Its object may be gone, and then isinstance raises.
+            # The referenced object may be gone, in which case isinstance raises.
             raise NotEncodableError(path, value)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, np.generic):
-            # Before numbers: NumPy's float64 is a subclass of float.
+            # Must precede the check for numbers, because NumPy's float64 is a subclass of float.
             return {TAG: "numpy", "dtype": _numpy_dtype(value.dtype, path, value), "data": _to_text(value.tobytes())}
         if isinstance(value, Enum):
-            # Before texts and numbers: a member may be one, and code compares members by identity.
+            # Must precede the checks for strings and numbers, which enum members may be. Code compares members by
+            # identity.
             if find_class(class_name(type(value)), Enum) is not type(value) or value.name is None:
                 raise NotEncodableError(path, value, why=", whose class is not found by its name")
             return {TAG: "enum", "class": class_name(type(value)), "value": value.name}
@@ -124,7 +127,7 @@ class ValueEncoder:
         return encoded
 
     def _id_of(self, known: _Encoded) -> str:
-        """Return the id of an object, which its encoding gets when the object appears again."""
+        """Return the id of an object, and add it to its encoding when the object appears for the second time."""
         name, number = known.path, 2
         while self._ids.setdefault(name, known.value) is not known.value:
             name, number = f"{known.path}~{number}", number + 1
@@ -167,7 +170,7 @@ class ValueEncoder:
                 raise NotEncodableError(path, value, why=f" of {factory}")
             return {TAG: "defaultdict", "factory": name, "items": items}
         if isinstance(value, OrderedDict):
-            # nn.Module.state_dict() keeps the versions of its modules in this attribute.
+            # nn.Module.state_dict() stores module versions in this attribute.
             metadata = getattr(value, "_metadata", None)
             more = {} if metadata is None else {"metadata": self.encode(metadata, path, depth + 1)}
             return {TAG: "OrderedDict", "items": items, **more}
@@ -183,7 +186,7 @@ class ValueEncoder:
             items = self._items(value, path, depth)
             return {TAG: "namedtuple", "class": class_name(kind), "fields": list(kind._fields), "items": items}
         if kind in (set, frozenset):
-            # Sorted, because the order of a set differs between processes.
+            # Sort the items, because the order of a set differs between processes.
             return {TAG: kind.__name__, "items": sorted(self._items(value, path, depth), key=repr)}
         if kind is deque:
             return {TAG: "deque", "items": self._items(value, path, depth), "maxlen": value.maxlen}
@@ -206,7 +209,7 @@ class ValueEncoder:
     def _encode_array(self, value: np.ndarray, path: str, depth: int) -> Any:
         dtype = _numpy_dtype(value.dtype, path, value)
         order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        # A copy, because the array may change before the checkpoint is written.
+        # Copy the array, because it may change before the checkpoint is written.
         data = torch.frombuffer(bytearray(value.tobytes(order)), dtype=torch.uint8) if value.nbytes else torch.empty(0)
         encoded = self.encode(data.to(torch.uint8), path, depth + 1)
         facts = {TAG: "ndarray", "dtype": dtype, "shape": list(value.shape), "order": order, "data": encoded}
@@ -235,7 +238,7 @@ class ValueEncoder:
     def _encode_tensor(self, value: Tensor, path: str, depth: int) -> Any:
         kind = type(value)
         if value.dtype is torch.complex128:
-            # safetensors has no such dtype.
+            # safetensors does not support complex128.
             real = self.encode(torch.view_as_real(value.detach()), path, depth + 1)
             return {TAG: "complex128", "data": real, **tensor_flags(value)}
         if value.layout is torch.strided and (kind in (Tensor, nn.Parameter, nn.Buffer) or is_distributed(value)):
@@ -270,7 +273,10 @@ def _has_id(encoded: list[Any]) -> bool:
 
 
 def _are_plain(values: Collection[Any]) -> bool:
-    """Return whether values are the same in JSON. It is much faster than to encode each: think of a vocabulary."""
+    """Return whether all values are unchanged in JSON.
+
+    This is much faster than encoding each, for example in a vocabulary.
+    """
     kinds = {*map(type, values)}
     return kinds <= {type(None), bool, int, str, float} and (float not in kinds or all(map(_is_plain_number, values)))
 
@@ -280,7 +286,7 @@ def _is_plain_number(value: Any) -> bool:
 
 
 class StateEncoder(ValueEncoder):
-    """Encodes states and stores their tensors outside the JSON. `finish` returns the tensors by name.
+    """Encodes states, and stores their tensors outside the JSON. `finish` returns the tensors by name.
 
     `live` are the tensors of the model by name. They are saved separately, and states may refer to them.
     """
@@ -301,8 +307,8 @@ class StateEncoder(ValueEncoder):
             raise
 
     def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:
-        # Arrays are restored separately, so arrays that share memory no longer do after a resume. This entry lets the
-        # comparison of the restored state with the checkpoint detect that.
+        # Arrays are restored separately, so arrays that share memory no longer share it after a resume. This entry
+        # allows the comparison of the restored state with the checkpoint to detect that.
         first = self._memory.setdefault(_address(value), path) if value.nbytes else path
         return {} if first == path else {"shares": first}
 
@@ -312,7 +318,7 @@ class StateEncoder(ValueEncoder):
         if tensor.dtype not in DTYPES.values():
             raise NotEncodableError(path, tensor, why=f" of {tensor.dtype}")
         encoded: dict[str, Any] = {}
-        # Keys of two dicts may give the same path.
+        # Keys of two dicts may produce the same path.
         name, number = path, 2
         while name in self._paths:
             name, number = f"{path}~{number}", number + 1
@@ -333,7 +339,7 @@ class StateEncoder(ValueEncoder):
 
 
 def _address(array: np.ndarray) -> int:
-    """Return the start address of the memory that an array is a view of."""
+    """Return the start address of the memory that an array views."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     if isinstance(array.base, Tensor):

@@ -4,7 +4,7 @@ value                                 JSON
 None, bool, int, str, list            unchanged
 a finite float                        unchanged: the shortest text that reads back as the same bits
 nan, inf, -inf                        {"$": "float", "value": "inf"}
-a dict with text keys                 unchanged, with the key "$order" unless its keys are sorted: a file sorts them
+a dict with str keys                  unchanged, plus the key "$order" unless its keys are sorted, as a file sorts them
 any other dict                        {"$": "dict", "items": [[key, value], ...]}
 tuple, set, deque, bytes, ...         {"$": its type, ...}
 torch.Generator, random.Random, ...   {"$": its type, "state": ...}
@@ -33,16 +33,16 @@ CHANGEABLE = (
     list, dict, OrderedDict, defaultdict, Counter, set, deque, bytearray, io.BytesIO, np.ndarray, torch.Generator,
     np.random.Generator, np.random.RandomState, random.Random,
 )  # fmt: skip
-"""Types whose objects can change in place. An object at two places of a state stays one object."""
+"""Types whose objects are mutable. An object that appears twice in a state is restored as one object."""
 
 
 def class_name(kind: type) -> str:
-    """Return the name under which `find_class` finds a class."""
+    """Return the name by which `find_class` finds a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def find_class(name: str, base: type) -> Any:
-    """Return a class that the program has imported itself, or None: reading a checkpoint imports nothing."""
+    """Return a class that the program has already imported, or None. Reading a checkpoint must not import anything."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -51,12 +51,14 @@ def find_class(name: str, base: type) -> Any:
 
 
 def join_path(path: str, name: object) -> str:
-    """Return the path of an entry. A path that ends with "/" gets no other separator."""
+    """Return the path of an entry. No separator is added after a path that ends with "/"."""
     return f"{path}.{name}" if path and not path.endswith("/") else f"{path}{name}"
 
 
 def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
-    """Return the state of a generator's seed sequence if it has spawned others; NumPy keeps it outside the state.
+    """Return the state of a generator's seed sequence, or None if it has not spawned other generators.
+
+    NumPy does not include it in the state of the generator.
 
     >>> seed_of_spawner(np.random.default_rng(0))
     >>> generator = np.random.default_rng(0)
@@ -69,7 +71,7 @@ def seed_of_spawner(generator: np.random.Generator) -> dict[str, Any] | None:
 
 
 def missing_children(generator: np.random.Generator, saved: dict[str, Any] | None) -> int | None:
-    """Return how many generators must be spawned to match a saved one, or None if the seeds differ."""
+    """Return how many generators must be spawned to match a saved state, or None if the seeds differ."""
     seed = getattr(generator.bit_generator, "seed_seq", None)
     if not isinstance(seed, np.random.SeedSequence):
         return 0 if saved is None else None
@@ -83,8 +85,8 @@ def missing_children(generator: np.random.Generator, saved: dict[str, Any] | Non
 
 
 def spawn(generator: np.random.Generator, number: int) -> None:
-    """Advance the count of spawned generators."""
+    """Advance the count of spawned generators by `number`."""
     seed: Any = getattr(generator.bit_generator, "seed_seq", None)
-    # In parts: a run may have spawned one per step, and each takes memory.
+    # Spawn in parts: a run may have spawned one generator per step, and each takes memory.
     for start in range(0, number, _SPAWNED_AT_ONCE):
         seed.spawn(min(_SPAWNED_AT_ONCE, number - start))

@@ -1,4 +1,4 @@
-"""States as plain JSON, with small tensors in it, and what differs between two of them."""
+"""States as plain JSON that includes small tensors, and the differences between two of them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _MAX_TENSOR_ITEMS = 64
 
 
 def encode_state(value: Any, *, path: str = "") -> Any:
-    """Return a state as JSON, with small tensors in it. Raises NotEncodableError for a value that has no encoding.
+    """Return a state as JSON that includes small tensors. Raises NotEncodableError for a value without an encoding.
 
     >>> encode_state({"best": float("inf"), "last": 3})
     {'best': {'$': 'float', 'value': 'inf'}, 'last': 3}
@@ -22,7 +22,7 @@ def encode_state(value: Any, *, path: str = "") -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Return the state that `encode_state` encoded. Raises KeyError, TypeError or ValueError for anything else."""
+    """Return the state encoded by `encode_state`. Raises KeyError, TypeError or ValueError for anything else."""
     return StateDecoder({}).decode(value)
 
 
@@ -38,9 +38,9 @@ def _encode_small_tensor(value: Tensor, path: str) -> Any:
 
 
 def state_changes(saved: Any, now: Any, *, path: str = "") -> list[str]:
-    """Return the differences of two encoded states by name.
+    """Return the differences between two encoded states, one string each.
 
-    Names that only one side has are not compared: another version of torch may have added them.
+    Names that appear in only one of them are ignored, because another version of torch may have added them.
 
     >>> state_changes({"gamma": 0.5, "milestones": [2, 4]}, {"gamma": 0.1, "milestones": [2, 5]})
     ['gamma 0.5 -> 0.1', 'milestones.1 4 -> 5']
@@ -55,12 +55,12 @@ def state_changes(saved: Any, now: Any, *, path: str = "") -> list[str]:
 
 
 def _join_tagged(path: str, name: str, value: dict[str, Any]) -> str:
-    """Return the path of an entry, without the names that an encoding adds."""
+    """Return the path of an entry, without names that belong to the encoding."""
     return path if TAG in value and name in ("items", "value", "data") else join_path(path, name)
 
 
 def plain_value(value: Any) -> Any:
-    """Return an encoded value for a message."""
+    """Return an encoded value in the form shown in messages."""
     if isinstance(value, dict) and TAG in value:
         return value.get("items", value.get("value", value[TAG]))
     return value

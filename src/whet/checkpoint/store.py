@@ -33,7 +33,7 @@ from whet.run import durable
 
 __all__ = ["FACTS", "MANIFEST", "TENSORS", "DamagedCheckpointError", "LoadedCheckpoint", "Snapshot"]
 
-# Names have at least nine digits, so that they sort by step. Twelve is the limit of the manifest.
+# Names have at least nine digits, so that they sort by step. The manifest allows at most twelve.
 _STEP_FOLDER = re.compile(r"step-(\d{9,12})")
 
 
@@ -50,7 +50,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
-    """Write the checkpoint of a step and return its size in bytes. When this returns, the checkpoint is durable."""
+    """Write the checkpoint of a step durably, and return its size in bytes."""
     num_bytes = 0
 
     def fill(draft: Path) -> None:
@@ -66,7 +66,7 @@ def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None])
     path = folder / checkpoint_name(step)
     if not folder.exists() and folder.parent.exists():
         durable.make_directory(folder)
-    # If a folder of this step exists, it failed verification: the run has resumed from an earlier step.
+    # An existing folder of this step has failed verification, because the run resumed from an earlier step.
     damaged = durable.move_aside(path) if path.exists() or path.is_symlink() else None
     durable.publish_directory(path, fill=fill)
     if damaged is not None:
@@ -76,9 +76,9 @@ def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None])
 def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[Shard] = ()) -> int:
     """Write the unsharded tensors, the facts and finally the manifest. Return the size of all files in bytes.
 
-    `shards` describes the files that the ranks have already written to the draft.
+    `shards` describes the files that other ranks have already written to the draft.
     """
-    # The files of the ranks already contain the sharded tensors.
+    # The shards already contain the sharded tensors.
     whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
     written = {
         TENSORS: durable.write_draft(draft / TENSORS, data=encode_tensors(whole)),
@@ -95,7 +95,7 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
         info=snapshot.info,
         sharded=sharded,
     ).to_bytes()
-    # Write the manifest last, because a folder without a valid manifest is not a checkpoint.
+    # Write the manifest last: a folder without a valid manifest is not a checkpoint.
     durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
     return sum(file.size for file in files.values()) + len(manifest)
 
@@ -106,13 +106,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint folder, in increasing order."""
+    """Return the steps with a checkpoint folder, in increasing order."""
     names = (_STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
 
 def delete_checkpoint(folder: Path, *, step: int) -> None:
-    """Remove the checkpoint of a step, if it exists."""
+    """Remove the checkpoint of a step if it exists."""
     if (folder / checkpoint_name(step)).exists():
         durable.remove(folder / checkpoint_name(step))
 
@@ -141,8 +141,8 @@ def load_newest(
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that passes verification, or None if the folder has no checkpoint.
 
-    With `run_id`, checkpoints of other runs are rejected. Ranks that must load the same checkpoint pass the `steps` to
-    try and a `read` function. Raises DamagedCheckpointError if no checkpoint is usable.
+    With `run_id`, checkpoints of other runs are rejected. Ranks that must load the same checkpoint pass a `read`
+    function and the `steps` to try. Raises DamagedCheckpointError if no checkpoint is usable.
     """
     rejected: list[str] = []
     for step in reversed(list_steps(folder) if steps is None else steps):
@@ -167,10 +167,10 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
 
     `wanted` selects the rows of each tensor that this rank needs. The default is all rows.
     """
-    # Check the sizes first, which is cheap: this detects a truncated file before gigabytes are read.
+    # Check the sizes first: this is cheap and detects a truncated file before gigabytes are read.
     manifest = check_sizes(path)
     try:
-        # `read_rows` below reads the sharded files piece by piece.
+        # `read_rows` below reads the shards piece by piece.
         sharded = shard_files(manifest)
         data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in sharded}
         facts = encoding.load_json(data.pop(FACTS))
@@ -191,7 +191,7 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
 
 
 def encode_and_decode(snapshot: Snapshot) -> Snapshot:
-    """Return what a checkpoint of this snapshot would be read as. It is encoded to memory, not to disk."""
+    """Return the snapshot as it would be read from a checkpoint, encoded in memory instead of on disk."""
     layout = encoding.layout_tensors(snapshot.tensors)
     data = bytearray(len(layout.header()) + layout.num_bytes)
     place = memoryview(data)
@@ -204,7 +204,9 @@ def encode_and_decode(snapshot: Snapshot) -> Snapshot:
 
 
 def check_sizes(path: Path) -> CheckpointManifest:
-    """Return the manifest, after checking that exactly the listed files exist and have the listed sizes.
+    """Return the manifest after checking that exactly the listed files exist with the listed sizes.
+
+    The content of the files is not read. Raises DamagedCheckpointError.
 
     The content of the files is not read. Raises DamagedCheckpointError.
     """
@@ -226,7 +228,7 @@ def check_sizes(path: Path) -> CheckpointManifest:
 
 
 def _check_tensors(manifest: CheckpointManifest, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError if the tensors of the manifest and of the file headers differ."""
+    """Raise ValueError if the tensors in the manifest differ from those in the file headers."""
     unmatched = tensors.keys() ^ manifest.tensors.keys()
     if unmatched:
         raise ValueError(f"{sorted(unmatched)[0][:80]!r} is in the manifest or in a file, but not in both")

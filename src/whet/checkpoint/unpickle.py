@@ -1,4 +1,4 @@
-"""Child program that loads a torch file. No other code of whet loads a pickle."""
+"""Child program that loads a torch file. No other code in whet unpickles files."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from whet.run import durable
 ANSWER_PREFIX = "whet-import-answer "
 
 KNOWN_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "ema", "ema_state_dict")
-"""Common keys of the weights in a file with more than weights, in order of preference."""
+"""Common keys of the weights in a file that contains more than weights, in order of preference."""
 
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile add to every name."""
@@ -31,7 +31,7 @@ _MAX_ENTRIES = 1_000_000
 _MAX_LEFT_OUT = 1_000
 _MAX_NAME_LENGTH = 500
 _EXTRA_ADDRESS_SPACE = 2 * 1024**3
-"""Address space for torch, in addition to the tensors of the file and copies of them."""
+"""Address space for torch itself, in addition to the tensors in the file and copies of them."""
 
 # Matches the class or function that torch refuses to unpickle, in the messages of several torch versions.
 _FOREIGN_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|instantiate unsupported class ([\w.]+)|(?:class|function) ([\w.]+)")
@@ -40,10 +40,12 @@ _FOREIGN_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|instantiate unsupported class ([\
 def main(arguments: list[str]) -> int:
     """Load the file on stdin, write its tensors, and print the result as one line of JSON.
 
+    The exit code is always 0, because the result line contains the error.
+
     The exit code is always 0: the result line contains the error.
     """
     target, key, seconds = Path(arguments[0]), arguments[1] or None, int(arguments[2])
-    # Redirect stdout to stderr, so that output of torch does not mix with the result line.
+    # Redirect stdout to stderr, so that torch's output does not mix with the result line.
     answer_to = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -75,7 +77,7 @@ def limit_process(size: int, *, seconds: int) -> None:
     for which, most in limits.items():
         _, hard = resource.getrlimit(which)
         wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        # Each limit is an additional protection, so a system that refuses one does not stop the import.
+        # The limits are an additional protection, so the import continues on a system that rejects one.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(which, (wanted, wanted))
 
@@ -117,7 +119,7 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
 
 def _load(file: Any) -> Any:
     try:
-        # weights_only is explicit, because an environment variable can change the default. There is no fallback to
+        # weights_only is explicit, because an environment variable can change its default. There is no fallback to
         # another loader, because a malicious file could trigger it.
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
@@ -136,7 +138,7 @@ def _load(file: Any) -> Any:
 def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
     """Return the part of the file that contains the weights, and its dotted key.
 
-    The key is empty if the tensors are at the top level. Raises WhetError if the weights are not found.
+    The key is empty if the tensors are at the top level. Raises WhetError if no weights are found.
     """
     if not isinstance(content, Mapping):
         raise WhetError("the file is not a dict", got=type(content).__name__, try_="a file with a state_dict")
@@ -162,7 +164,7 @@ def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
 def flatten(content: Any) -> Iterator[tuple[str, Any]]:
     """Yield all values of nested dicts with their dotted names.
 
-    Raises WhetError beyond the limits, which also stop at dicts that contain themselves.
+    Raises WhetError if a limit is exceeded, as by a dict that contains itself.
     """
     count = 0
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]
@@ -176,7 +178,7 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
             )
         if isinstance(value, Mapping):
             inside = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
-            # Reversed, because the stack returns the last item first.
+            # The stack returns the last item first.
             waiting.extend(reversed(inside))
         else:
             yield name, value
@@ -188,7 +190,7 @@ def is_plain_tensor(value: Any) -> bool:
 
 
 def strip_wrappers(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Remove the prefixes of wrappers from all names. Return the tensors and the removed prefix."""
+    """Remove the prefixes of wrappers from all names. Return the tensors and the prefix that was removed."""
     wrapper = ""
     while prefix := next((w for w in WRAPPERS if all(name.startswith(w) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

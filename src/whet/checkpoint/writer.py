@@ -1,4 +1,4 @@
-"""Background writes of checkpoints: writer thread, staging buffer and retention."""
+"""Background writing of checkpoints: writer thread, staging buffer and retention."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,9 @@ from whet.machine import linux
 from whet.run import durable
 
 WriteJob = Callable[["PendingWrite"], None]
-"""Writes one checkpoint and records the result in the PendingWrite. An exception means that the write failed."""
+"""Writes one checkpoint and stores the result in the PendingWrite. An exception means that the write failed."""
 
-# Training gets the CPU first.
+# Lower the thread's priority, so that training gets the CPU first.
 _NICENESS = 10
 
 
@@ -45,7 +45,7 @@ class PendingWrite:
 
 
 class CheckpointWriter:
-    """Runs one write at a time, in this thread or in the background. `collect` returns the result.
+    """Runs one write at a time, in the calling thread or in the background. `collect` returns the result.
 
     The thread is not a daemon, so a process that exits normally waits for the write.
     """
@@ -56,7 +56,7 @@ class CheckpointWriter:
 
     @property
     def step(self) -> int | None:
-        """Step of the write that is in progress or not collected yet, or None without one."""
+        """Step of the write that is in progress or not yet collected, or None if there is none."""
         return None if self._write is None else self._write.step
 
     @property
@@ -65,7 +65,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, job: WriteJob, *, in_background: bool, start: float) -> None:
-        """Run `job` and measure its time from `start` on. The previous write must have been collected."""
+        """Run `job`, and measure its duration from the time `start`. The previous write must have been collected."""
         assert self._write is None, "one write at a time"
         write = self._write = PendingWrite(step=step, is_background=in_background)
         if not in_background:
@@ -76,7 +76,10 @@ class CheckpointWriter:
         self._thread.start()
 
     def collect(self, *, wait: bool) -> PendingWrite | None:
-        """Return the last write, once. Return None if there is none, or if it is in progress and `wait` is False."""
+        """Return the last write once.
+
+        Return None if there is none, or if it is in progress and `wait` is False.
+        """
         if self._write is None or (self.is_busy and not wait):
             return None
         if self._thread is not None:
@@ -86,7 +89,7 @@ class CheckpointWriter:
 
 
 def _run_in_background(write: PendingWrite, job: WriteJob, start: float) -> None:
-    # Linux has a priority per thread. On other systems this would fail or apply to the whole process.
+    # Linux has a priority per thread. On other systems, this would fail or apply to the whole process.
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -105,13 +108,13 @@ def _run(write: PendingWrite, job: WriteJob, start: float) -> None:
 # --- staging ---------------------------------------------------------------------------------------------------------
 
 FREE_MEMORY_FACTOR = 1.5
-"""A buffer is allocated only if this many times its size is free memory."""
+"""A buffer is allocated only if this many times its size of memory is free."""
 
 
 class StagingBuffer:
     """A host buffer for a copy of the state.
 
-    The buffer is reused, because filling memory that is already mapped is 10 times faster.
+    The buffer is reused, because writing to memory that is already mapped is 10 times faster.
     """
 
     def __init__(self, device: AbstractDevice) -> None:
@@ -119,18 +122,24 @@ class StagingBuffer:
         self._buffer: Tensor | None = None
 
     def has_capacity(self, num_bytes: int) -> bool:
-        """Return whether memory is available for a copy of the state. Always False if the device shares host memory."""
+        """Return whether there is memory for a copy of the state.
+
+        Always False if the device shares the host's memory.
+        """
         if self._device.memory.is_shared_with_host:
             return False
         if self._buffer is not None and self._buffer.numel() == num_bytes:
             return True
-        # The limit of a container may be below the memory of the machine.
+        # The memory limit of a container may be below that of the machine.
         free = linux.min_known(psutil.virtual_memory().available, linux.read_cgroup_limits().memory_left_bytes)
         return free is not None and free >= FREE_MEMORY_FACTOR * num_bytes
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """Return a copy of the snapshot in the buffer, so that training can continue. The next call overwrites it."""
+        """Copy the snapshot into the buffer and return the copy, so that training can continue.
+
+        The next call overwrites it.
+        """
         layout = layout_tensors(snapshot.tensors)
         if self._buffer is None or self._buffer.numel() != layout.num_bytes:
             # Free the old buffer before allocating the new one.
@@ -141,7 +150,7 @@ class StagingBuffer:
             target = self._buffer[slot.start : slot.end]
             staged[name] = target.view(slot.dtype).view(slot.shape) if len(target) else snapshot.tensors[name].cpu()
             staged[name].copy_(snapshot.tensors[name].detach(), non_blocking=True)
-        # The copies are asynchronous. They must be complete before the next step changes the tensors.
+        # The copies are asynchronous. They must complete before the next step changes the tensors.
         self._device.sync()
         return dataclasses.replace(snapshot, tensors=staged)
 
@@ -149,15 +158,15 @@ class StagingBuffer:
 # --- retention -------------------------------------------------------------------------------------------------------
 
 MILESTONE_SHARE = 0.1
-"""Share of the run between milestones. A milestone is the first checkpoint in each tenth of the run."""
+"""Fraction of the run between milestones. A milestone is the first checkpoint in each tenth of the run."""
 MAX_MILESTONES = 2
-"""Number of milestones to keep. With the last two checkpoints and the best, at most five are on disk."""
+"""Number of milestones to keep. With the last two checkpoints and the best one, at most five are on disk."""
 MIN_MILESTONE_STEPS = 100
 """Minimum length of a run with milestones. A shorter run can be restarted instead."""
 
 
 def milestones(steps: list[int], *, total_steps: int | None) -> list[int]:
-    """Return the newest milestones among `steps`; none if the length of the run is unknown.
+    """Return the newest milestones among `steps`, or none if the length of the run is unknown.
 
     >>> milestones([0, 40, 110, 150, 210, 350, 390], total_steps=1000)
     [210, 350]
@@ -181,17 +190,18 @@ def apply_retention(
 ) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Kept are the last `keep` checkpoints, the milestones, the best one, and `acknowledged`, which has just been written.
-    If `acknowledged` is incomplete, nothing is removed, so the only valid checkpoint is never lost. Damaged folders do
-    not count among the last `keep`. Neither do the steps in `rejected`, which failed verification although their file
-    sizes are correct. Folders newer than `acknowledged` are damaged, because the run resumed from an earlier step.
+    The last `keep` checkpoints, the milestones, the best checkpoint, and `acknowledged`, which has just been written,
+    are kept. If `acknowledged` is incomplete, nothing is removed, so that the only valid checkpoint is never lost.
+    Damaged folders do not count among the last `keep`. Neither do the steps in `rejected`, which failed verification
+    although their file sizes are correct. Folders newer than `acknowledged` are damaged, because the run resumed from
+    an earlier step.
     """
     try:
         store.check_sizes(folder / store.checkpoint_name(acknowledged))
     except WhetError:
         return []
     steps = store.list_steps(folder)
-    # Checks of sizes are enough here: reading every byte of every checkpoint would take too long.
+    # Checking sizes is enough here: reading every byte of every checkpoint would take too long.
     whole = [s for s in steps if s <= acknowledged and s not in rejected and _is_whole(folder, s)]
     kept = {*whole[-keep:], *milestones(whole, total_steps=total_steps), best, acknowledged}
     removed = [step for step in steps if step not in kept]
@@ -203,7 +213,7 @@ def apply_retention(
 def free_disk_space(
     folder: Path, *, num_bytes: int, keep: int, best: int | None, rejected: Container[int] = ()
 ) -> None:
-    """Remove milestones before a write if the disk has no space for two more checkpoints, plus 5 %."""
+    """Remove milestones before a write if the disk lacks space for two more checkpoints plus 5 %."""
     free = durable.free_bytes(folder)
     if free is None or free >= 2 * num_bytes * 1.05:
         return
