@@ -1,4 +1,4 @@
-"""Measure the batch size for global_batch_size="auto", and scale the learning rate to it."""
+"""Measure the global batch size for global_batch_size="auto" and scale the learning rate to match."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 
 MAX_BATCH_SECONDS = 20.0
-"""Time limit for finding the global batch size before a training run. It usually takes much less."""
+"""Time limit, in seconds, for finding the global batch size before a training run. It usually takes much less."""
 
 
 def is_auto_batch(keywords: SessionKeywords) -> bool:
@@ -48,7 +48,7 @@ def with_batch_size(keywords: SessionKeywords, size: int) -> SessionKeywords:
 def measure_batch_size(
     bench: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
 ) -> AutoBatch:
-    """Find the global batch size, starting from the bench's batch size, for which the learning rates are meant."""
+    """Find the global batch size, starting from the bench's own, for which the learning rates were chosen."""
     name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
     return choose_batch_size(
         bench, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
@@ -65,9 +65,9 @@ def resolve_auto_batch_size(
     optimizer: AnyOptimizer,
     may_measure: bool,
 ) -> Iterator[tuple[AnyOptimizer, SessionKeywords]]:
-    """Replace global_batch_size="auto" with a number, and scale the learning rate for it while entered.
+    """Inside the `with` block, replace global_batch_size="auto" with a number and scale the learning rate to match.
 
-    A resumed run uses its saved number, and a given plan provides its number. Otherwise the number is measured.
+    A resumed run uses its saved batch size, and a given plan provides its own. Otherwise the batch size is measured.
     """
     if not is_auto_batch(keywords):
         yield optimizer, keywords

@@ -1,7 +1,7 @@
-"""The loop over global batches: yields them, runs their steps, and acts on requests between them.
+"""The loop over global batches: yields them, runs their steps and acts on requests in between.
 
-Callbacks ask for a save, a rollback or a stop. The loop merges their requests, several ranks agree on them, and the
-loop performs them after the batch.
+Callbacks request a save, a rollback or a stop. The loop merges their requests, synchronizes them between ranks and
+carries them out after the batch.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ from whet.training.tune import tune_first_step
 
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
-"""Maximum number of rollbacks in one session, by the NaN guard and by callbacks together. The guard stops earlier."""
+"""Maximum number of rollbacks in one session, by the NaN guard and callbacks together.
+
+The guard's own limit is lower.
+"""
 
 
 class BatchLoop:
@@ -44,16 +47,16 @@ class BatchLoop:
         """Whether the first batch has been read."""
         self._is_unchecked = state_is_unchecked(run)
         self._is_tuned = False
-        """Whether the first step has measured its plan, if it was to."""
+        """Whether the first step has measured its plan, or has found that no measurement is needed."""
         self._sync = RankSync(run.group)
         self._first_epoch = run.state.epoch
         self._is_in_step = False
         self._is_in_body = False
-        """Whether the code of the loop that iterates over the batches is running."""
+        """Whether the body of the user's loop over the batches is running."""
         self._num_rollbacks = 0
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches, and act on the requests of callbacks between them."""
+        """Yield the remaining global batches and act on the requests of callbacks between them."""
         run, state = self.run, self.state
         # A loop that was left with `break` may be entered again.
         self.finish_batch()
@@ -74,7 +77,8 @@ class BatchLoop:
                 if action.rollback is not None:
                     self._roll_back(action.rollback)
                 if self._num_rollbacks != num_rollbacks:
-                    # A stop request survives a rollback. "All steps are done" does not: some steps are repeated.
+                    # A stop request survives a rollback. "All steps are done" does not, because some steps are
+                    # repeated.
                     if action.stop not in (None, _ALL_DONE):
                         state.stop_reason = stop_reason(action)
                         return
@@ -84,7 +88,7 @@ class BatchLoop:
                 before += 1
                 if action.save:
                     self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
-                # The checkpoint of this step comes first: on_epoch_end is documented to run after it.
+                # Save the checkpoint of this step first: on_epoch_end is documented to run after it.
                 if batch.is_last_of_epoch:
                     run.pending |= run.callbacks.on_epoch_end(state)
                 if run.group.is_single_process:
@@ -97,12 +101,12 @@ class BatchLoop:
                 checks.check_epoch_complete(state.position)
 
     def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
-        """Merge the requested actions. Several ranks synchronize them, every few steps."""
+        """Merge the requested actions. With several ranks, synchronize them every few steps."""
         run, state = self.run, self.state
         action = self._collect_requests()
         if state.is_finished or self._is_session_over(batch):
             action |= Action(stop=_ALL_DONE, on_all_ranks=True)
-        # Actions that depend on the step only are the same on every rank. All others wait for a synchronization.
+        # Actions that depend only on the step are the same on every rank. All others wait for a synchronization.
         is_non_finite, has_failed = False, run.callbacks.failure is not None
         if not run.group.is_single_process:
             must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
@@ -120,10 +124,11 @@ class BatchLoop:
             run.log.notify("stopping", step=state.step, message=f"stopping: {action.stop}")
         check_weights = is_non_finite or bool(action.save) or action.stop is not None
         if not is_rolled_back and not run.executor.is_finite(check_weights=check_weights):
-            # Write the outcomes that are still pending before the rollback: their steps will be repeated.
+            # Write the pending outcomes before the rollback, because their steps will be repeated.
             run.log.read()
             if run.checkpointer is None:
-                # No step can be repeated. The first bad batch is gone, but this one shows whether the data has NaN.
+                # No step can be repeated. The first bad batch is no longer available, but this one shows whether the
+                # data has NaN.
                 assert run.guard.first_non_finite is not None
                 number, how = run.guard.first_non_finite
                 how = f"{run.executor.with_bad_data(batch, how)}; no run folder, so there is no checkpoint"
@@ -133,14 +138,14 @@ class BatchLoop:
         return action
 
     def _collect_requests(self) -> Action:
-        """Merge all requests into the pending action and return it."""
+        """Merge all requests into the pending action and return the result."""
         run = self.run
         while run.requests:
             run.pending |= run.requests.popleft()
         return run.pending
 
     def log_pending_events(self) -> None:
-        """Log the events of the device and the data. Raise if the device has failed without raising an error."""
+        """Log pending events of the device and the data. Raise if the device has failed without raising an error."""
         run = self.run
         for kind, fields in (*run.device.monitor.events(), *run.source.events()):
             run.log.event(kind, step=self.state.step, **fields)
@@ -149,11 +154,11 @@ class BatchLoop:
     # --- the steps of a batch ----------------------------------------------------------------------------------------
 
     def step(self, loss: BatchLoss, batch: GlobalBatch, *, optimizer: str | None, every: int) -> None:
-        """Run one optimizer step, with one of several optimizers by name, on every `every`-th batch."""
+        """Run one optimizer step. `optimizer` selects one of several by name; it steps on every `every`-th batch."""
         run, state = self.run, self.state
         name = checks.optimizer_name(run.config.optimizers, optimizer, every)
         if self.steps.is_rolled_back and batch is self.steps.batch:
-            # A step of another optimizer on this batch has rolled the run back: the batch will be repeated.
+            # A step of another optimizer on this batch has caused a rollback: the batch will be repeated.
             return
         self.steps.check(batch, name)
         if not self._is_tuned:
@@ -173,7 +178,8 @@ class BatchLoop:
                     outcome = None
                 else:
                     state.lr = run.rates.set_for(number)
-                    # Set after the checks: their errors leave the weights unchanged, so the final save may happen.
+                    # Set this after the checks: their errors leave the weights unchanged, so the final save is still
+                    # allowed.
                     self._is_in_step = True
                     outcome = run.executor.step(loss, batch, number=number, optimizer=name)
         except RollbackRequiredError as error:
@@ -194,25 +200,25 @@ class BatchLoop:
         self._finish_if_complete()
 
     def _finish_if_complete(self) -> None:
-        """Count the batch as soon as every optimizer has had its turn."""
+        """Count the batch as complete once every optimizer has had its turn."""
         if len(self.run.steppers) == 1 or self.steps.has_visited(self.run.steppers.keys()):
             self.finish_batch()
 
     @contextlib.contextmanager
     def manual(self, batch: GlobalBatch) -> Iterator[Any]:
-        """Yield the data of a batch on the device, for a step of the user's own code."""
+        """Yield the data of a batch on the device, for a step performed by the user's own code."""
         run, state = self.run, self.state
         self.steps.check(batch, MANUAL)
         checks.check_manual(self.training, run.group)
         run.executor.splitting.use_whole_batches("manual steps get the whole batch")
-        # Gradients of the user's own code may have any layout, which fused kernels on the CPU would read wrongly.
+        # Gradients computed by the user may have any layout, and fused kernels on the CPU would misread them.
         run.executor.use_own_kernels("manual steps may use gradients of any layout")
         number = state.step + 1
         state.lr = run.rates.set_for(number)
         micro = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode="fixed")))
         run.executor.splitting.count_shapes(micro)
         if not run.has_users_gradients:
-            # Clear the gradients of the last session.step: user code expects only those that it has computed itself.
+            # Clear the gradients of the last session.step: user code expects only gradients that it computed itself.
             for stepper in run.steppers.values():
                 stepper.zero_grad()
         run.has_users_gradients = True
@@ -229,7 +235,7 @@ class BatchLoop:
         self.finish_batch()
 
     def log_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a manual step."""
+        """Record the loss of a manual step."""
         if not self._is_in_step:
             raise UsageError(
                 "log_loss belongs into a manual step",
@@ -239,7 +245,7 @@ class BatchLoop:
         self.steps.log_loss(loss.detach().reshape(()).to(self.run.device.torch_device))
 
     def finish_batch(self) -> None:
-        """Count the steps of a batch as one step of the run, and call the callbacks. A second call does nothing."""
+        """Count the steps of a batch as one step of the run and call the callbacks. A second call has no effect."""
         run, state, steps = self.run, self.state, self.steps
         outcome = steps.finish()
         if outcome is None:
@@ -252,7 +258,7 @@ class BatchLoop:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # The state may be half restored. The step is repeated, and its state is not checked again.
+                # The state may be only partly restored. The step is repeated without checking its state again.
                 problem = release_traceback(error)
                 what_next = "repeats the step, and does not check its state again"
                 run.log.event("oom", step=state.step + 1, reason=problem, action=what_next)
@@ -260,7 +266,8 @@ class BatchLoop:
                 return
         state.advance(steps.batch)
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
-        # Callbacks may read losses of earlier steps, which waits for the device, so the stall detector covers them too.
+        # Callbacks may read the losses of earlier steps and so wait for the device; let the stall detector cover them
+        # too.
         with run.group.stall_detector.working(f"step {state.step:,}"):
             action = run.callbacks.after_step(state, outcome)
             if action is not Action.NONE:
@@ -271,11 +278,11 @@ class BatchLoop:
     # --- saving and rolling back -------------------------------------------------------------------------------------
 
     def final_save(self, error: BaseException | None) -> Exception | None:
-        """Save the last state if it is consistent. Return the error if saving failed, else None."""
+        """Save the last state if it is consistent. Return the error if saving failed, otherwise None."""
         run = self.run
-        # The final save is skipped if the loop was left inside a step or between two steps of a batch, by an error or
-        # by `break`: the last checkpoint is the newest state that an uninterrupted run would have too. It is also
-        # skipped on a second Ctrl-C (not an Exception), if this rank holds only a shard, and if the GPU has failed.
+        # Skip the final save if an error or a `break` left the loop inside a step or between two steps of a batch: the
+        # last checkpoint is then the newest state that an uninterrupted run would have too. Also skip it after a second
+        # Ctrl-C (not an Exception), if this rank holds only a shard, and if the GPU has failed.
         is_usable = isinstance(error, Exception) and not is_gpu_failure(error)
         can_save = error is None or (is_usable and run.stepper.strategy.has_full_model)
         is_whole = can_save and not self._is_in_step and not self.steps.is_pending
@@ -293,7 +300,7 @@ class BatchLoop:
         return unsaved
 
     def _note_interruption(self, error: BaseException | None) -> None:
-        """Record that the user's code was left in the middle of a batch, which it may have been about to change."""
+        """Record that an error interrupted a callback or the loop body, whose work for this batch is incomplete."""
         run, step = self.run, self.state.step
         if run.checkpointer is None:
             return

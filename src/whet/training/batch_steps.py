@@ -1,4 +1,4 @@
-"""The optimizer steps of one batch: usually one, several with several optimizers, or a manual one."""
+"""The optimizer steps on one batch: usually one, one for each of several optimizers, or a manual step."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,30 +12,30 @@ from whet.step.step import Outcome
 from whet.training import checks
 
 MANUAL = "<manual>"
-"""Stands for the user's own code among the names of optimizers, which are identifiers."""
+"""Represents a manual step among the names of optimizers, which are identifiers."""
 
 
 class BatchSteps:
-    """Collects the outcomes of the steps on the current batch, which together count as one step of the run."""
+    """The outcomes of the steps on the current batch, which together count as one step of the run."""
 
     def __init__(self) -> None:
         self.batch: GlobalBatch | None = None
         self.is_rolled_back = False
-        """Whether a step on this batch has rolled the run back. The batch will be repeated."""
+        """Whether a step on this batch has caused a rollback. The batch will be repeated."""
         self._outcomes: dict[str, Outcome] = {}
         self._visited: set[str] = set()
-        """Optimizers that have stepped, or that do not step on this batch."""
+        """Optimizers that have stepped on this batch or do not step on it."""
         self._is_finished = True
         self._loss: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The optimizers that stepped; None after a manual step, in which any of them may have."""
+        """The optimizers that stepped; None after a manual step, in which any of them may have stepped."""
         return None if MANUAL in self._outcomes else tuple(self._outcomes)
 
     @property
     def is_pending(self) -> bool:
-        """Whether the batch has steps that are not counted yet."""
+        """Whether the batch has steps that have not been counted yet."""
         return bool(self._visited) and not self._is_finished
 
     def has_visited(self, names: Collection[str]) -> bool:
@@ -49,7 +49,7 @@ class BatchSteps:
         self._loss = None
 
     def check(self, batch: GlobalBatch, name: str) -> None:
-        """Raise for a batch that is not the current one, and for an optimizer that has stepped on it already."""
+        """Raise UsageError if the batch is not the current one, or if the optimizer has already stepped on it."""
         if batch is not self.batch or name in self._visited or (self._is_finished and not name):
             raise checks.wrong_batch_error()
         if self._is_finished:
@@ -60,12 +60,12 @@ class BatchSteps:
             )
 
     def add(self, name: str, outcome: Outcome) -> None:
-        """Record the step of an optimizer."""
+        """Record the outcome of an optimizer's step."""
         self._outcomes[name] = outcome
         self._visited.add(name)
 
     def add_manual(self) -> None:
-        """Record a step of the user's own code."""
+        """Record a step performed by the user's own code."""
         loss = torch.tensor(float("nan")) if self._loss is None else self._loss
         outcome = Outcome(loss=loss, grad_norm=None, marks=(), is_manual=True, has_loss=self._loss is not None)
         self.add(MANUAL, outcome)
@@ -75,16 +75,16 @@ class BatchSteps:
         self._visited.add(name)
 
     def log_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a manual step."""
+        """Record the loss of a manual step."""
         self._loss = loss
 
     def discard(self) -> None:
-        """Forget the steps of the batch: the run was rolled back."""
+        """Discard the steps of the batch after a rollback."""
         self._outcomes, self._visited = {}, set()
         self.is_rolled_back = self._is_finished = True
 
     def finish(self) -> Outcome | None:
-        """Return the common outcome of all steps, once; None without a step."""
+        """Combine the outcomes of all steps into one and return it; None without steps, or on a second call."""
         if not self.is_pending:
             return None
         self._is_finished = True
@@ -98,7 +98,7 @@ class BatchSteps:
             return Outcome(loss=nothing, grad_norm=None, marks=(), is_manual=True, has_loss=False)
         losses = {f"loss_{name}": outcome.loss for name, outcome in known.items() if name != MANUAL}
         scalars = {name: value for outcome in known.values() for name, value in outcome.scalars.items()}
-        # The sum is NaN if one of them is, which is what the NaN guard needs to see.
+        # The sum is NaN if any of the losses is, which is what the NaN guard needs to see.
         total = torch.stack([outcome.loss.float() for outcome in known.values()]).sum()
         return replace(
             next(iter(known.values())),

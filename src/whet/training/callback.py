@@ -1,4 +1,4 @@
-"""Callbacks that watch a run and can request a save, a rollback or a stop.
+"""Callbacks, which observe a run and can request a save, a rollback or a stop.
 
 class StopBelow(whet.Callback):
     def on_evaluate(self, state, metrics):
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 NO_SAVE, SAVE_WHEN_IDLE, SAVE_NOW = 0, 1, 2
-"""Values of `Action.save`. They are ordered, so that merging takes the most urgent one.
+"""Values of `Action.save`, ordered so that merging two actions keeps the more urgent one.
 
 SAVE_WHEN_IDLE is skipped while another checkpoint is being written.
 """
@@ -29,8 +29,8 @@ SAVE_WHEN_IDLE is skipped while another checkpoint is being written.
 class Action:
     """A request to the training loop: NONE, SAVE, ROLLBACK(why) or STOP(why).
 
-    Actions merge with `|`. The loop performs them between steps. Several ranks perform them at the same step, the next
-    one at which they synchronize. STOP includes a checkpoint and survives a rollback.
+    Actions are merged with `|`. The loop carries them out between steps; with several ranks, all ranks do so at the
+    same step, when they next synchronize. STOP includes a checkpoint and survives a rollback.
     """
 
     NONE: ClassVar["Action"]
@@ -44,7 +44,7 @@ class Action:
     signal: int = 0
     """The signal that caused `stop`, which sets the exit code; 0 if there was none."""
     on_all_ranks: bool = False
-    """Whether every rank requests this action at the same step, so that all can synchronize right away."""
+    """Whether every rank requests this action at the same step, so that all ranks can synchronize right away."""
 
     @staticmethod
     def ROLLBACK(why: str) -> "Action":  # noqa: N802
@@ -53,11 +53,11 @@ class Action:
 
     @staticmethod
     def STOP(why: str) -> "Action":  # noqa: N802
-        """Request a checkpoint and a stop. The same call resumes the run."""
+        """Request a checkpoint followed by a stop. The same call later resumes the run."""
         return Action(stop=why)
 
     def __or__(self, other: "Action") -> "Action":
-        # The common case in every step: avoid creating an object.
+        # Avoid creating an object in the common case, which occurs in every step.
         if self is Action.NONE or other is Action.NONE:
             return other if self is Action.NONE else self
         return Action(
@@ -75,12 +75,12 @@ Action.SAVE = Action(save=SAVE_NOW)
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """The progress of a run: everything a resume needs besides tensors."""
+    """The progress of a run: everything, except for tensors, that a resume needs."""
 
     step: int = 0
     """Number of completed optimizer steps."""
     position: Position = field(default_factory=Position)
-    """The data that the optimizer has consumed. Data that was read ahead does not count."""
+    """The data that the optimizer has consumed. Data that has only been read ahead does not count."""
     samples: int = 0
     """Number of samples consumed over all epochs."""
     evaluated_step: int = 0
@@ -88,7 +88,7 @@ class State:
     goal: str | None = None
     """The goal and its direction, such as "val_loss (min)"; None without a goal."""
     best_score: float | None = None
-    """The best goal metric so far, negated if mode is "min"; None before the first one."""
+    """The best value of the goal metric so far, negated if mode is "min"; None before the first one."""
     best_step: int | None = None
     """The step of `best_score`."""
     num_worse: int = 0
@@ -106,7 +106,7 @@ class State:
     """The global batch of the last step."""
 
     stop_reason: str | None = None
-    """Why the loop stopped before the last step; None if it did not."""
+    """The reason why the loop stopped before the last step; None if it did not."""
 
     _SAVED: ClassVar[tuple[str, ...]] = (
         "step", "samples", "evaluated_step", "goal", "best_score", "best_step", "num_worse", "ended_early",
@@ -132,7 +132,7 @@ class State:
         self.batch = batch
 
     def record_score(self, score: float) -> bool:
-        """Record the score of an evaluation, and return whether it is the best so far.
+        """Record the score of an evaluation and return whether it is the best so far.
 
         Higher is better. NaN and Inf never count as the best.
         """
@@ -143,15 +143,15 @@ class State:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields that are saved in a checkpoint."""
+        """Return the fields that a checkpoint saves."""
         return {**{name: getattr(self, name) for name in self._SAVED}, "position": asdict(self.position)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the fields that are saved in a checkpoint."""
-        # Read all fields first: a KeyError must not leave the state half restored.
+        """Restore the fields that a checkpoint saves. Raise UsageError if the goal has changed."""
+        # Read all fields first, so that a KeyError does not leave the state half restored.
         values = {name: saved[name] for name in self._SAVED}
         if values["best_score"] is not None and self.goal not in (None, values["goal"]):
-            # Scores of two goals cannot be compared: early stopping and the best checkpoint would be wrong.
+            # Scores of two different goals cannot be compared: early stopping and the best checkpoint would be wrong.
             raise UsageError(
                 "the run was started with another goal",
                 got=f"{self.goal}; the run has {values['goal']}",
@@ -166,31 +166,31 @@ class State:
 class Callback:
     """Base class of callbacks. Override the methods you need; by default they do nothing.
 
-    Methods that return an Action may also return None, which means Action.NONE. If a callback raises, the run saves a
-    checkpoint and stops on all ranks, and then the exception is raised.
+    Methods that return an Action may also return None, which means Action.NONE. If a callback raises an exception, the
+    run saves a checkpoint and stops on all ranks before the exception propagates.
     """
 
     every_seconds: float = 0.0
-    """Minimum seconds between two calls of `after_step`; 0 calls it after every step.
+    """Minimum number of seconds between two calls of `after_step`; 0 means a call after every step.
 
-    The first call comes within the first second, or after the first step if that takes longer.
+    The first call happens within the first second, or after the first step if that takes longer.
     """
 
     def on_start(self, run: "RunContext") -> None:
-        """Called before the first step of a session, after a resumed run has restored its state."""
+        """Called before the first step of a session. If the run resumes, its state has already been restored."""
 
     def before_step(self, state: State) -> None:
         """Called before each step, before its batch is yielded."""
 
     def after_step(self, state: State, outcome: "Outcome") -> Action | None:  # noqa: ARG002
-        """Called after each optimizer step, or at most once every `every_seconds`.
+        """Called after each optimizer step, or at most every `every_seconds` seconds.
 
-        `outcome` holds device tensors; reading one waits for the device.
+        `outcome` holds device tensors; reading one of them waits for the device.
         """
         return Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action | None:  # noqa: ARG002
-        """Called after each evaluation and each `session.log`."""
+        """Called after each evaluation and each call of `session.log`."""
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action | None:  # noqa: ARG002
@@ -203,7 +203,8 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints. It is restored on resume and on rollback.
 
-        Numbers, strings, tensors, NumPy arrays, generators, and lists, dicts and sets of them.
+        The state may contain numbers, strings, tensors, NumPy arrays and generators, and lists, dicts and sets of
+        these.
         """
         return {}
 
@@ -212,7 +213,7 @@ class Callback:
 
 
 class _Hook(NamedTuple):
-    """A method of a callback."""
+    """An overridden method of a callback."""
 
     call: Callable[..., Action | None]
     is_users: bool
@@ -220,35 +221,38 @@ class _Hook(NamedTuple):
 
 
 MAX_FIRST_SECONDS = 1.0
-"""Maximum seconds before the first call of a timed `after_step` is due."""
+"""The first call of a timed `after_step` is due after at most this many seconds."""
 
 
 class CallbackList:
-    """Calls callbacks in order and merges their actions. Methods that no callback overrides are not called."""
+    """The callbacks of a run, which are called in order and whose actions are merged.
+
+    Methods that no callback overrides are skipped.
+    """
 
     def __init__(
         self, own: Iterable[Callback], users: Iterable[Callback], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Combine the built-in callbacks `own`, whose errors are raised immediately, and `users`, whose errors STOP."""
+        """Combine built-in callbacks (`own`), whose errors propagate, and `users`, whose errors stop the run."""
         self._own, self.users = tuple(own), tuple(users)
         self._clock = clock
         _check_callbacks(self.users)
         self.failure: tuple[str, Exception] | None = None
-        """The name of the first user callback that failed, and its error."""
+        """The name of the first user callback that failed, with its error; None if none has failed."""
         self._before_step = self._hooks("before_step")
         after_step = self._hooks("after_step")
         self._after_step = [hook for hook in after_step if not hook.every_seconds]
         self._timed = [hook for hook in after_step if hook.every_seconds]
         now = clock()
         self._due_at = {hook: now + min(hook.every_seconds, MAX_FIRST_SECONDS) for hook in self._timed}
-        """When each timed hook is called next."""
+        """The time of the next call of each timed hook."""
         self._next_due_at = min(self._due_at.values(), default=math.inf)
         self._on_evaluate = self._hooks("on_evaluate")
         self._on_epoch_end = self._hooks("on_epoch_end")
 
     @property
     def error(self) -> Exception | None:
-        """The error of the first user callback that failed."""
+        """The error of the first user callback that failed; None if none has failed."""
         return None if self.failure is None else self.failure[1]
 
     def on_start(self, run: "RunContext") -> None:
@@ -266,7 +270,7 @@ class CallbackList:
         return action | self._call(self._due_hooks(), state, outcome)
 
     def _due_hooks(self) -> list["_Hook"]:
-        """Return the timed hooks that are due, and set their next time."""
+        """Return the timed hooks that are due and schedule their next calls."""
         now = self._clock()
         due = [hook for hook in self._timed if self._due_at[hook] <= now]
         self._due_at |= {hook: now + hook.every_seconds for hook in due}
@@ -280,7 +284,7 @@ class CallbackList:
         return self._call(self._on_epoch_end, state)
 
     def on_end(self, state: State, error: BaseException | None) -> None:
-        """Call on_end of every callback, even if one of them raises. Raise the first error afterwards."""
+        """Call on_end of every callback, even if one of them raises. Raise the first error afterward."""
         first: Exception | None = None
         for callback in (*self._own, *self.users):
             try:
@@ -295,7 +299,7 @@ class CallbackList:
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
-        """Restore the saved states. Return the names that are only saved or only present now."""
+        """Restore the saved states. Return the names of callbacks that exist only in the checkpoint or only now."""
         named = dict(self._named())
         for name, state in saved.items():
             if name in named:
@@ -314,7 +318,7 @@ class CallbackList:
         return named
 
     def _hooks(self, method: str) -> list["_Hook"]:
-        """Return the overridden methods of the callbacks."""
+        """Return the callbacks' implementations of a method, skipping those that do not override it."""
         base = getattr(Callback, method)
         return [
             _Hook(getattr(callback, method), is_users, callback.every_seconds)
@@ -332,7 +336,7 @@ class CallbackList:
                     continue
                 action = _check_action(action)
             except Exception as error:
-                # A failing user callback must not lose the step: the loop saves and stops first, then raises.
+                # An exception in a user callback must not lose the step: the loop first saves and stops, then raises.
                 if not is_users:
                     raise
                 name = type(getattr(call, "__self__", call)).__qualname__

@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 Urgency = Literal["due", "now", "last"]
 """How urgent a save is.
 
-due: skipped while another checkpoint is being written.
-now: waits for that checkpoint first.
-last: also waits until its own write is done; a failure raises.
+due: skipped while another checkpoint is being written. now: waits for that checkpoint first. last: also waits until its
+own write is done; a failure raises an error.
 """
 
 
 def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str) -> store.LoadedCheckpoint | None:
-    """Load the newest checkpoint that every rank can read. A rank of a sharded model loads only its rows."""
+    """Load the newest checkpoint that every rank can read. A rank of a sharded model loads only its own rows."""
     if group.is_single_process:
         return store.load_newest(folder, run_id=run_id)
     steps = group.broadcast(store.list_steps(folder) if group.is_rank_zero else None)
@@ -47,7 +46,7 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
 
 
 def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapshot:
-    """Load a checkpoint. If one rank cannot read it, all ranks raise."""
+    """Load a checkpoint. If one rank cannot read it, every rank raises an error."""
     if group.is_single_process:
         return store.load_checkpoint(path)
     snapshot: Snapshot | None = None
@@ -60,41 +59,41 @@ def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapsho
     if not problems:
         assert snapshot is not None
         return snapshot
-    # Damage makes the caller fall back to an older checkpoint. Any other error must not, so it takes precedence.
+    # Damage makes the caller fall back to an older checkpoint. Other errors must not do so and take precedence.
     rank, is_damaged, what, got, hint = min(problems, key=lambda parts: bool(parts[1]))
     kind = DamagedCheckpointError if is_damaged else WhetError
     raise kind(what, got=f"rank {rank}: {got}", try_=hint)
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run, in the background where that is faster, and restores the run from them."""
+    """Writes the checkpoints of one run, in the background if that is faster, and restores the run from them."""
 
     def __init__(self, run: "RunContext", folder: Run) -> None:
         self._run = run
         self._folder = folder.checkpoints
         self.interval = SaveInterval(run.plan)
         self.step_times = StepTimes()
-        """Measures how much the current write slows steps down."""
+        """Measures how much the current write slows training down."""
         self.is_writing = False
-        """Whether a write has begun whose result is not collected yet."""
+        """Whether a write has begun whose result has not been collected yet."""
         self._write_mode = WriteMode()
         self._staging = StagingBuffer(run.device)
         self._writer = CheckpointWriter()
         self._info = CheckpointInfo(run_id=folder.header.id)
         optimizers = {"": run.stepper.optimizer, **{name: other for name, (other, _) in run.other_optimizers.items()}}
         self.initial = InitialState.of(run.stepper.model, optimizers)
-        """The model and the optimizers before anything is restored or trained."""
+        """The model and the optimizers before anything was restored or trained."""
         self._stall = 0.0
-        """Seconds that training has waited for the current write."""
+        """Number of seconds that training has waited for the current write."""
         self._saved_step: int | None = None
-        """The newest step on disk; a step that is still being written does not count."""
+        """The newest step on disk. A step that is still being written does not count."""
         self._rejected: set[int] = set()
         """Steps whose checkpoints were rejected when the run resumed."""
         self._last_bytes = 0
         self._num_failures = 0
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed process left of an unfinished checkpoint."""
+        """Remove leftovers of an unfinished checkpoint of a killed process."""
         with contextlib.suppress(WhetError, OSError):
             durable.remove_leftovers(self._folder)
             durable.remove_leftovers(self._folder.parent)
@@ -102,16 +101,16 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, urgency: Urgency) -> None:
-        """Write the state after the newest step, unless it is on disk already.
+        """Write the state after the newest step, unless it is already on disk.
 
-        If every rank has the whole model, only rank 0 writes. If the model is sharded, all ranks write their shards.
+        If every rank has the whole model, only rank 0 writes. If the model is sharded, each rank writes its shard.
         """
         run, step = self._run, self._run.state.step
         if not (run.group.is_rank_zero or self._is_sharded):
             return
         start = time.perf_counter()
         if run.verification is not None:
-            # The newest checkpoint is not older than this state.
+            # This state is not newer than the newest checkpoint, so nothing is written.
             if step == run.verification.until:
                 run.verification.finish()
                 self._saved_step = step
@@ -122,11 +121,11 @@ class Checkpointer:
         if urgency == "last" or self._writer.step != step:
             self.collect(wait=True)
         if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
-            # A GPU can fail without raising an error. Its memory would be saved as garbage.
+            # A GPU can fail without raising an error, and its memory would then be saved as garbage.
             run.device.monitor.check(wait=True)
             self._begin_write(self.take_snapshot(), urgency=urgency, start=start)
             if urgency != "last":
-                # Automatic garbage collection is off during training. Next to a save, a collection costs little.
+                # Automatic garbage collection is off during training. Compared with a save, a collection costs little.
                 gc.collect()
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
@@ -134,19 +133,19 @@ class Checkpointer:
         run.log.spent("save", stall)
 
     def close(self) -> None:
-        """Wait for the current write. Every exit path of a session calls this."""
-        # Suppressed: the error that ends the session is reported elsewhere, and earlier checkpoints stay valid.
+        """Wait for the current write. Every way out of a session calls this."""
+        # Suppress errors: the error that ends the session is reported elsewhere, and earlier checkpoints remain valid.
         with contextlib.suppress(WhetError):
             self.collect(wait=True)
 
     def note_inexact(self, step: int, reason: str) -> None:
-        """Record in all later checkpoints that the run is not bit-exact since `step`."""
+        """Record in all later checkpoints that the run has not been bit-exact since `step`."""
         note = f"since step {step}: {reason}"
         if note not in self._info.reasons:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
     def note_gap(self, gap: str, *, is_variable: bool = False) -> bool:
-        """Record in all later checkpoints that some state is not saved. Return whether the gap is new."""
+        """Record in all later checkpoints that some state is not saved. Return whether this is the first such note."""
         name = "unregistered" if is_variable else "gaps"
         noted: tuple[str, ...] = getattr(self._info, name)
         if gap in noted:
@@ -159,19 +158,20 @@ class Checkpointer:
         self._info = self._info.model_copy(update={"interruption": what})
 
     def save_initial_again(self) -> None:
-        """Write the initial state once more, with objects that were registered since. Later states have them."""
+        """Write the initial state again, including objects that were registered after it was first written."""
         if self._run.state.step == 0 and self._info.attempt == 1:
             self._saved_step = None
             self.save("last")
 
     def take_snapshot(self, *, finds_gaps: bool = True) -> Snapshot:
-        """Return the state of the run. Its tensors are live."""
+        """Return the state of the run. Its tensors are the live ones, not copies."""
         run, state, stepper = self._run, self._run.state, self._run.stepper
         if run.gaps is not None and finds_gaps:
             run.gaps.check()
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):
-            # A removed parameter group would make a resume impossible, so it raises. An added group is not saved.
+            # A removed parameter group would make a resume impossible, so this raises an error. An added group is not
+            # saved.
             check_parameter_groups(stepper.optimizer, base_rates)
         parameters, tied = describe_names(stepper.model)
         progress = state.state_dict()
@@ -218,7 +218,7 @@ class Checkpointer:
             snapshot = rank_part(snapshot, rank=group.ranks.rank)
         has_capacity = self._staging.has_capacity(snapshot.num_bytes)
         in_background = urgency != "last" and self._write_mode.is_background and has_capacity
-        # A background write needs a copy, because the next step changes the live tensors.
+        # A background write needs a copy, because the next step changes the tensors.
         held = self._staging.copy(snapshot) if in_background else snapshot
         turn = group.store.next_turn() if self._is_sharded else 0
 
@@ -258,14 +258,14 @@ class Checkpointer:
         return not self._run.stepper.strategy.has_full_model
 
     def _as_rank_zero(self, answer: bool) -> bool:
-        """Return the answer of rank 0 if the model is sharded: all ranks must then make the same decision."""
+        """Return rank 0's value of `answer` if the model is sharded: all ranks must then make the same decision."""
         return bool(self._run.group.broadcast(answer)) if self._is_sharded else answer
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
         needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
         writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, rejected=self._rejected)
         free = durable.free_bytes(self._folder)
-        # A margin of 5 % for file system overhead.
+        # Allow 5 % for file system overhead.
         if free is not None and free < 1.05 * needed:
             with durable.disk_errors("write", self._folder):
                 raise OSError(errno.ENOSPC, "not enough disk space")
@@ -273,7 +273,7 @@ class Checkpointer:
     # --- the end of a write ------------------------------------------------------------------------------------------
 
     def collect(self, *, wait: bool, is_last: bool = False) -> None:
-        """Log the current write if it has ended; with `wait`, wait for its end."""
+        """Log the current write if it has ended. With `wait`, wait until it has."""
         start = time.perf_counter()
         write = self._writer.collect(wait=wait)
         if write is None:
@@ -307,10 +307,10 @@ class Checkpointer:
             )
 
     def _handle_failure(self, write: PendingWrite, *, is_last: bool) -> None:
-        """Log a failed write and schedule another attempt. Raise if it was the last write of the session."""
+        """Log a failed write and schedule another attempt. Raise the error if it was the last write of the session."""
         error = write.error
         assert error is not None
-        # Only disk errors are worth another attempt. Any other error is a bug or invalid state.
+        # Only disk errors are worth another attempt. Any other error indicates a bug or invalid state.
         if not (isinstance(error, WhetError) and isinstance(error.__cause__, OSError)):
             raise error
         again = self.interval.retry_after(write.step)
@@ -334,7 +334,7 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def best(self) -> Snapshot | None:
-        """Load the checkpoint of the best step. Return None if that is the newest step or cannot be read."""
+        """Load the checkpoint of the best step; None if that is the newest step, or if it cannot be read."""
         run, step = self._run, self._run.state.best_step
         if step is None or step == run.state.step:
             return None
@@ -351,7 +351,7 @@ class Checkpointer:
     def newest(self) -> store.LoadedCheckpoint | None:
         """Load the newest checkpoint, after waiting for the current write."""
         self.close()
-        # The other ranks must not read before rank 0 has finished its write.
+        # The other ranks must not read before rank 0 has finished writing.
         self._run.group.barrier()
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 

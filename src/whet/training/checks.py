@@ -1,4 +1,4 @@
-"""Validation of the user's input, before anything is changed."""
+"""Validation of user input, before anything is changed."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -27,7 +27,7 @@ from whet.training.training_config import TrainingConfig
 
 _HALF_PRECISIONS = ("bf16", "fp16")
 _RESERVED_METRICS = {"kind", "time", "step", "weights"}
-"""Names that an evaluation event uses for its own fields."""
+"""Names that an evaluation event uses for fields of its own."""
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
@@ -35,7 +35,7 @@ _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
 def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
-    """Raise for objects of the wrong type, and for an optimizer over parameters of a different model."""
+    """Raise UsageError if an object has the wrong type or the optimizer has parameters of a different model."""
     optimizer: Any = optimizers.main
     if not isinstance(model, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
@@ -62,7 +62,7 @@ def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
 
 
 def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise if the optimizer holds parameters of a different model: it would silently train nothing."""
+    """Raise UsageError if the optimizer holds parameters of a different model: training would have no effect."""
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -74,7 +74,7 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
-    """Raise for kernels that the optimizer, as it is described in a workload, does not have."""
+    """Raise UsageError if the optimizer, as a workload describes it, does not support the requested kernels."""
     if kernels == "yours" and not optimizer:
         raise UsageError(
             "the kernels of an optimizer that whet builds are not yours",
@@ -91,7 +91,7 @@ def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
 
 
 def check_several_optimizers(optimizers: OptimizerSet, training: TrainingConfig, *, num_ranks: int) -> None:
-    """Raise for options that several optimizers do not support."""
+    """Raise UsageError for options that cannot be combined with several optimizers."""
     if not optimizers.others:
         return
     number = f"{len(optimizers.names)} optimizers"
@@ -108,7 +108,7 @@ def check_several_optimizers(optimizers: OptimizerSet, training: TrainingConfig,
 
 
 def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar] | None, device: str) -> None:
-    """Raise if overrides or a device are passed together with a plan, which contains them already."""
+    """Raise UsageError if a plan, which already contains its overrides, comes with overrides or a device."""
     if plan is not None and (overrides or device not in ("auto", plan.overrides.get("device"))):
         raise UsageError(
             "a plan already contains its overrides",
@@ -120,7 +120,7 @@ def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar]
 def check_goal_is_evaluated(
     options: Mapping[str, Any], *, goal: str | None, is_evaluated: bool = True, hint: str = 'goal="val_loss"'
 ) -> None:
-    """Raise for options that watch the goal if it is never evaluated: they would have no effect."""
+    """Raise UsageError if an option depends on the goal but the goal is never evaluated."""
     watching = [f"patience={options['patience']}"] if options.get("patience") is not None else []
     schedule = options.get("schedule")
     schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
@@ -135,7 +135,7 @@ def check_goal_is_evaluated(
 
 
 def parse_allow(allow: object) -> tuple[str, ...]:
-    """Return the names in `allow`. Raise for unknown names."""
+    """Return the names in `allow` as a tuple. Raise UsageError for unknown names."""
     names = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
     for name in names:
         if name not in ALLOWED_KEYS:
@@ -147,7 +147,7 @@ def parse_allow(allow: object) -> tuple[str, ...]:
 
 
 def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:
-    """Return the name of the optimizer to step. Raise if that is ambiguous."""
+    """Return the name of the optimizer to step. Raise UsageError if the choice is ambiguous."""
     if type(every) is not int or every < 1:
         raise UsageError("every must be a positive whole number", got=f"every={every!r}", try_="every=5")
     if name is None and not optimizers.others:
@@ -162,7 +162,7 @@ def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> st
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that evaluates the loss several times in a step."""
+    """Raise UsageError for an optimizer that evaluates the loss several times per step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times in a step",
@@ -172,7 +172,7 @@ def check_no_closure(optimizer: Optimizer) -> None:
 
 
 def check_one_optimizer(optimizer: Any) -> None:
-    """Raise for what only a custom loop can train: several optimizers, and steps that evaluate the loss repeatedly."""
+    """Raise UsageError for what only a custom loop can train: several optimizers, or repeated loss evaluations."""
     if isinstance(optimizer, Mapping):
         raise UsageError(
             "whet.train makes one step for each batch",
@@ -183,7 +183,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Raise: the placeholder for the loss of a training run with manual steps, which only a custom loop can compute."""
+    """Raise UsageError. Placeholder for the loss of manual steps, which only the custom loop itself can compute."""
     raise UsageError(
         "this command needs a loss function, and the training makes manual steps",
         got="session.manual",
@@ -192,7 +192,7 @@ def manual_loss(_: Any) -> NoReturn:
 
 
 def check_manual(training: TrainingConfig, group: RankGroup) -> None:
-    """Raise for options that have no effect on manual steps."""
+    """Raise UsageError for options that have no effect on manual steps."""
     if not group.is_single_process:
         raise UsageError("manual steps run in one process", got=f"{group.ranks.size} processes", try_="--nproc 1")
     if training.ema:
@@ -206,7 +206,7 @@ def check_manual(training: TrainingConfig, group: RankGroup) -> None:
 
 
 def check_training_mode(model: nn.Module, step: int) -> None:
-    """Raise if an evaluation has left the model in eval mode. A plain loop calls model.train() in each epoch."""
+    """Raise UsageError if an evaluation left the model in eval mode. A plain loop calls model.train() in each epoch."""
     if not model.training:
         raise UsageError(
             "the model is in eval mode: it would train without dropout, and BatchNorm would keep its statistics",
@@ -216,20 +216,20 @@ def check_training_mode(model: nn.Module, step: int) -> None:
 
 
 def wrong_batch_error() -> UsageError:
-    """Return the error for a batch that is out of order: a resume can only repeat the planned order."""
+    """Return the error for a batch passed out of order: a resume can repeat only the planned order."""
     got = "a batch that was stepped before, or another one"
     return UsageError("pass each batch to step() once, in order", got=got, try_=_ONE_STEP_HINT)
 
 
 def one_step_error(num_steps: int) -> UsageError:
-    """Return the error for a batch that was not stepped exactly once: its samples would be lost or repeated."""
+    """Return the error for a batch not stepped exactly once: its samples would be lost or repeated."""
     return UsageError(
         "call step() once for each batch", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT
     )
 
 
 def check_epoch_complete(position: Position) -> None:
-    """Raise if an epoch ends before its last sample."""
+    """Raise UsageError if an epoch ends before its last sample."""
     if position.samples > 0:
         raise UsageError(
             "the data is shorter than when the run was started",
@@ -239,7 +239,7 @@ def check_epoch_complete(position: Position) -> None:
 
 
 def check_metric_names(names: set[str]) -> None:
-    """Raise for metrics with the name of a reserved event field."""
+    """Raise UsageError if a metric has the name of a reserved event field."""
     taken = names & _RESERVED_METRICS
     if taken:
         raise UsageError("a metric has a reserved name", got=", ".join(taken), try_="another name")
@@ -249,7 +249,7 @@ def check_metric_names(names: set[str]) -> None:
 
 
 def check_whet_attention(plan: Plan) -> None:
-    """Raise for attention=whet if whet's attention kernels would not be used."""
+    """Raise UsageError if attention=whet is requested but whet's attention kernels would not be used."""
     workload, lengths, precision = plan.workload, plan.lengths, plan.precision
     if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
         if precision not in _HALF_PRECISIONS:
@@ -271,7 +271,7 @@ def check_whet_attention(plan: Plan) -> None:
 
 
 def check_whet_norms(plan: Plan) -> None:
-    """Raise for norms=whet if whet's norm kernels would not be used."""
+    """Raise UsageError if norms=whet is requested but whet's norm kernels would not be used."""
     layers, layout, precision = plan.workload.layers, plan.layout, plan.precision
     if norm_kernel_reason(layers, layout=layout) is None:
         if GROUP_NORM_ACTIVATION not in layers:
@@ -293,7 +293,7 @@ def check_whet_norms(plan: Plan) -> None:
 
 
 def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
-    """Raise for a micro_batch of the user's that would change the statistics of BatchNorm, unless they ask for it."""
+    """Raise UsageError if the user's micro_batch would change BatchNorm statistics and split_batch=True is not set."""
     micro, share = plan.overrides.get("micro_batch"), plan.workload.share
     if not plan.workload.has_batchnorm or training.split_batch is True or not isinstance(micro, int) or micro >= share:
         return
@@ -308,7 +308,7 @@ def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
-    """Raise for a training run that several ranks do not support, or that would depend on their number."""
+    """Raise UsageError if several ranks cannot run this training, or if its result would depend on their number."""
     if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)
@@ -352,7 +352,7 @@ def check_ranks_agree(
     source: AbstractSource,
     training: TrainingConfig,
 ) -> None:
-    """Raise on all ranks if the training differs on one of them: the loss would not show it."""
+    """Raise UsageError on all ranks if the model, data or options differ on one of them: the loss would not show it."""
     if group.is_single_process:
         return
     schedule = training.schedule
@@ -369,7 +369,7 @@ def check_ranks_agree(
     for rank, theirs in enumerate(facts):
         for name in facts[0] | theirs:
             first, other = facts[0].get(name), theirs.get(name)
-            # Data that returns different samples each time has no fingerprint.
+            # Data that returns different samples on each read has no fingerprint.
             is_unknown = name == "content of the data" and None in (first, other)
             if first != other and not is_unknown:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""The reason why a session ended, as one sentence for the event log, the report and the result of `train`."""
+"""The reason why a session ended, as a sentence for the event log, the report and the result of `train`."""
 
 import signal
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def stop_reason(action: Action) -> str:
-    """Return the reason of a requested stop.
+    """Return the reason for a requested stop.
 
     >>> stop_reason(Action(stop="SIGINT", signal=signal.SIGINT)), stop_reason(Action.STOP("good enough"))
     ('stopped by Ctrl-C', 'stopped: good enough')
@@ -26,7 +26,7 @@ def describe_end(state: State, config: "RunConfig", error: BaseException | None)
         name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
         return f"stopped by {name}, and nothing more was saved"
     if isinstance(error, WhetError):
-        # The third line, what to try, is for the screen.
+        # The third line, the suggestion, is only shown on the screen.
         return f"failed: {error.what}" + (f": {error.got}" if error.got else "")
     if isinstance(error, Exception):
         notes = "; ".join(getattr(error, "__notes__", ()))

@@ -1,4 +1,4 @@
-"""Evaluation of a model without side effects on training."""
+"""Evaluation of a model, without side effects on training."""
 
 import contextlib
 import math
@@ -28,30 +28,35 @@ if TYPE_CHECKING:
 
 
 Evaluate = Callable[[nn.Module, Iterator[Any]], Mapping[str, Any]]
-"""A function of the model and of micro-batches, which have the type of the user's batch. It returns metrics,
-and optionally a confusion matrix, scores by class and samples (metrics.py)."""
+"""A function of the model and an iterator of micro-batches, which have the type of the user's batch.
+
+It returns metrics and optionally a confusion matrix, scores by class, and samples (metrics.py).
+"""
 
 _MAX_OPEN_SOURCES = 4
-"""Maximum number of open datasets. A user may pass a new one to every evaluation, and each may start workers."""
+"""Maximum number of open datasets. A user may pass a new one to each evaluation, and each may start workers."""
 
 
 @runtime_checkable
 class ShardedEvaluation(Protocol):
-    """An evaluation that ranks share. Each rank evaluates its samples, and rank 0 merges the partial metrics."""
+    """An evaluation that is divided between ranks.
+
+    Each rank evaluates its samples; rank 0 merges the partial metrics.
+    """
 
     def __call__(self, model: nn.Module, micro_batches: Iterator[Any], /) -> Mapping[str, Any]: ...
 
     def partial_metrics(self, model: nn.Module, micro_batches: Iterator[Any], /) -> Any:
-        """Return the partial metrics of these samples as plain JSON. There may be no samples."""
+        """Return the partial metrics of these samples as plain JSON. The iterator may be empty."""
 
     def merge_metrics(self, model: nn.Module, parts: list[Any], /) -> Mapping[str, Any]:
-        """Return the metrics from the partial metrics of all ranks."""
+        """Merge the partial metrics of all ranks."""
 
 
 class LossEvaluation:
-    """The loss function as an evaluation: the mean over all samples, or the sum over the sum of the loss's weights.
+    """The loss function as an evaluation: a mean over all samples, or the sum of losses divided by the sum of weights.
 
-    Unlike a user's evaluation it receives MicroBatch objects, which know their number of samples.
+    Unlike a user's evaluation, it receives MicroBatch objects, which know their number of samples.
     """
 
     def __init__(self, loss: MicroLoss, autocast: Callable[[], AbstractContextManager[object]]) -> None:
@@ -70,8 +75,8 @@ class LossEvaluation:
                 total, weight = parse_loss(self._loss(micro))
             weights.append(torch.as_tensor(len(micro) if weight is None else weight))
             totals.append(total * len(micro) if weight is None else total)
-        # Read at the end: reading each loss would make every micro-batch wait for the device. Summed on the host in
-        # float64, which MPS does not have.
+        # Read the values at the end: reading each loss would wait for the device in every micro-batch. They are summed
+        # on the host in float64, which MPS does not support.
         return _sum_on_host(totals), _sum_on_host(weights)
 
     def merge_metrics(self, _model: nn.Module, parts: list[Any], /) -> dict[str, float]:
@@ -84,17 +89,17 @@ def _sum_on_host(values: list[Tensor]) -> float:
 
 
 class Evaluator:
-    """Evaluates the model of a run on any data. Datasets stay open for the next evaluation."""
+    """Evaluates the model of a run on any data. Datasets stay open for later evaluations."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
         self._sources: dict[tuple[int, int, int], tuple[AbstractSource, Any]] = {}
 
     def run(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate in eval mode with the averaged weights, then restore generators, modes and weights."""
+        """Evaluate in eval mode with the averaged weights, then restore weights, modes and random generators."""
         stepper, device = self._run.stepper, self._run.device
         model, ema = stepper.model, stepper.ema
-        # Saved for each module: model.train() afterwards would also switch modules that were in eval mode before.
+        # Save the mode of each module: model.train() would also switch modules that were in eval mode before.
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
         with (
@@ -112,7 +117,7 @@ class Evaluator:
                     module.training = mode
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
+        """Yield micro-batches of `data` on the device, in original order and with the planned evaluation batch size."""
         return (micro.data for micro in self._micro_batches(data, RankShare()))
 
     def close(self) -> None:
@@ -121,7 +126,10 @@ class Evaluator:
             source.close()
 
     def _metrics(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate all data. Several ranks share it if the evaluation supports that; otherwise rank 0 does it alone."""
+        """Evaluate all data.
+
+        Several ranks share the work if the evaluation supports that; otherwise rank 0 does it all.
+        """
         model, group = self._run.model, self._run.group
         if group.is_single_process:
             return _normalized(evaluate(model, _as_data(evaluate, self._micro_batches(data, RankShare()))))
@@ -134,10 +142,10 @@ class Evaluator:
         return shared
 
     def _own_batches(self, data: Any) -> Iterator[MicroBatch]:
-        """Yield the part of the data that this rank evaluates. All ranks together see every sample once."""
+        """Yield the part of the data that this rank evaluates. Together, the ranks see every sample once."""
         ranks = self._run.group.ranks
         micro_batches = self._micro_batches(data, RankShare(rank=ranks.rank, size=ranks.size))
-        # Micro-batches that are not counted are repetitions that training needs to keep the ranks in step.
+        # Micro-batches that are not counted are repetitions, which only training needs to keep the ranks in step.
         return (micro for micro in micro_batches if micro.is_counted)
 
     def _micro_batches(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
@@ -154,7 +162,7 @@ class Evaluator:
                 plan,
                 global_batch_size=size * share.size,
                 share=share,
-                # A DataLoader has its own collate function. All other data is collated as the training data is.
+                # A DataLoader has its own collate function. Other data is collated like the training data.
                 collate_fn=self._run.config.training.collate_fn,
                 pad_token_id=pad_token_id(self._run.model),
             )
@@ -180,9 +188,9 @@ def _normalized(metrics: Any) -> dict[str, Any]:
 
 @contextmanager
 def use_best_weights(run: "RunContext") -> Iterator[int]:
-    """Load the weights of the best step while entered, and yield that step.
+    """Load the weights of the best step inside the `with` block, and yield that step.
 
-    Without a run folder, or if the checkpoint is missing or damaged, the newest weights stay.
+    Without a run folder, or if the checkpoint is missing or damaged, the newest weights are kept.
     """
     best = None if run.checkpointer is None else run.checkpointer.best()
     if best is None:

@@ -1,6 +1,6 @@
-"""Run steps and evaluations by the plan; recover from out-of-memory errors and skip steps that produce NaN.
+"""Run steps and evaluations as planned, recover from out-of-memory errors, and skip steps that produce NaN.
 
-The samples of a step and their weights never change. After an out-of-memory error the micro-batch may become smaller,
+The samples of a step and their weights never change. After an out-of-memory error, the micro-batch may become smaller,
 which is logged.
 """
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class RollbackRequiredError(Exception):
-    """Raised if a step failed after it began to change the weights. Only a checkpoint can restore them."""
+    """Raised if a step failed after it began to change the weights, which only a checkpoint can restore."""
 
 
 class Executor:
-    """Runs the steps and evaluations of one run by its plan."""
+    """Runs the steps and evaluations of one run as the plan specifies."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
@@ -52,12 +52,12 @@ class Executor:
         """Holds the compiled calls of the model. Closing it returns the model to eager execution."""
         plan, stepper = run.plan, run.stepper
         if plan.layout != "contiguous":
-            # On close, return the weights to their original memory format. Optimizer state follows its parameters.
+            # On close, return the weights to their original memory format. Optimizer state follows the parameters.
             for one in run.steppers.values():
                 self._exit_stack.callback(run.layout.use, "contiguous", one.optimizer)
         self._evaluator = Evaluator(run)
         self._exit_stack.callback(self._evaluator.close)
-        # Applied here and not at the first step, because an evaluation may run before it.
+        # Apply this here rather than at the first step, because an evaluation may run earlier.
         if plan.causal_mask == "explicit":
             self._exit_stack.enter_context(use_explicit_masks())
         self._exit_stack.enter_context(apply_kernels(plan, run.model, run.device))
@@ -70,26 +70,26 @@ class Executor:
         self._rollback = StepRollback(stepper.model, run.device)
         self.splitting = BatchSplitting(run)
         self.moved_from: str | None = None
-        """The kind of device before the resume; None if it is unchanged."""
+        """The kind of device before the resume; None if it has not changed."""
         self._is_ready = False
         self._has_stepped = False
         self._oom_step: int | None = None
 
     def close(self) -> None:
-        """Undo all changes to the model except training itself."""
+        """Undo all changes to the model except those made by training."""
         self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str | None = None) -> Outcome:
-        """Run optimizer step `number`, unless the NaN guard skips it. `optimizer` is a name if there are several.
+        """Run optimizer step `number`, unless the NaN guard skips it. `optimizer` selects one of several by name.
 
-        Raises RollbackRequiredError if the weights are NaN or Inf, or only half updated.
+        Raise RollbackRequiredError if the weights are NaN or Inf, or only partly updated.
         """
         run, guard = self._run, self._run.guard
         if number in guard.skipped:
             return _skipped_outcome()
-        # After a rollback because of NaN, every step up to the bad one is checked before its update.
+        # After a rollback caused by NaN, every step up to the bad one is checked before its update.
         is_checked = number <= guard.check_until_step
         stepper = run.stepper if optimizer is None else run.steppers[optimizer]
         try:
@@ -97,12 +97,14 @@ class Executor:
         except NonFiniteError as error:
             self._skip(batch, number=number, reason=str(error))
             if len(run.steppers) > 1:
-                # Another optimizer may have stepped on this batch. All of them skip it when it is repeated.
+                # Another optimizer may have stepped on this batch already. When the batch is repeated, all of them skip
+                # it.
                 raise RollbackRequiredError(f"step {number:,}: {error}") from None
             return _skipped_outcome()
         if is_checked:
             if not stepper.has_finite_weights():
-                # Loss and gradient were finite, but the update was not. Only a checkpoint has the earlier weights.
+                # Loss and gradient were finite, but the updated weights are not. Only a checkpoint holds the earlier
+                # weights.
                 reason = "the update makes weights NaN or Inf"
                 self._skip(batch, number=number, reason=reason)
                 raise RollbackRequiredError(f"step {number:,}: {reason}")
@@ -116,7 +118,7 @@ class Executor:
     def is_finite(self, *, check_weights: bool) -> bool:
         """Return whether all losses read so far are finite.
 
-        With `check_weights`, also read the losses that are still on the device and check the weights.
+        With `check_weights`, also read the losses that are still on the device, and check the weights.
         """
         run, guard = self._run, self._run.guard
         if check_weights:
@@ -127,7 +129,7 @@ class Executor:
         return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
-        """Reset the rollback snapshot after something other than a step changed the model."""
+        """Reset the rollback snapshot, because something other than a step has changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(
@@ -136,7 +138,8 @@ class Executor:
         """Run a step. If memory runs out, retry it with a smaller micro-batch."""
         run, rollback = self._run, self._rollback
         if not run.group.is_single_process:
-            # Seeded by (seed, step, rank): no rank needs generator state in a checkpoint, and dropout differs by rank.
+            # Seeding with (seed, step, rank) makes dropout differ between ranks and keeps generator state out of
+            # checkpoints.
             seed_everything(mix_seed(run.config.training.seed, number, run.group.ranks.rank) % 2**63)
         while True:
             try:
@@ -154,7 +157,7 @@ class Executor:
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 raise
             except RetryStepError as error:
-                # Raised on every rank before the update. If one rank cannot undo the step, all ranks roll back.
+                # This is raised on every rank before the update. If one rank cannot undo the step, all ranks roll back.
                 if any(run.group.all_reduce_max([float(not self._undo(stepper))])):
                     raise RollbackRequiredError(f"step {number:,}: {error}") from None
                 continue
@@ -164,12 +167,12 @@ class Executor:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # Reported late, by work that may belong to an earlier step: then no weights can be trusted.
+                # A GPU failure is reported late and may stem from an earlier step, so the weights cannot be trusted.
                 is_late = is_gpu_failure(error)
-                # The traceback holds the frames of the failed step, and with them its activations.
+                # The traceback keeps the frames of the failed step alive, and with them its activations.
                 problem = release_traceback(error)
                 self._check_single_rank(problem)
-            # Outside the except block: the exception keeps its tensors alive until the block ends.
+            # Do this outside the except block: the exception keeps its tensors alive until the block ends.
             is_undone = not is_late and not stepper.is_updating and rollback.restore()
             stepper.abort()
             if run.plan.graph != "off" and stepper.graph_obstacle is None:
@@ -183,28 +186,28 @@ class Executor:
         self.splitting.log_decision()
         self._log_graph_refusal(stepper, number)
         if stepper.kernel_obstacle is not None:
-            # All optimizers: the plan, which a resume follows, has one setting for them.
+            # Switch all optimizers: the plan, which a resume follows, has a single setting for them.
             self.use_own_kernels(stepper.kernel_obstacle)
         if not rollback.is_learned:
             self._learn_changes()
         if not self._has_stepped:
             self._has_stepped = True
             if run.plan.compile != "off":
-                # torch.compile leaves many objects behind. A collection over them takes 0.15 s after every epoch, so
-                # they are excluded from garbage collection.
+                # torch.compile leaves many objects behind, and collecting garbage would take 0.15 s after every epoch,
+                # so exclude them from garbage collection.
                 freeze_live_objects()
         return outcome
 
     def _undo(self, stepper: Stepper) -> bool:
-        """Undo a step that failed before its update. Return False if something changed that cannot be undone."""
+        """Undo a step that failed before its update. Return False if state that was not saved has changed."""
         is_undone = self._rollback.restore()
         stepper.abort()
         return is_undone
 
     def _learn_changes(self) -> None:
-        """Learn which tensors a step changes, so that later snapshots copy only those.
+        """Record which tensors a step changes, so that later snapshots copy only those.
 
-        Running out of memory here is harmless: the next snapshot copies everything again.
+        Running out of memory here is harmless: the next snapshot then copies everything again.
         """
         try:
             self._rollback.learn()
@@ -219,7 +222,7 @@ class Executor:
         self._run.guard.skip(number, reason)
 
     def with_bad_data(self, batch: GlobalBatch, reason: str) -> str:
-        """Return the reason of a non-finite step, with the fields of its batch that have NaN or Inf themselves."""
+        """Return the reason for a non-finite step, extended by the fields of its batch that contain NaN or Inf."""
         run = self._run
         whole = next(iter(run.source.micro_batches(batch, micro_batch=len(batch), length_mode=run.plan.lengths)))
         problem = describe_non_finite(whole)
@@ -243,7 +246,7 @@ class Executor:
         run.log.event("plan", step=number, message=f"steps are not captured as graphs: {reason}")
 
     def use_own_kernels(self, reason: str) -> None:
-        """Return to the kernels that the user's optimizers had before the session."""
+        """Restore the kernels that the user's optimizers had before the session."""
         for stepper in self._run.steppers.values():
             stepper.use_own_kernels(reason)
             stepper.kernel_obstacle = None
@@ -257,13 +260,13 @@ class Executor:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate the current model. If memory runs out, retry with a smaller evaluation batch."""
+        """Evaluate the current model. If memory runs out, try again with a smaller evaluation batch."""
         run, step = self._run, self._run.state.step
         while True:
             try:
                 return self._evaluator.run(evaluate, data)
             except Exception as error:
-                # A GPU failure may stem from earlier steps, so a smaller evaluation batch would not help.
+                # A GPU failure may stem from an earlier step, so a smaller evaluation batch would not help.
                 if not is_out_of_memory(error) or is_gpu_failure(error):
                     raise
                 problem = release_traceback(error)
@@ -277,13 +280,13 @@ class Executor:
             run.log.event("oom", step=step, reason=problem, action=action)
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
+        """Yield micro-batches of `data` on the device, in original order and with the planned evaluation batch size."""
         return self._evaluator.batches(data)
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str) -> None:
-        """Run the checks before the first step, and before the first step of each optimizer and loss."""
+        """Run the checks that precede the first step, and the first step of each optimizer and loss."""
         is_first = not self._is_ready
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
@@ -291,9 +294,9 @@ class Executor:
         self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
 
     def _prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
-        """Measure the memory per sample, verify the model, and compile it."""
+        """Measure the memory per sample, verify the model, then compile it."""
         run = self._run
-        # Order matters: the micro-batch decides the shapes to verify, and the compiled model is compared last.
+        # The order matters: the micro-batch determines the shapes to verify, and the compiled model is compared last.
         if (obstacle := run.source.split_obstacle(batch)) is not None:
             run.divides_batches = False
             self.splitting.keep_whole(f"the collated batch cannot be divided into samples: {obstacle}")
@@ -339,7 +342,7 @@ class Executor:
         """Measure the memory per sample and plan the micro-batch again, unless even a few samples do not fit."""
         run = self._run
         try:
-            # The difference between two sizes cancels constant costs. Size 1 is avoided: BatchNorm rejects it.
+            # The difference between two sizes cancels constant costs. Size 1 is avoided, because BatchNorm rejects it.
             small, large = (self._first_samples(batch, size) for size in (2, 4))
             needed = measure_activation_bytes(run.model, loss, small, large, device=run.device)
         except Exception as error:
@@ -348,13 +351,13 @@ class Executor:
                 raise
             problem = release_traceback(error)
             if not is_oom:
-                # The loss may need the whole batch. If it fails for another reason, the step raises the error.
+                # The loss may need the whole batch. If it fails for another reason, the step will raise the error.
                 run.divides_batches = False
                 self.splitting.keep_whole(f"the loss fails with 2 of {len(batch)} samples: {problem}")
                 return
             self._check_single_rank(problem)
         else:
-            # All ranks use the largest measurement, so that they make the same plan.
+            # All ranks use the largest measurement, so that they arrive at the same plan.
             needed = int(run.group.all_reduce_max([float(needed)])[0])
             run.plan_again(activation_bytes=needed)
             return
@@ -368,7 +371,7 @@ class Executor:
     # --- out of memory -----------------------------------------------------------------------------------------------
 
     def _check_single_rank(self, problem: str) -> None:
-        """Raise if there are several ranks: the other ranks are in the same step and cannot change its micro-batch."""
+        """Raise if there are several ranks: the others are in the same step and cannot change its micro-batch."""
         group = self._run.group
         if not group.is_single_process:
             half = max(1, int(self._run.plan.micro_batch or 1) // 2)
@@ -379,13 +382,13 @@ class Executor:
             )
 
     def _used(self) -> tuple[object, ...]:
-        """Return what the training needs in memory, as opposed to what earlier cells of a notebook hold."""
+        """Return what training needs in memory, as opposed to objects that earlier notebook cells hold."""
         return self._run.model, self._run.stepper.optimizer, self._run.config.data
 
     def _reduce_memory(self, problem: str, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Free memory for another attempt.
 
-        The first attempt collects garbage only. The second one reduces the micro-batch or recomputes activations.
+        The first attempt only collects garbage. The second one reduces the micro-batch or recomputes activations.
         """
         self._empty_memory()
         run = self._run
@@ -398,7 +401,7 @@ class Executor:
         before = run.plan
         whole_reason = before.workload.whole_batch_reason
         if whole_reason is None and self._rollback.writes_buffers:
-            # Buffers see the micro-batch, so a different split would change their statistics.
+            # Buffers depend on the micro-batch, so a different split would change their statistics.
             whole_reason = "the model updates buffers in every forward pass"
         whole_reason = whole_reason or self.splitting.obstacle(loss, batch)
         try:
@@ -417,7 +420,8 @@ class Executor:
         if run.plan.activation_checkpointing != before.activation_checkpointing:
             action = "activations are recomputed in the backward pass"
             if run.plan.compile != "off":
-                # Continue eagerly: compiling again with little free memory could fail, and would not be verified.
+                # Continue eagerly: compiling again with little free memory could fail, and the result would not be
+                # verified.
                 self._compiled.close()
                 run.use_plan(uncompiled_plan(run.plan, reason=f"{action} since step {number:,}", step=number))
                 action = f"{action}, and the model is no longer compiled"

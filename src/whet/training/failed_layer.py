@@ -1,4 +1,4 @@
-"""Find the layer or the batch that an exception is about in its traceback."""
+"""Find the layer or the batch that caused an exception, from its traceback."""
 
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -12,10 +12,10 @@ _MAX_TENSORS = 4
 
 
 def note_failed_layer(error: BaseException | None, model: nn.Module) -> None:
-    """Add a note to an exception that names the innermost layer or torch.nn.functional function, and its arguments.
+    """Add a note to an exception that names the innermost layer or torch.nn.functional function and its arguments.
 
-    For a missing key or index outside of a layer, it names the fields of the batch. Nothing is computed: the frames of
-    the traceback still hold the arguments.
+    If a key or index is missing outside a layer, the note names the fields of the batch instead. Nothing is computed:
+    the frames of the traceback still hold the arguments.
     """
     if error is None:
         return
@@ -46,7 +46,7 @@ def _layer_name(name: str, module: Any) -> str:
 
 
 def _describe_function(error: BaseException) -> str | None:
-    """Describe the innermost torch.nn.functional function, such as a loss."""
+    """Describe the innermost torch.nn.functional function in the traceback, such as a loss; None if there is none."""
     description = None
     for frame in _frames(error):
         is_functional = frame.f_globals.get("__name__") == "torch.nn.functional"
@@ -56,7 +56,7 @@ def _describe_function(error: BaseException) -> str | None:
 
 
 def _describe_batch(error: BaseException) -> str | None:
-    """Describe the batch that a loss was called with, if the loss asked for a field that the batch lacks."""
+    """Describe the batch passed to a loss, if the loss tried to read a field that the batch lacks; otherwise None."""
     if not isinstance(error, LookupError):
         return None
     for frame in _frames(error):

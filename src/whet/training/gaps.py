@@ -1,6 +1,6 @@
-"""Detect state that checkpoints lack: optimizers outside the session, and variables of the user's code that change.
+"""Detect state that checkpoints do not hold: optimizers outside the session, and variables of the user that change.
 
-Each gap is reported in a warning, recorded in all later checkpoints, and repeated when the run resumes.
+Each gap is reported in a warning, recorded in all later checkpoints and reported again when the run resumes.
 """
 
 import functools
@@ -36,26 +36,26 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DATA_OWNERS = ("the dataset", "the sampler")
-"""Compared by samples: data is large, and samples that change are found when they are read again."""
+"""Compared only by their samples: data is large, and samples that change are noticed when they are read again."""
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class GapDetector:
     """Compares the state that the user's code can reach with fingerprints from before the first step.
 
-    It runs after the first step and at every save, and adds no work to other steps.
+    The comparison runs after the first step and at every save; other steps take no extra time.
     """
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
         self._losses: dict[Hashable, Any] = {}
-        """The latest loss function for each code object: a loop may redefine its loss in every step."""
+        """The latest loss function for each code object; a loop may redefine its loss in every step."""
         self._recreated: set[Hashable] = set()
-        """Code objects whose function is redefined during the run. Its closure variables belong to the loop."""
+        """Code objects whose function is redefined during the run. Their closure variables belong to the loop."""
         self._before: dict[str, dict[str, bytes]] = {}
-        """Hashes of values before the first step, by owner and name."""
+        """Hashes of the values before the first step, by owner and name."""
         self._partial: dict[str, list[str]] = {}
-        """Names of what cannot be compared as a whole, by owner."""
+        """Names of objects that cannot be compared completely, by owner."""
         self._reported: set[tuple[str, str]] = set()
         self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
         run.exit_stack.callback(self._optimizers.close)
@@ -65,7 +65,7 @@ class GapDetector:
         self._before = self._fingerprints(dict(self._roots()))
 
     def add_loss(self, loss: Any) -> None:
-        """Take fingerprints of what a loss refers to, before its first call. A known code object is skipped."""
+        """Take fingerprints of what a loss refers to, before its first call. Known code objects are skipped."""
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         # A partial or an object with __call__ may also be recreated in each step.
         key = loss_code(loss) if code is None else code
@@ -78,7 +78,7 @@ class GapDetector:
         self._before |= self._fingerprints({self._loss_label(key): [(_name_of(loss), loss)]})
 
     def check(self) -> None:
-        """Report every change that is not saved, each once."""
+        """Report each change that checkpoints do not save, once."""
         if not self._before:
             # Nothing has been trained yet.
             return
@@ -101,7 +101,7 @@ class GapDetector:
             self._run.note_gap(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
-        """Return hashes of the user's variables by name, including local variables of the running functions.
+        """Return hashes of the user's variables by name, including local variables of the functions that are running.
 
         Names and hashes are the same in every process. `frame` is the frame that called the session.
         """
@@ -116,7 +116,7 @@ class GapDetector:
         return {**dict(self._roots()), **losses}
 
     def _loss_label(self, key: Hashable) -> str:
-        # Two losses may have one name; they are numbered in the order in which they were first called.
+        # Two losses may have the same name; they are numbered in the order of their first calls.
         position = [*self._losses].index(key)
         return "the loss" if position == 0 else f"the loss {_name_of(self._losses[key])}"
 
@@ -124,14 +124,14 @@ class GapDetector:
         run = self._run
         known = {id(part): part for part in (run, run.config, *run.model.modules())}
         known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
-        # These objects only, not what they refer to: an optimizer hook can lead anywhere.
+        # Include these objects only, not those they refer to: an optimizer hook can lead anywhere.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
         labels = {id(part): name for name, part in named}
         fingerprints = {}
         for owner, parts in roots.items():
-            # One walk per owner, so that names do not depend on which owner reaches an object first.
+            # Use one walk per owner, so that names do not depend on which owner reaches an object first.
             walk = StateWalk(known=known, labels=labels, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
@@ -141,7 +141,7 @@ class GapDetector:
         return fingerprints
 
     def _saved_objects(self) -> Iterator[Any]:
-        """Yield the other objects that checkpoints save. The loss may refer to them."""
+        """Yield the other objects that checkpoints save and to which the loss may refer."""
         run, schedule = self._run, self._run.config.training.schedule
         optimizers = [stepper.optimizer for stepper in run.steppers.values()]
         yield from optimizers
@@ -149,18 +149,21 @@ class GapDetector:
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         yield from (value for group in groups for value in group.values() if isinstance(value, Tensor | list | dict))
         attributes = (value for module in run.model.modules() for _, value in module_attributes(module))
-        # Code may refer to them by other names: modules that share a generator take it from a closure.
+        # Code may refer to these objects by other names: modules may share a generator through a closure, for example.
         yield from (value for value in attributes if isinstance(value, torch.Generator) or _is_changeable(value))
         yield from (callback for callback in run.callbacks.users if _saves_state(callback))
         schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
         yield from (one for one in schedules if isinstance(one, LRScheduler))
         data = run.config.data
         if hasattr(data, "state_dict") or isinstance(data, DataLoader):
-            # Its sampler and collate function are separate roots.
+            # The sampler and the collate function are roots of their own.
             yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-        """Yield each owner, such as "the model", with its user code and objects. The loss is added separately."""
+        """Yield each owner, such as "the model", with its user-defined code and objects.
+
+        The loss is added separately.
+        """
         run = self._run
         yield "the model", list(_model_parts(run.model))
         for name, stepper in run.steppers.items():
@@ -175,7 +178,7 @@ class GapDetector:
             owner = f"the callback {type(callback).__qualname__}"
             yield owner, list(class_references(type(callback))) if _saves_state(callback) else [("self", callback)]
         for name, registered in run.registered.objects.items():
-            # Its attributes are saved, but its code may refer to other variables.
+            # The attributes of the object are saved, but its code may refer to other variables.
             yield f"the registered {name}", list(class_references(type(registered)))
 
 
@@ -197,7 +200,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{key}".removeprefix("."), value
         yield from ((f"{name}.{key}".removeprefix("."), value) for key, value in scripted_attributes(module))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        # Attributes that the compiler sets on parameters. It sets them again in the next process.
+        # Skip attributes that the compiler sets on parameters. It sets them again in the next process.
         yield from ((f"{name}.{key}", value) for key, value in vars(tensor).items() if not key.startswith("_dynamo"))
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         yield from class_references(kind)
@@ -206,7 +209,7 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for prefix, one in (("", optimizer), *((f"{name}.", inner) for name, inner in inner_optimizers(optimizer))):
         if not is_library_class(type(one)):
-            # Optimizers of libraries change their defaults in the first step.
+            # Optimizers from other libraries change their defaults in the first step.
             yield f"{prefix}defaults", one.defaults
         if not has_own_state(one):
             names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))
@@ -223,7 +226,7 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     seen: set[tuple[int, int]] = set()
     for name, owner, kinds in owners:
         hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-        # One method is often a hook of every module: what it reaches is read once.
+        # The same method is often registered as a hook of every module; read what it refers to only once.
         keys = [(id(getattr(hook, "__self__", None)), id(getattr(hook, "__func__", hook))) for hook in hooks]
         hooks = [hook for hook, key in zip(hooks, keys, strict=True) if key not in seen]
         seen.update(keys)
@@ -233,7 +236,7 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 
 def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     if hasattr(data, "state_dict"):
-        # A stream or loader that saves its own state.
+        # This stream or loader saves its own state.
         yield "the dataset", list(class_references(type(data)))
         yield "the collate function", [(_name_of(collate_fn), collate_fn)]
         return
@@ -253,7 +256,10 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _names_set_by_epoch(loader: DataLoader[Any]) -> set[str]:
-    """Return what `set_epoch` changes in a sampler. A resumed run calls it too, so nothing of that is lost."""
+    """Return the names of what `set_epoch` changes in a sampler.
+
+    A resumed run calls it too, so none of this is lost.
+    """
     copied = copy_sampler(_sampler_of(loader))
     epochs = []
     for epoch in (1, 2):
@@ -270,7 +276,7 @@ def _name_of(part: Any) -> str:
 
 
 def _rebound_names(loss: Any) -> Iterator[str]:
-    """Yield the names of what a loss is given where it is defined: closure cells, defaults, arguments of a partial."""
+    """Yield the names of values bound where a loss is defined: closure cells, defaults, arguments of a partial."""
     name = _name_of(loss)
     while isinstance(loss, functools.partial):
         yield from (f"{name}.{key}" for key in loss.keywords)
@@ -286,18 +292,18 @@ def _rebound_names(loss: Any) -> Iterator[str]:
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 _session_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
-"""The optimizers of all sessions in this process. Another session saves its own."""
+"""The optimizers of all sessions in this process. Each session saves its own."""
 
 
 class _OptimizerWatch:
-    """Notices optimizers that step during a session without being part of one."""
+    """Records optimizers that step during a session without being part of one."""
 
     def __init__(self, own: set[Optimizer]) -> None:
         self._own = own
         _session_optimizers.update(own)
         self._seen = {id(optimizer) for optimizer in own}
         self._others: dict[int, weakref.ref[Optimizer]] = {}
-        # torch calls it after every step of every optimizer. It takes 2 us (docs/bench, state check).
+        # torch calls this hook after every step of every optimizer. It takes 2 us (docs/bench, state check).
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
     def close(self) -> None:
@@ -307,16 +313,17 @@ class _OptimizerWatch:
         if id(optimizer) not in self._seen and optimizer not in _session_optimizers:
             key = id(optimizer)
             self._seen.add(key)
-            # A weak reference: an optimizer that is gone, such as that of a linear probe, has no state to lose.
+            # Hold a weak reference: an optimizer that no longer exists, such as that of a linear probe, has no state to
+            # lose.
             self._others[key] = weakref.ref(optimizer, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
-        # The id may be used again.
+        # Python may reuse the id.
         self._seen.discard(key)
         self._others.pop(key, None)
 
     def unknown(self, run: "RunContext") -> Iterator[str]:
-        """Yield a gap for each live optimizer that belongs to no known optimizer or registered object."""
+        """Yield a gap for each live optimizer that no known optimizer or registered object contains."""
         alive = [optimizer for ref in [*self._others.values()] if (optimizer := ref()) is not None]
         if not alive:
             return

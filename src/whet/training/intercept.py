@@ -1,7 +1,7 @@
-"""Redirect the sessions of a user's training function: run a short segment for a proof, or stop before the first step.
+"""Redirect the sessions of a user's training function: run a short segment, or stop before the first step.
 
 `whet prove train.py:main` calls the user's `main()` in child processes. The function calls `whet.train` or
-`whet.Session` as always; while `intercept` is entered, sessions ask here where they write and how far they train.
+`whet.Session` as usual. Inside `intercept`, sessions ask this module where to write and how far to train.
 """
 
 import math
@@ -30,26 +30,26 @@ class FirstStepReached(BaseException):
 
 
 class SegmentEnded(BaseException):
-    """Raised at the end of the session of a proof: the code after it is no part of the training run."""
+    """Raised at the end of a proof's session, because the code after it is not part of the training run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofSegment:
-    """A short part of a training run in a run folder of a proof."""
+    """A short part of a training run that a proof executes in a run folder of its own."""
 
     run: Path
     steps: int
     every: int
-    """Steps between checkpoints."""
+    """Number of steps between checkpoints."""
     device: str
     on_event: "EventHandler"
     command: tuple[str, ...]
 
 
 class Interception:
-    """Replaces the config of sessions.
+    """A replacement for the config of sessions.
 
-    With a segment, the first session trains it; without one, sessions raise before their first step.
+    With a segment, the first session trains it; without one, sessions raise FirstStepReached before their first step.
     """
 
     def __init__(self, segment: ProofSegment | None = None) -> None:
@@ -58,10 +58,10 @@ class Interception:
         self.is_ended = False
 
     def redirect(self, config: "RunConfig") -> "RunConfig":
-        """Return the config that a session uses instead of its own."""
+        """Return the config that a session uses in place of its own."""
         segment = self._segment
         if segment is None or self._owner is not None:
-            # Only the first session is proved. Others, such as one inside it, write nothing.
+            # Only the first session is part of the proof. Others, such as one nested in it, write nothing.
             return replace(config, path=None)
         overrides = {**config.overrides, **({} if segment.device == "auto" else {"device": segment.device})}
         own = overrides.get("checkpoint_steps", "auto")
@@ -74,7 +74,7 @@ class Interception:
             training=training,
             config=training.as_json(),
             path=segment.run,
-            # A measured plan may differ from process to process.
+            # A measured plan may differ between processes.
             plan=None,
             overrides=overrides,
             on_event=segment.on_event,
@@ -83,9 +83,10 @@ class Interception:
         return self._owner
 
     def before_step(self, config: "RunConfig", loss: "LossFunction", *, run: "RunContext | None" = None) -> None:
-        """Raise FirstStepReached, unless a segment is trained.
+        """Raise FirstStepReached if there is no segment.
 
-        Where the segment may have been interrupted, report the variables of the user: a proof compares them.
+        With a segment, report hashes of the user's variables at every step at which the run may be interrupted, so that
+        the proof can compare them.
         """
         segment = self._segment
         if segment is None:
@@ -97,7 +98,7 @@ class Interception:
         segment.on_event("variables", {"step": run.state.step, "digests": variables})
 
     def after_session(self, config: "RunConfig") -> None:
-        """Raise SegmentEnded after the session of the segment."""
+        """Raise SegmentEnded at the end of the session that trains the segment."""
         if config is self._owner:
             self.is_ended = True
             raise SegmentEnded
@@ -107,13 +108,13 @@ _active: Interception | None = None
 
 
 def active() -> Interception | None:
-    """Return the interception that is entered; None in a normal training."""
+    """Return the interception that is in effect; None in a normal training run."""
     return _active
 
 
 @contextmanager
 def intercept(interception: Interception) -> Iterator[Interception]:
-    """Intercept all sessions of this process."""
+    """Intercept all sessions of this process inside the `with` block."""
     global _active
     before, _active = _active, interception
     try:
@@ -123,7 +124,7 @@ def intercept(interception: Interception) -> Iterator[Interception]:
 
 
 def segment_changes(max_steps: int | None, eval_every: int | str, *, steps: int) -> dict[str, Any]:
-    """Return the options that turn a training into a segment: fewer steps, and two evaluations."""
+    """Return the options that shorten a training run to a segment: fewer steps, and two evaluations."""
     half = math.ceil(steps / 2)
     return {
         "max_steps": min(steps, max_steps or steps),
@@ -133,6 +134,6 @@ def segment_changes(max_steps: int | None, eval_every: int | str, *, steps: int)
 
 
 def check_fixed_batch() -> None:
-    """Raise for global_batch_size="auto" in a function that is proved or measured."""
+    """Raise UsageError for global_batch_size="auto" in a function that is proved or measured."""
     if _active is not None:
         raise UsageError("this needs a fixed batch size", got='global_batch_size="auto"', try_="global_batch_size=N")

@@ -1,7 +1,7 @@
-"""The keywords of `whet.Session`, declared once: type, default and meaning.
+"""The keywords of `whet.Session`, declared once with type, default and description.
 
-tools/keywords.py writes them, after the training options of config/options.py, into the signatures of `Session`,
-`train` and `tune`. These functions pass them on as one value.
+tools/keywords.py writes them into the signatures of `Session`, `train` and `tune`, after the training options from
+config/options.py. These functions pass them on as a single value.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,15 +47,15 @@ OTHER_NAMES = {
     "val_data": "val",
     "metrics": "evaluate, a function that returns them",
 }
-"""Keywords of Lightning, Accelerate and HF Trainer, and what to write instead."""
+"""Keywords of Lightning, Accelerate and HF Trainer, with the equivalent in whet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionKeywords:
-    """The keywords of one call, as passed on by `Session`, `train` and `tune`."""
+    """The keywords of one call, as `Session`, `train` and `tune` pass them on."""
 
     training: Mapping[str, Any] = field(default_factory=dict)
-    """The options declared in config/options.py, not validated yet: global_batch_size may be "auto"."""
+    """The options declared in config/options.py, before validation: global_batch_size may be "auto"."""
     lr_batch: int = 32
     """With global_batch_size="auto": the batch size that the learning rate is meant for."""
     run: str | Path | None = None
@@ -89,19 +89,20 @@ class SessionKeywords:
     outputs: Callable[[Any], Any] | None = None
     """For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then verified."""
 
-    # Below: set by recipes, not by users.
+    # The fields below are set by recipes, not by users.
     recipe: str = PYTHON_RECIPE
     config: Mapping[str, Any] | None = None
-    """Options that are written to the run folder and compared when the run resumes; None for those of `training`."""
+    """Options that are written to the run folder and compared when the run resumes; None means those of `training`."""
     command: Sequence[str] = ()
     attach: Mapping[str, bytes] = field(default_factory=dict)
     """Extra files of a new run folder, by name."""
 
     @classmethod
     def from_call(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the keywords among the `locals()` of a public function, whose `unknown` must be empty.
+        """Return the keywords from the `locals()` of a public function. Raise UsageError for `unknown` keywords.
 
-        `locals()` instead of a list: the signature is generated, and a list of thirty names would repeat it.
+        The function passes `locals()` rather than a list, because its signature is generated and a list would repeat
+        thirty names.
         """
         given = {name: value for name, value in arguments.items() if name in PUBLIC_NAMES}
         training = {name: given.pop(name) for name in SessionOptions.model_fields if name in given}
@@ -117,7 +118,7 @@ PUBLIC_NAMES = frozenset(
 
 
 def unknown_keyword(name: str, value: object, *, known: Collection[str]) -> UsageError:
-    """Return the error for a keyword that does not exist, with what was probably meant."""
+    """Return the error for a keyword that does not exist, with a suggestion."""
     meant = closest_match(name, known)
     if name in SETTING_NAMES:
         hint = f"overrides={{{name!r}: {value!r}}}: it is a setting of the plan"

@@ -1,4 +1,4 @@
-"""train(): the training loop as one call, built on the public methods of Session."""
+"""The training loop as a single call, train(), built on the public methods of Session."""
 
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,25 +36,25 @@ from whet.training.session import Session
 from whet.training.tune import OpenStepBench, report_unmeasured, with_measured_plan
 
 VAL_LOSS = "val_loss"
-"""The metric that `val` without `evaluate` reports."""
+"""The metric that is reported if `val` is given without `evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """The result of a session."""
+    """The result of a call of `train`."""
 
     path: Path | None
     """The run folder; None if nothing was written."""
     state: str
-    """"done", or "stopped" if a stop was requested; the same call then resumes the run."""
+    """"done", or "stopped" if a stop was requested; in that case, the same call resumes the run."""
     step: int
     """Number of completed optimizer steps."""
     reason: str
-    """Why the session ended: "all 3 epochs done", "stopped early: no better val_loss in 3 evaluations, ...", ..."""
+    """Why the session ended: "all 3 epochs done", "stopped early: no better val_loss in 3 evaluations", ..."""
     metrics: dict[str, float]
     """The metrics of the last evaluation, and of the test data if it was evaluated."""
     best: BestStep | None
-    """The best evaluation of the goal: step, metric, value. None if there is no goal."""
+    """The best evaluation of the goal (step, metric and value); None without a goal."""
     exit_code: int
     """0, or the exit code for the signal that stopped the run."""
 
@@ -108,7 +108,7 @@ def train(
     # end generated keywords
     **unknown: Never,
 ) -> TrainResult:
-    """Train a model; `whet.train` describes the arguments."""
+    """Train a model. See `whet.train` for the arguments."""
     keywords = SessionKeywords.from_call({**locals(), "on_event": None})
     try:
         return train_run(
@@ -129,9 +129,9 @@ def train(
 
 
 def measurement_stopped(stop: MeasurementStoppedError) -> TrainResult:
-    """Return the result of a training run that Ctrl-C ended before its first step; in a notebook, raise.
+    """Return the result of a run that Ctrl-C ended before its first step. In a notebook, raise the exception instead.
 
-    As after Ctrl-C in the training run, the same call starts it again.
+    The same call starts the run again.
     """
     if is_notebook():
         raise stop
@@ -154,7 +154,7 @@ def train_run(
     measure: bool = False,
     open_bench: OpenStepBench | None = None,
 ) -> TrainResult:
-    """Train a model with the keywords of a call."""
+    """Train a model with the keywords of a call, which have already been collected."""
     if evaluate is not None and val is None:
         raise UsageError(
             "evaluate has no data to evaluate", got="evaluate without val", try_="val=..., with or without evaluate"
@@ -205,7 +205,7 @@ def train_run(
 
 
 def _goal(goal: str | None, *, evaluate: Evaluate | None, val: Any) -> str | None:
-    """Return the goal. Without an evaluate function, it is the validation loss."""
+    """Return the goal metric, which is the validation loss if there is no evaluate function."""
     if evaluate is not None or val is None:
         return goal
     if goal not in (None, VAL_LOSS):
@@ -227,7 +227,7 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
 
     metrics: dict[str, float] = {}
     with session:
-        # A run that stopped before an evaluation that was due makes it up here.
+        # If a run stopped before an evaluation that was due, it is evaluated here.
         if val is not None and session.due("evaluate"):
             metrics |= run_evaluation(val)
         for batch in session:
@@ -236,12 +236,12 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
                 metrics |= run_evaluation(val)
         if test is not None and session.is_finished and not session.run.has_logged("test_"):
             metrics |= run_evaluation(test, prefix="test_", use_best=True)
-        # A run that was finished before has evaluated in an earlier session.
+        # A run that had already finished was evaluated in an earlier session.
         return metrics or session.run.last_metrics()
 
 
 def describe_result(result: TrainResult) -> str:
-    """Return the line that ends a training run."""
+    """Return the line that is printed at the end of a training run."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
     where = f"; whet report {shell_path(result.path)} shows the run" if result.path else ""
     return f"train: {result.reason} at step {result.step:,}{metrics}{where}"

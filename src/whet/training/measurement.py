@@ -19,12 +19,12 @@ AnyOptimizer = Optimizer | OptimizerChoice
 
 
 class MeasurementStoppedError(KeyboardInterrupt):
-    """Ctrl-C before a training run, while its plan or its batch size was measured."""
+    """Raised if Ctrl-C is pressed before a training run, while its plan or batch size is being measured."""
 
 
 @contextlib.contextmanager
 def stopped_by_ctrl_c(on_event: EventHandler | None) -> Iterator[None]:
-    """Say that Ctrl-C lost nothing, and leave out the traceback of the measured step, which does not help the user."""
+    """Report that Ctrl-C lost nothing, and drop the traceback of the measured step, which does not help the user."""
     try:
         yield
     except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def stopped_by_ctrl_c(on_event: EventHandler | None) -> Iterator[None]:
 
 
 def local_bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
-    """Return a bench of this training run in this process."""
+    """Return a bench that times this training run in the current process."""
     return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
 
 
@@ -45,11 +45,11 @@ def report_lines(on_event: EventHandler | None, *lines: str) -> None:
 
 
 def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
-    """Return a callback that emits the progress of a measurement as events; None without a handler."""
+    """Return a callback that emits the progress of a measurement as events; None if there is no event handler."""
     return None if on_event is None else lambda progress: emit_event(on_event, "measuring", progress.as_event())
 
 
 def check_rereadable(data: Any) -> None:
-    """Raise for an iterable dataset: measuring would consume samples that training needs."""
+    """Raise UsageError for an iterable dataset: measuring would consume samples that training needs."""
     if not is_rereadable(data):
         raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")

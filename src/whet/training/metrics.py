@@ -1,4 +1,4 @@
-"""Normalize the result of an evaluation: metrics, a confusion matrix, scores by class, samples.
+"""Normalization of evaluation results: metrics, a confusion matrix, scores by class, and samples.
 
     {"accuracy": 0.8, "confusion": {"labels": ["cat", "dog"], "counts": [[8, 2], [2, 8]]},
      "classes": {"labels": ["cat", "dog"], "f1": [0.8, 0.8], "support": [10, 10]},
@@ -13,7 +13,7 @@ from typing import Any
 from whet.base.errors import UsageError
 
 MAX_CLASSES = 32
-"""Maximum number of classes to keep; the rarest ones are merged. This bounds the event log of a long run."""
+"""Maximum number of classes to keep; the rarest ones are merged. This limits the event log of a long run."""
 MAX_SAMPLES = 16
 MAX_FIELDS = 8
 MAX_CHARACTERS = 300
@@ -23,7 +23,7 @@ _CONFUSION_EXAMPLE = '{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}'
 
 
 def normalize_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of an evaluation to plain types of bounded size. Raise if a value cannot be logged."""
+    """Convert the result of an evaluation to plain types of limited size. Raise if a value cannot be logged."""
     return {name: _read(name, value) for name, value in values.items()}
 
 
@@ -52,7 +52,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _is_named(name: str, word: str) -> bool:
-    """Return whether a name is `word`, possibly with a prefix such as "test_"."""
+    """Return whether a name equals `word`, possibly with a prefix such as "test_"."""
     return name == word or name.endswith(f"_{word}")
 
 
@@ -79,7 +79,7 @@ def _confusion(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalize scores by class, and keep the classes with the highest support."""
+    """Normalize scores by class and keep the classes with the highest support."""
     try:
         labels = [_truncate(str(label)) for label in value.get("labels") or ()]
         scores = {

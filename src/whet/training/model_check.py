@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _MAX_SAMPLES = 8
-"""Number of samples for the causality check. They have full length, and test several positions at once."""
+"""Maximum number of samples for the causality check. Each has full length and tests several positions at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class ModelCheckResult:
     parity: device_parity.DeviceParity | None = None
     messages: tuple[str, ...] = ()
     is_complete: bool = True
-    """Whether every check could run."""
+    """Whether all checks could run."""
 
     @property
     def is_good(self) -> bool:
@@ -48,7 +48,7 @@ class ModelCheckResult:
 
 
 class ModelCheck:
-    """Checks the model of a run on samples of the first batch. The model and the generators are restored."""
+    """Checks the model of a run on samples of the first batch, then restores the model and the random generators."""
 
     def __init__(self, run: "RunContext", loss: MicroLoss, batch: GlobalBatch) -> None:
         self._run = run
@@ -89,7 +89,11 @@ class ModelCheck:
         return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
     def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
-        """Return the parity with the CPU, how a second pass differs from the first, and the problem if it failed."""
+        """Compare the loss and gradients with those of the CPU, and a second pass with the first.
+
+        Return the parity, the difference between the two passes if there is one, and the problem if the check failed to
+        run.
+        """
         model, device, loss, micro = self._run.model, self._run.device, self.loss, self._small
 
         def compare() -> tuple[device_parity.DeviceParity, str | None]:
@@ -117,9 +121,9 @@ class ModelCheck:
 def run_check(
     check: Callable[[], _Result], device: AbstractDevice, *, failed: str
 ) -> tuple[_Result | None, str | None]:
-    """Run a check, and return its result or the reason why it failed.
+    """Run a check. Return its result, or None and the reason why the check itself failed.
 
-    A failed check is not an error: a check may need more memory than a step, and only the step must succeed.
+    A failed check is not an error: it may need more memory than a step, and only the step must succeed.
     """
     try:
         return check(), None

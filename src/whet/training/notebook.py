@@ -12,16 +12,16 @@ from whet.base.units import format_bytes
 from whet.training.callbacks.progress import notebook_shell
 
 _MIN_BYTES = 10 * 1024**2
-"""Smaller variables are not listed."""
+"""Variables smaller than this are not listed."""
 _MAX_NAMES = 4
 _MAX_DEPTH = 3
-"""Nesting of lists, dicts and datasets that are searched for tensors."""
+"""Maximum depth to which lists, dicts and datasets are searched for tensors."""
 
 
 def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
-    """Return the bytes of device memory that each notebook variable holds, largest first; empty outside a notebook.
+    """Return the bytes of device memory that each notebook variable holds, largest first; empty outside notebooks.
 
-    Tensors in `used`, which the training needs, do not count. On devices that share the host's memory ("cpu", "mps"),
+    Tensors in `used`, which training needs, are not counted. On devices that share the host's memory ("cpu", "mps"),
     tensors of every device count. Cached cell results are named Out[N].
     """
     shell = notebook_shell()
@@ -53,7 +53,7 @@ def describe_held_memory(used: Iterable[Any], *, device: str) -> str:
 
 
 def name_held_memory(error: InsufficientMemoryError, used: Iterable[Any], *, device: str) -> InsufficientMemoryError:
-    """Return the error with the variables of earlier cells that hold memory; the same error if there are none."""
+    """Return the error extended by variables of earlier cells that hold memory; unchanged if there are none."""
     used = tuple(used)
     held = held_by_cells(used, device=device)
     if not held:
@@ -70,7 +70,7 @@ def _key(tensor: Tensor) -> int:
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        # A tensor of a subclass (fake, sharded) may have no storage of its own.
+        # A tensor subclass (fake, sharded) may have no storage of its own.
         if type(value) in (Tensor, nn.Parameter):
             yield value
             if value.grad is not None:

@@ -1,4 +1,4 @@
-"""The optimizers of a run: one, or several by name (a generator and a discriminator, actor and critic).
+"""The optimizers of a run: a single one, or several by name, such as a generator's and a discriminator's.
 
 The first one is the main optimizer. Each has its own stepper, learning rates and number of steps.
 """
@@ -34,13 +34,13 @@ class OptimizerSet:
 
     @property
     def torch_optimizers(self) -> dict[str, Optimizer]:
-        """All optimizers that exist already, by name."""
+        """All optimizers that have already been built, by name."""
         first = {self.main_name: self.main} if isinstance(self.main, Optimizer) else {}
         return {**first, **self.others}
 
 
 def as_module(model: Any) -> Any:
-    """Return several models as one module: a dict or list of modules becomes a container that shares them."""
+    """Combine several models into one module: a dict or list of modules becomes a container that holds them."""
     if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         return _in_mode(nn.ModuleDict(dict(model)))
     if isinstance(model, list | tuple) and model and all(isinstance(part, nn.Module) for part in model):
@@ -49,13 +49,13 @@ def as_module(model: Any) -> Any:
 
 
 def _in_mode(container: nn.Module) -> nn.Module:
-    # A new container is in training mode, whatever its parts are in. It must not hide that they are in eval mode.
+    # A new container is in training mode, regardless of its parts. It must not hide that they are in eval mode.
     container.training = all(part.training for part in container.children())
     return container
 
 
 def as_optimizer_set(optimizer: Any) -> OptimizerSet:
-    """Return the optimizers of a call. Raise for several optimizers without names."""
+    """Return the optimizers passed in a call. Raise UsageError for several optimizers without names."""
     if isinstance(optimizer, list | tuple):
         raise UsageError(
             "several optimizers need names",
@@ -89,9 +89,9 @@ def parameters_of_others(optimizers: Mapping[str, Optimizer], name: str) -> list
 
 
 def config_for_optimizer(training: TrainingConfig, name: str, optimizer: AnyOptimizer) -> TrainingConfig:
-    """Return the options with the schedule of one of several optimizers.
+    """Return the options with the schedule for one of several optimizers.
 
-    A dict has a schedule for each name, and a torch scheduler belongs to the optimizer that it was made for. Any other
+    A dict maps each name to a schedule, and a torch scheduler belongs to the optimizer it was created for. Any other
     schedule applies to every optimizer.
     """
     if not name:
@@ -106,7 +106,7 @@ def config_for_optimizer(training: TrainingConfig, name: str, optimizer: AnyOpti
 
 
 def check_schedules(training: TrainingConfig, optimizers: OptimizerSet) -> None:
-    """Raise for schedules of optimizers that do not exist."""
+    """Raise UsageError if the schedule names optimizers that do not exist."""
     schedule = training.schedule
     if isinstance(schedule, Mapping):
         unknown = [name for name in schedule if name not in optimizers.names]
@@ -135,7 +135,7 @@ class RatesByName(LearningRates):
 
     @property
     def base(self) -> list[float]:
-        """The learning rates of the main optimizer at the beginning."""
+        """The initial learning rates of the main optimizer."""
         return next(iter(self._rates.values())).base
 
     @property
@@ -156,7 +156,7 @@ class RatesByName(LearningRates):
             rates.observe(score)
 
     def check_length(self, num_steps: int | None) -> None:
-        """Check nothing: how often each optimizer steps is known only to the loop."""
+        """Skip the check: only the user's loop determines how often each optimizer steps."""
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         names = [name for name in self._rates if name in saved]

@@ -1,4 +1,4 @@
-"""Apply a plan to a model and prepare its steps. In a measurement, steps of several plans alternate."""
+"""Apply a plan to a model and prepare its steps. During a measurement, steps of several plans alternate."""
 
 import time
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 NUM_BATCHES = 8
 """Number of global batches that the steps cycle through.
 
-Enough to represent the lengths in the data, and few enough that all of them run once before timing starts. On an H200,
-half-precision attention took 85 ms more in the first step of each new shape.
+This is enough to represent the lengths in the data, and few enough to run all of them once before timing starts. On an
+H200, half-precision attention took an extra 85 ms in the first step of each new shape.
 """
 WARMUP_STEPS = 2
 """Minimum number of warm-up steps."""
@@ -40,7 +40,7 @@ WARMUP_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltPlan:
-    """A plan that is applied to the model of a bench."""
+    """A plan that has been applied to the model of a bench."""
 
     plan: Plan
     device: AbstractDevice
@@ -64,7 +64,7 @@ class LocalPreparedStep:
     """A plan that is ready to run steps on the model of a bench. Steps of different plans may alternate."""
 
     preparation_seconds = 0.0
-    """Seconds from the call of `prepare` to the end of its warm-up, plus the time of captures."""
+    """Seconds from the call of `prepare` to the end of its warm-up, plus the time for captures."""
     step_seconds = 0.0
     """Seconds of the last warm-up step."""
 
@@ -75,12 +75,12 @@ class LocalPreparedStep:
         self._reading = bench.read_batches(built.source)
         self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
         self._number = 0
-        # A learning rate of 0 keeps the arithmetic of the update but not its effect: diverging weights could become
+        # A learning rate of 0 preserves the arithmetic of the update but not its effect: diverging weights could become
         # denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
     def check(self) -> None:
-        """Raise ProbeFailedError if the compiled model differs from eager execution, or is not compiled at all."""
+        """Raise ProbeFailedError if the compiled model differs from eager execution, or was not compiled at all."""
         if self._compiled is None or skip_reason(self.plan) is not None:
             return
         model, loss, device = self._bench.model, self._bench.loss, self._built.device
@@ -98,7 +98,7 @@ class LocalPreparedStep:
             raise ProbeFailedError(str(parity), kind="error")
 
     def step(self, index: int) -> float:
-        """Run one optimizer step and return its seconds, including reading data and waiting for the device."""
+        """Run one optimizer step. Return its duration in seconds, including reading data and waiting for the device."""
         device, stepper = self._built.device, self._built.stepper
         self._number += 1
         with probe_errors(), self._applied():
@@ -115,7 +115,7 @@ class LocalPreparedStep:
             return seconds
 
     def capture(self, *, seconds: float) -> None:
-        """Run all batches twice more: the first pass captures repeated shapes, the second one warms up the replays."""
+        """Run all batches twice: the first pass captures repeated shapes, the second one warms up the replays."""
         start = time.perf_counter()
         for index in range(2 * NUM_BATCHES):
             self.step_seconds = self.step(index)
@@ -123,7 +123,7 @@ class LocalPreparedStep:
                 break
         stepper = self._built.stepper
         if isinstance(stepper, GraphedStepper):
-            # Only captures count as a cost: a run executes the steps anyway.
+            # Only captures count as a cost, because a run executes the steps anyway.
             self.preparation_seconds += stepper.capture_seconds
             if self.plan.graph == "on" and stepper.graph_obstacle is None and not stepper.num_captured:
                 raise ProbeFailedError("no two batches had the same shapes", kind="error")
@@ -144,7 +144,7 @@ class LocalPreparedStep:
 
 @contextmanager
 def compile_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a compilation in this process after this time, and reset the compiler's state."""
+    """Interrupt a compilation in this process after `seconds` and reset the state of the compiler."""
     try:
         with interrupt_after(seconds):
             yield
@@ -155,7 +155,7 @@ def compile_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def probe_errors() -> Iterator[None]:
-    """Convert errors of the user's model, loss or data to ProbeFailedError, which ends one probe and not the search."""
+    """Convert errors of the user's model, loss or data to ProbeFailedError, which ends one probe but not the search."""
     try:
         yield
     except ProbeFailedError:

@@ -1,4 +1,4 @@
-"""The progress of a run for its user: steps, epochs, samples and the best evaluation."""
+"""The progress of a run, for users: steps, epochs, samples and the best evaluation."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from whet.training.callback import State
 
 
 class Progress:
-    """A read-only view of the progress of a run. It is always current; copy the numbers to keep them."""
+    """A read-only view of the progress of a run. It is always current; copy values to keep them."""
 
     __slots__ = ("_state",)
 

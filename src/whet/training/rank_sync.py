@@ -1,8 +1,8 @@
 """Synchronize decisions between ranks: stop signals, checkpoints that are due, rollbacks and NaN losses.
 
-Decisions that do not depend on the step alone (a signal, the clock, a NaN loss that one rank reads first) must take
-effect at the same step on all ranks. The number of steps between synchronizations depends on the step time, and all
-ranks use the same number.
+A decision that depends on more than the step (a signal, the clock, a NaN loss that one rank reads first) must take
+effect at the same step on all ranks. The number of steps between synchronizations is derived from the step time and is
+the same on all ranks.
 """
 
 import time
@@ -13,12 +13,14 @@ from whet.distributed.group import RankGroup
 from whet.training.callback import Action
 
 SYNC_SECONDS = 0.25
-"""Target seconds between synchronizations: the delay of a stop request, in addition to the current step."""
+"""Target number of seconds between synchronizations, which delay a stop request beyond the current step."""
 MAX_STEPS_BETWEEN = 64
 """Maximum number of steps between synchronizations."""
 _STOP_WITHOUT_SIGNAL = 0.5
-"""The code of a stop without a signal. It is below every signal number, so a signal on any rank wins the max-reduce
-and sets the exit code of all ranks."""
+"""The code of a stop without a signal.
+
+It is lower than every signal number, so a signal on any rank wins the max-reduce and sets the exit code of all ranks.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class RankSync:
 
     def agree(self, step: int, action: Action, *, is_non_finite: bool, has_failed: bool) -> AgreedAction:
         """Merge the actions of all ranks. Every rank must call this after the same step."""
-        # One max-reduce for everything, including the elapsed time: all ranks must compute the same next step.
+        # Use one max-reduce for everything, including the elapsed time: all ranks must arrive at the same next step.
         mine = (
             float(action.signal or (_STOP_WITHOUT_SIGNAL if action.stop else 0.0)),
             float(action.save),

@@ -1,4 +1,4 @@
-"""Objects of the user that are saved and restored with a run: `session.register(name, obj)`."""
+"""User objects that are saved and restored with a run: `session.register(name, obj)`."""
 
 import random
 from collections import deque
@@ -15,27 +15,27 @@ from whet.checkpoint.snapshot import Stateful
 from whet.checkpoint.state_format import missing_children, seed_of_spawner, spawn
 
 Restore = Callable[[str, Stateful], bool]
-"""Restores an object by its name from a checkpoint, and returns whether the checkpoint has it."""
+"""Restores an object from a checkpoint by name, and returns whether the checkpoint contains it."""
 
 
 class RegisteredObjects:
-    """The registered objects by name, and how to restore those that are registered after the run was restored."""
+    """The registered objects by name, and a way to restore objects that are registered after the run was restored."""
 
     def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
         self.objects: dict[str, Any] = {}
         self._restore: Restore | None = None
         self._saved: set[str] = set()
-        """Names in the checkpoint that the run was restored from."""
+        """Names in the checkpoint from which the run was restored."""
         for name, obj in (objects or {}).items():
             self.add(name, obj)
 
     @property
     def owners(self) -> dict[str, Stateful]:
-        """The objects by name, each with state_dict and load_state_dict."""
+        """The objects by name, each in a form that has state_dict and load_state_dict."""
         return {name: _owner(obj) for name, obj in self.objects.items()}
 
     def add(self, name: str, obj: Any) -> None:
-        """Register an object, and load its state if the run was restored from a checkpoint that has one."""
+        """Register an object. If the run was restored from a checkpoint that has its state, load that state."""
         if not isinstance(name, str) or not name:
             raise UsageError(
                 "a registered object needs a name", got=repr(name)[:80], try_='session.register("teacher", teacher)'
@@ -48,16 +48,16 @@ class RegisteredObjects:
         self._load(name)
 
     def restore(self, names: Mapping[str, Any], restore: Restore) -> None:
-        """Load the states of a checkpoint. Those of objects that are not registered yet are loaded by `add`."""
+        """Load the states from a checkpoint. For objects that are not registered yet, `add` does so later."""
         self._restore, self._saved = restore, {*names}
         for name in self.objects:
             self._load(name)
         if self._saved <= self.objects.keys():
-            # Nothing is left to restore, so the checkpoint's memory can be freed.
+            # Nothing is left to restore, so the memory of the checkpoint can be freed.
             self._restore = None
 
     def begin(self, *, is_new: bool) -> list[str]:
-        """Return why a resumed run is not exact: registered names that are missing or new.
+        """Return the reasons why a resumed run is not exact: registered names that are missing or new.
 
         Call this before the first step. Objects that are added later are not restored.
         """
@@ -80,7 +80,7 @@ class RegisteredObjects:
 
 
 def check_has_state(name: str, obj: Any) -> None:
-    """Raise unless the state of an object can be read and set."""
+    """Raise UsageError if the state of an object cannot be read and set."""
     if isinstance(obj, type) or not (_has_methods(obj) or isinstance(obj, _PLAIN)):
         raise UsageError(
             f"{name!r} has no state that could be saved",
@@ -97,7 +97,7 @@ _PLAIN = (
     list, dict, set, deque, Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator,
     np.random.RandomState,
 )  # fmt: skip
-"""Kinds of objects without state_dict that are changed in place."""
+"""Types of objects that have no state_dict and are changed in place."""
 
 
 def _owner(obj: Any) -> Stateful:
@@ -108,20 +108,20 @@ def _owner(obj: Any) -> Stateful:
 
 
 class ModuleState:
-    """The state of a module with what its state_dict leaves out: attributes, other buffers, train and eval modes."""
+    """The complete state of a module, including attributes, non-persistent buffers, and train and eval modes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's own state_dict, and the rest by submodule."""
+        """Return the module's own state_dict and the state that it leaves out."""
         own = self._module.state_dict()
         buffers = {name: tensor for name, tensor in self._module.named_buffers() if name not in own}
         modes = {name: module.training for name, module in self._module.named_modules()}
         return {"own": own, "buffers": buffers, "modes": modes, "attributes": saved_attributes(self._module)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load all of it."""
+        """Load the state that `state_dict` returned."""
         self._module.load_state_dict(state["own"])
         named = dict(self._module.named_modules())
         for name, buffer in state["buffers"].items():
@@ -133,13 +133,13 @@ class ModuleState:
 
 
 class PlainState:
-    """The state of an object that is changed in place, as state_dict and load_state_dict."""
+    """An adapter with state_dict and load_state_dict for an object that is changed in place."""
 
     def __init__(self, obj: Any) -> None:
         self._obj = obj
 
     def state_dict(self) -> Any:
-        """Return the object, or the state of a generator."""
+        """Return the object itself, or the state if it is a random generator."""
         obj = self._obj
         if isinstance(obj, np.random.Generator):
             return {**obj.bit_generator.state, "seed": seed_of_spawner(obj)}
@@ -148,10 +148,10 @@ class PlainState:
         return obj.getstate() if isinstance(obj, random.Random) else obj
 
     def load_state_dict(self, state: Any) -> None:
-        """Change the object in place."""
+        """Change the object in place to match the state."""
         obj = self._obj
         if isinstance(obj, np.random.Generator):
-            # With another seed, the resume is called not bit-exact, because the states are compared afterwards.
+            # With a different seed, the resume is reported as not bit-exact, because the states are compared afterward.
             spawn(obj, missing_children(obj, state["seed"]) or 0)
             obj.bit_generator.state = state
         elif isinstance(obj, torch.Generator | np.random.RandomState):

@@ -1,4 +1,4 @@
-"""Restore a run from a checkpoint, and compare the current environment with the saved one."""
+"""Restore a run from a checkpoint and compare the current environment with the saved one."""
 
 import platform
 from collections.abc import Collection, Mapping
@@ -40,19 +40,19 @@ _ROUNDING_SETTINGS = (
     "norms",
     "causal_mask",
 )
-"""Settings of the plan that change the order of sums or the rounding, and so the last bits of the result."""
+"""Settings of the plan that affect rounding or the order of sums, and therefore the last bits of the result."""
 
 
 _CPU_VARIABLES = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
 _CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 """Environment variables that change the last bits and that no setting of the plan covers.
 
-OMP_NUM_THREADS and MKL_NUM_THREADS are not among them: what they decide is recorded as `threads`.
+OMP_NUM_THREADS and MKL_NUM_THREADS are not included: their effect is recorded as `threads`.
 """
 
 
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
-    """Return everything besides the training options that affects the last bits of the result."""
+    """Return everything, apart from the training options, that affects the last bits of the result."""
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
@@ -76,7 +76,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
 
 
 def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str, EnvironmentValue]) -> list[str]:
-    """Return the changes by name. A name that is missing on one side counts as a change.
+    """Return the changes by name. A name that only one side has counts as a change.
 
     >>> environment_changes({"threads": 8, "torch": "2.13"}, {"threads": 2, "torch": "2.13"})
     ['threads 8 -> 2']
@@ -87,11 +87,14 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
 
 _RESTORED = "session state restored exactly"
 CUSTOM_LOOP = f"{_RESTORED}; your own variables only if registered"
-"""The claim for a resumed `Session`: the variables of the user's loop may hold state that no session can see."""
+"""The claim for a resumed `Session`: variables of the user's loop may hold state that a session cannot see."""
 
 
 def missing_state(info: CheckpointInfo, *, is_custom_loop: bool) -> list[str]:
-    """Return what a checkpoint lacks that may influence the training run, or may not: a variable can be a log."""
+    """Return descriptions of state that a checkpoint lacks and that may influence training.
+
+    A variable that was not saved may also be irrelevant to training, such as a log.
+    """
     missing = [f"{variables} and is not saved" for variables in info.unregistered]
     if missing and not is_custom_loop:
         missing[-1] += " (register={name: object}, if training reads it)"
@@ -103,7 +106,7 @@ def missing_state(info: CheckpointInfo, *, is_custom_loop: bool) -> list[str]:
 def describe_exactness(reasons: list[str], missing: list[str], device: AbstractDevice, *, is_custom_loop: bool) -> str:
     """Describe how exactly a resumed run reproduces an uninterrupted one.
 
-    `reasons` say why it does not. `missing` names variables that have changed and were not saved. Most are logs,
+    `reasons` explain why it does not. `missing` names variables that have changed and were not saved. Most are logs,
     but whether training reads one is unknown, so `whet.train` then claims no more than a user-written loop does.
     """
     if reasons:
@@ -118,7 +121,7 @@ def describe_exactness(reasons: list[str], missing: list[str], device: AbstractD
 
 
 def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
-    """Add to the fields of a resume event since which step the run is not bit-exact, if it is not."""
+    """Add to the fields of a resume event the step since which the run has not been bit-exact, if there is one."""
     events = () if run is None else History(run).events(kinds=INCIDENT_KINDS)
     changes = [event for event in events if event.get("exact") is False]
     if not changes or fields.get("exact") is False:
@@ -129,12 +132,12 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The outcome of `restore_run`."""
+    """The result of `restore_run`."""
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
     missing: list[str]
-    """What the checkpoint lacks that may influence the training run."""
+    """Descriptions of state that the checkpoint lacks and that may influence training."""
     fields: dict[str, Any]
     """Fields of the resume event."""
     changed_code: list[str]
@@ -151,13 +154,13 @@ def restore_run(
 ) -> RestoredRun:
     """Restore the state after `step`.
 
-    `data` describes the current data, and `initial_state` the model when this session began.
+    `data` describes the current data, and `initial_state` the model at the start of this session.
     """
     stepper, state = run.stepper, run.state
     reasons = _data_changes(snapshot.info, data, run.config.allow)
     initial, changes = _hyperparameter_changes(snapshot, run)
     reasons += changes
-    # Nothing was computed before step 1, so a changed environment cannot make the run inexact.
+    # Nothing was computed before step 1, so a different environment does not make the run inexact.
     if step > 0:
         now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
         reasons += environment_changes(snapshot.info.environment, now)
@@ -191,12 +194,12 @@ def restore_run(
         reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
     length = run.source.num_samples
     if length is not None and state.position.samples >= length:
-        # The data has become shorter, and the epoch has no samples left: continue with the next epoch.
+        # The data has become shorter and the epoch has no samples left: continue with the next epoch.
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
     if not reasons and run.group.is_single_process:
-        # The state is compared with the checkpoint, so that only what was restored completely is called exact.
+        # Compare the state with the checkpoint, so that only a complete restore is called exact.
         is_pending = not snapshot.facts["registered"].keys() <= run.registered.objects.keys()
         names = restored_differences(snapshot, run)
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
@@ -213,9 +216,10 @@ def restore_run(
 
 
 def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapping[str, Any], list[str]]:
-    """Return the hyperparameters that the run was started with, and those that have changed since.
+    """Return the hyperparameters with which the run was started, and those that have changed since.
 
-    Raise for a change unless it is allowed: the user would not see that the old value stays in use.
+    Raise UsageError for a change that is not allowed, because the user would not notice that the old value stays in
+    effect.
     """
     try:
         initial = snapshot.progress["initial"]
@@ -237,7 +241,7 @@ def _structure_error(error: Exception) -> WhetError:
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:
-    """Return the changes of the data and the global batch size. Raise for a change that `allow` does not name."""
+    """Return the changes of the data and the global batch size. Raise UsageError unless `allow` permits them."""
     then = {name: saved.data.get(name) for name in now}
     if then["global_batch_size"] != now["global_batch_size"] and "batch" not in allow:
         raise UsageError(
@@ -246,7 +250,8 @@ def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collecti
             try_='the same global batch size, or --allow batch (allow=("batch",)) to resume, not bit-exact',
         )
     prints = then["fingerprint"], now["fingerprint"]
-    # A fingerprint can be unknown: samples that differ on each read, or a killed worker. Compare only lengths then.
+    # A fingerprint is unknown if samples differ on each read or a worker was killed. In that case, compare only
+    # lengths.
     is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
     if is_other and "data" not in allow:
         raise DataChangedError(

@@ -1,4 +1,4 @@
-"""Decide whether a run starts or resumes, which plan it uses, and which options may change."""
+"""Decide whether a run starts or resumes, which plan it uses and which options may change."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from whet.training.run_config import RunConfig
 
 GROWABLE_KEYS = ("epochs", "max_steps")
-"""Options that may grow when a run resumes; None is the largest value."""
+"""Options that may be increased when a run resumes; None counts as the largest value."""
 
-# A resumed run takes these settings from the new call, not from the saved plan.
+# A resumed run takes these settings from the new call rather than from the saved plan.
 _FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
 FREE_KEYS = ("epochs_per_session", "verify_resume", *_FREE_SETTINGS)
 """Options that may change when a run resumes."""
@@ -32,7 +32,7 @@ ALLOWED_KEYS = {
     "batch": ("global_batch_size",),
     "lr": ("lr", "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay"),
 }
-"""Options that may change if `allow` contains the key; the run is then not bit-exact."""
+"""Options that may change if `allow` contains the key. The run is then not bit-exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class ResumeDecision:
 
     plan: Plan
     run: Run | None
-    """The run that is resumed; None for a new one."""
+    """The run to resume; None for a new one."""
     replanned: str | None = None
-    """The reason for a new plan; None if the saved plan is used or the run is new."""
+    """The reason for making a new plan; None if the saved plan is used or the run is new."""
 
 
 def run_exists(path: Path | None) -> bool:
@@ -52,9 +52,9 @@ def run_exists(path: Path | None) -> bool:
 
 
 def ended_before_first_step(path: Path) -> bool:
-    """Return whether a folder holds only an attempt to start. A corrected program need not match it.
+    """Return whether a folder holds only an attempt that failed or was stopped before its first step.
 
-    It failed, or was stopped in its first step.
+    A corrected program does not need to match such an attempt.
     """
     if any(store.list_steps(path / CHECKPOINTS)) or foreign_files(path):
         return False
@@ -70,15 +70,15 @@ def ended_before_first_step(path: Path) -> bool:
 
 
 def _has_trained(step: Event) -> bool:
-    """Return whether a step has trained: its loss is finite, or a manual step has logged none."""
+    """Return whether a step counts as training: its loss is finite, or it is a manual step that logged no loss."""
     loss = step.number("loss")
     return "loss" not in step.fields or (loss is not None and math.isfinite(loss))
 
 
 def decide_resume(requested: "RunConfig") -> ResumeDecision:
-    """Return the saved plan of the run folder if it fits this machine, else a new plan. Nothing is written.
+    """Return the saved plan if it fits this machine, otherwise a new plan. Nothing is written.
 
-    A new run uses `requested.plan` if it is given. A plan for a different machine is an error.
+    A new run uses `requested.plan` if one is given. A plan for a different machine raises UsageError.
     """
     machine, system_state = current_machine()
     plan = make_plan(machine, requested.workload, overrides=requested.overrides, system_state=system_state)
@@ -118,7 +118,7 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
 
 
 def _forced_settings(saved: Plan, plan: Plan) -> dict[str, Setting]:
-    """Return the current values of settings that the environment fixes now, or fixed when the plan was made."""
+    """Return the current values of settings that the environment determines now, or did when the plan was made."""
     now = {name: plan.settings[name] for name in FINAL_SETTINGS}
     return {
         name: setting
@@ -128,7 +128,7 @@ def _forced_settings(saved: Plan, plan: Plan) -> dict[str, Setting]:
 
 
 def check_plan_fits(given: Plan, ours: Plan) -> None:
-    """Raise if a plan was made for a different machine or training."""
+    """Raise UsageError if a plan was made for a different machine or training run."""
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
@@ -142,10 +142,10 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
 def check_unchanged(
     saved: Mapping[str, Any], requested: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
 ) -> None:
-    """Raise for the first option that differs from the saved one, unless it may change."""
+    """Raise UsageError for the first option that differs from the saved one and may not change."""
     for key in sorted({*saved, *requested}):
         before, now = saved.get(key), requested.get(key)
-        # An option that was added in a later version of whet is missing from older runs.
+        # An option that a later version of whet has added is missing from older runs.
         is_new_default = key not in saved and now in (None, "auto")
         if before == now or is_new_default or key in (*FREE_KEYS, *free):
             continue
@@ -163,7 +163,7 @@ def check_unchanged(
 
 
 def _differences(key: str, now: Any, before: Any) -> tuple[str, str]:
-    """Return both values of an option as arguments. Of a group, only the keys that differ."""
+    """Return both values of an option in the form of arguments. For a group, include only the keys that differ."""
     if not (isinstance(now, Mapping) and isinstance(before, Mapping)):
         return f"{key}={now}", f"{key}={before}"
     names = [name for name in {**before, **now} if now.get(name) != before.get(name)]
@@ -181,12 +181,12 @@ def _has_grown(before: Any, now: Any) -> bool:
 
 
 def _without_device(overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the overrides without the device: a run may move to another device, which makes a new plan."""
+    """Return the overrides without the device. A run may move to another device, which requires a new plan."""
     return {name: value for name, value in overrides.items() if name != "device"}
 
 
 def _plan_changes(old: Plan, new: Plan) -> str | None:
-    """Describe in one line why the saved plan does not fit this machine; None if it fits."""
+    """Describe in one line why the saved plan does not fit this machine; None if it does."""
     saved, current = old.machine, new.machine
     pairs = {
         "device": (old.overrides.get("device", "auto"), new.overrides.get("device", "auto")),

@@ -1,7 +1,8 @@
-"""Verify a resume: repeat the steps between the last two checkpoints and compare them with what was recorded.
+"""Verify a resume: repeat the steps between the last two checkpoints and compare the results with the record.
 
-The run is restored from the checkpoint before the newest one. Repeated steps are not logged again, and nothing is saved
-until the newest checkpoint is reached, so a run that is killed meanwhile resumes as if it had not been verified.
+The run is restored from the second-newest checkpoint. Repeated steps are not logged again, and nothing is saved until
+the newest checkpoint is reached. A run that is killed in the meantime therefore resumes as if nothing had been
+verified.
 """
 
 from typing import TYPE_CHECKING
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from whet.step.step import Outcome
     from whet.training.run_context import RunContext
 
-# Code between steps may have run further when the newest checkpoint was written.
+# Code between steps may already have run further when the newest checkpoint was written.
 _UNCOMPARED = ("the generator of ", "rng.", "progress.")
 
 
 def find_earlier(folder: Run, newest: int) -> store.LoadedCheckpoint | None:
-    """Load the checkpoint before the newest one; None if there is none that can be read."""
+    """Load the checkpoint before the newest one; None if there is no readable one."""
     steps = [step for step in store.list_steps(folder.checkpoints) if step < newest]
     try:
         return store.load_newest(folder.checkpoints, run_id=folder.header.id, steps=steps)
@@ -33,14 +34,14 @@ def find_earlier(folder: Run, newest: int) -> store.LoadedCheckpoint | None:
 
 
 class ResumeVerification(Callback):
-    """Repeats the steps up to the newest checkpoint. The checkpointer calls `finish` there instead of saving."""
+    """A callback that repeats the steps up to the newest checkpoint, where the checkpointer calls `finish`."""
 
     def __init__(self, *, until: int) -> None:
         self.until = until
         """The step of the newest checkpoint."""
 
     def begin(self, run: "RunContext", restored: RestoredRun) -> None:
-        """Announce the verification. The run is restored from the earlier checkpoint."""
+        """Announce the verification. The run has been restored from the earlier checkpoint."""
         assert run.folder is not None
         self._run, self._restored, self._first = run, restored, run.state.step + 1
         events = History(run.folder).events(kinds=("step",))
@@ -54,7 +55,7 @@ class ResumeVerification(Callback):
         return Action.SAVE if state.step == self.until and self._run.verification is self else Action.NONE
 
     def finish(self) -> None:
-        """Compare losses and weights, and log the verdict. The state is that of the newest checkpoint afterwards."""
+        """Compare losses and weights, and log the result. Afterward, the state is that of the newest checkpoint."""
         run = self._run
         run.verification = None
         run.log.read()
@@ -83,10 +84,10 @@ class ResumeVerification(Callback):
 
 
 def _loss_difference(recorded: dict[int, float | None], repeated: dict[int, float | None]) -> list[str]:
-    """Return the first loss that differs. Skipped steps have none."""
+    """Return a description of the first loss that differs, as a list. Skipped steps have no loss."""
     for step in sorted(recorded.keys() | repeated.keys()):
         before, now = recorded.get(step), repeated.get(step)
-        # repr, because NaN equals NaN here, and -0.0 does not equal 0.0.
+        # Compare by repr: NaN then equals NaN, and -0.0 does not equal 0.0.
         if repr(before) != repr(now):
             return [f"the loss of step {step:,} was {before!r} and is {now!r}"]
     return []

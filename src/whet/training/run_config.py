@@ -1,4 +1,4 @@
-"""RunConfig: the request of the user, validated and with defaults filled in."""
+"""The user's request, validated and with defaults filled in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ from whet.verify.trainable import OutputFunction, adapt_outputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """The request of the user: model, data, optimizer, training options and run folder."""
+    """The user's request: model, data, optimizer, training options and run folder."""
 
     model: nn.Module
     optimizer: Optimizer | OptimizerChoice
@@ -54,7 +54,7 @@ class RunConfig:
     workload: Workload
     overrides: Mapping[str, Scalar]
     plan: Plan | None = None
-    """The plan for a new run; None if setup() makes it."""
+    """The plan for a new run; None if setup() is to make one."""
     measure: bool = True
     """Whether the first step of a custom loop measures which plan is fastest."""
     path: Path | None = None
@@ -62,7 +62,7 @@ class RunConfig:
     goal: str | None = None
     """The metric that selects the best checkpoint."""
     mode: GoalMode = "max"
-    """Whether a higher ("max") or a lower ("min") goal is better."""
+    """Whether a higher ("max") or a lower ("min") value of the goal is better."""
     recipe: str = PYTHON_RECIPE
     script: str | None = None
     """The user's file and function that made this call; None for a recipe."""
@@ -72,23 +72,23 @@ class RunConfig:
     allow: tuple[str, ...] = ()
     """Changes that are allowed when the run resumes: "data", "batch", "lr"."""
     init_from: str | Path | None = None
-    """A run or an import whose weights a new run starts with."""
+    """The run or import that provides the initial weights of a new run."""
     attach: Mapping[str, bytes] = field(default_factory=dict)
     """Extra files of a new run folder, by name."""
     outputs: OutputFunction | None = None
-    """A function from a micro-batch to outputs, for causal models; causality is then verified."""
+    """For causal models, a function from a micro-batch to outputs, which is used to verify causality."""
     callbacks: tuple[Callback, ...] = ()
     register: Mapping[str, Any] = field(default_factory=dict)
-    """Objects of the user that are saved and restored with the run, by name."""
+    """User objects that are saved and restored with the run, by name."""
     loss: Any = None
-    """The loss function of `whet.train`, which is known before the first step; None in a loop of the user."""
+    """The loss function of `whet.train`, which is known before the first step; None in a custom loop."""
     evaluate: Any = None
-    """The evaluation function of `whet.train`; None in a loop of the user."""
+    """The evaluation function of `whet.train`; None in a custom loop."""
     is_custom_loop: bool = False
     """Whether the user wrote the training loop, whose variables a session cannot see."""
     on_event: EventHandler | None = None
     read_sensors: ReadSystemState | None = None
-    """A function that reads sensors; None for those of this machine."""
+    """A function that reads the sensors; None means the sensors of this machine."""
 
 
 def make_run_config(
@@ -97,7 +97,7 @@ def make_run_config(
     data: Any,
     keywords: SessionKeywords,
 ) -> RunConfig:
-    """Validate the arguments of a call and fill in defaults. Several models and optimizers are dicts."""
+    """Validate the arguments of a call and fill in defaults. Several models or optimizers are passed as dicts."""
     model, optimizers = as_module(model), as_optimizer_set(optimizer)
     training = parse_training_config(with_loader_options(data, keywords.training))
     plan, overrides, device = keywords.plan, keywords.overrides or {}, keywords.device
@@ -110,7 +110,7 @@ def make_run_config(
     for name, one in optimizers.torch_optimizers.items():
         check_plateau_goal(config_for_optimizer(training, name, one), goal=keywords.goal, mode=mode)
     ranks = read_rank_info()
-    # Checked before the ranks connect: there is no collective for MPS tensors, so the ranks could only fail later.
+    # Check this before the ranks connect: there are no collectives for MPS tensors, so the ranks would only fail later.
     check_not_mps(ranks.size, device=str(overrides.get("device", device)), is_mac=mps.mps_unavailable_reason() is None)
     chosen = {**(plan.overrides if plan else overrides), **({} if device == "auto" else {"device": device})}
     described_optimizer = _describe_optimizer(optimizers.main, model)
@@ -154,7 +154,7 @@ def make_run_config(
 
 
 def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Mapping[str, Any]:
-    """Return what a resume compares: the options of a recipe, or those of the training run."""
+    """Return the options that a resume compares: those of a recipe, or those of the training run."""
     if keywords.config is not None:
         return keywords.config
     weights = {} if keywords.init_from is None else {"init_from": str(keywords.init_from)}
@@ -162,20 +162,20 @@ def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Ma
 
 
 def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, str | None]:
-    """Return what a plan needs to know about the user's optimizer object."""
+    """Return the facts about the user's optimizer object that a plan needs."""
     if not isinstance(optimizer, Optimizer):
         return {}
     return {"optimizer": type(optimizer).__name__, "optimizer_obstacle": kernel_obstacle(optimizer, model)}
 
 
 def plan_from_rules(config: RunConfig) -> Plan:
-    """Return the plan that rules alone make on this machine, without measurements."""
+    """Return the plan that the rules make for this machine, without measurements."""
     machine, system_state = current_machine()
     return make_plan(machine, config.workload, overrides=config.overrides, system_state=system_state)
 
 
 def is_rereadable(data: Any) -> bool:
-    """Return whether the data can be read twice. An iterable dataset is consumed by its first reader."""
+    """Return whether the data can be read more than once. Reading an iterable dataset consumes it."""
     if isinstance(data, DataLoader):
         return is_rereadable_loader(data)
     return is_map_style(data)

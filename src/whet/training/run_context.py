@@ -1,4 +1,4 @@
-"""RunContext: a live run, shared by the session and its callbacks."""
+"""A live run, shared by the session and its callbacks."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ from whet.training.source_code import SourceCode, model_classes
 from whet.training.torch_schedule import schedule_functions
 
 _BETWEEN_STEPS = 2**32
-"""Makes the seed of the code between steps differ from that of any epoch or step."""
+"""Distinguishes the seed of code between steps from the seeds of all epochs and steps."""
 
 
 class RunContext:
@@ -51,9 +51,9 @@ class RunContext:
 
     checkpointer: Checkpointer | None = None
     verification: ResumeVerification | None = None
-    """Repeats the steps up to the newest checkpoint; None if a resume is not verified, or is already."""
+    """Repeats the steps up to the newest checkpoint; None if a resume is not verified or already has been."""
     gaps: GapDetector | None = None
-    """Detects state that checkpoints do not hold; None if this process writes none."""
+    """Detects state that checkpoints do not hold; None if this process writes no checkpoints."""
     executor: Executor
     callbacks: CallbackList
 
@@ -91,25 +91,25 @@ class RunContext:
         self.is_new = False
         """Whether this session has started the run."""
         self.replaced: Path | None = None
-        """The folder of a failed attempt that this run has replaced."""
+        """The folder of a failed attempt that this run has replaced; None if there was none."""
         self.exit_stack = exit_stack
-        """Undoes the setup when the session ends, in reverse order."""
+        """Undoes the setup in reverse order when the session ends."""
         self.folder: Run | None = None
         self.guard: NonFiniteGuard
         self.log: Recorder
         self.stop_signals = StopSignals()
         self.divides_batches = config.training.split_batch is not False
-        """Whether the loss may be called with some samples of a batch, for checks before the first step."""
+        """Whether the loss may be called with only some samples of a batch in the checks before the first step."""
         self.has_users_gradients = False
-        """Whether the gradients come from a manual step. Checkpoints then keep them: they may be accumulated."""
+        """Whether a manual step produced the gradients, which may be accumulated. Checkpoints then save them."""
         self.pending = Action.NONE
-        """The merged actions that the loop has not performed yet."""
+        """The merged actions that the loop has not carried out yet."""
         self.requests: deque[Action] = deque()
         """Actions that other threads and signal handlers have requested since the last step."""
 
     @property
     def other_optimizers(self) -> dict[str, tuple[Optimizer, torch.amp.GradScaler]]:
-        """The optimizers besides the main one, and their loss scalers, by name."""
+        """All optimizers except the main one, by name, each with its loss scaler."""
         _, *others = self.steppers.items()
         return {name: (stepper.optimizer, stepper.scaler) for name, stepper in others}
 
@@ -119,13 +119,13 @@ class RunContext:
         return None if self.folder is None else self.folder.path
 
     def request(self, action: Action) -> None:
-        """Request an action from any thread or signal handler. The loop performs it after the current step."""
-        # deque.append is atomic. A lock could deadlock: a signal handler may run between any two bytecodes.
+        """Request an action from any thread or signal handler. The loop carries it out after the current step."""
+        # deque.append is atomic. A lock could deadlock, because a signal handler may run between any two bytecodes.
         self.requests.append(action)
 
     @property
     def is_stop_requested(self) -> bool:
-        """Whether a stop was requested that the loop has not performed yet."""
+        """Whether a stop has been requested that the loop has not carried out yet."""
         return self.pending.stop is not None or any(action.stop is not None for action in tuple(self.requests))
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -134,7 +134,7 @@ class RunContext:
         return self.log.timed(read)
 
     def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
-        """Return the first samples of a batch, or all of them if the loss needs the whole batch."""
+        """Return the first `size` samples of a batch, or all of them if the loss needs the whole batch."""
         size = min(size, len(batch)) if self.divides_batches else len(batch)
         return next(iter(self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)))
 
@@ -147,7 +147,7 @@ class RunContext:
             rewrite_parts(self.folder, plan=plan.as_json())
 
     def plan_again(self, **facts: Any) -> None:
-        """Plan again with more facts about the workload."""
+        """Make a new plan from additional facts about the workload."""
         plan = self.plan
         self.use_plan(
             make_plan(
@@ -161,11 +161,11 @@ class RunContext:
         )
 
     def watch_for_stalls(self) -> None:
-        """Tell the stall detector whether the model is compiled: it may compile again for a new shape."""
+        """Inform the stall detector whether the model is compiled, since a new shape may then trigger a compilation."""
         self.group.stall_detector.is_compiled = self.plan.compile != "off"
 
     def replan(self, plan: Plan) -> None:
-        """Apply a measured plan to a run with one optimizer that has not stepped yet. Its device and data stay."""
+        """Apply a measured plan to a run with one optimizer, before its first step. Device and data stay the same."""
         self.executor.close()
         optimizer, training = self.stepper.optimizer, self.config.training
         self.layout.use(plan.layout, optimizer)
@@ -184,16 +184,16 @@ class RunContext:
         self.use_plan(plan)
         self.executor = Executor(self)
         if self.checkpointer is not None:
-            # The first checkpoint names the settings that later ones must match.
+            # The first checkpoint records the settings that later ones must match.
             self.checkpointer.save_initial_again()
 
     def note_inexact(self, step: int, reason: str) -> None:
-        """Record in all later checkpoints that the run is not bit-exact since `step`."""
+        """Record in all later checkpoints that the run has not been bit-exact since `step`."""
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
     def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
-        """Record a gap in all later checkpoints, and warn of it once."""
+        """Record a gap in all later checkpoints and log one warning about it."""
         if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
             how = "session.register(name, object)" if self.config.is_custom_loop else "register={name: object}"
             reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
@@ -202,7 +202,7 @@ class RunContext:
             self.log.event("warning", step=self.state.step, reason=reason, retry="never")
 
     def begin_steps(self) -> None:
-        """Save objects that were registered after the initial state was saved, and warn of those that are missing."""
+        """Save objects that were registered late, and warn about registered names that differ from the checkpoint."""
         for mismatch in self.registered.begin(is_new=self.state.step == 0):
             self.log.event("warning", step=self.state.step, reason=mismatch, exact=False, retry="never")
             self.note_inexact(self.state.step, mismatch)
@@ -228,7 +228,7 @@ class RunContext:
         self.executor.expect_changes()
         self.verification, self.log.repeat_until = None, -1
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
-        # The non-finite step was discarded with all others since the checkpoint, so the guard starts clean.
+        # The non-finite step was discarded with all others since the checkpoint, so the guard starts afresh.
         self.guard.first_non_finite = None
 
     def has_logged(self, prefix: str) -> bool:
@@ -239,7 +239,7 @@ class RunContext:
         if self.group.is_rank_zero:
             newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
             is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
-        # Rank 0 decides: the other ranks may see its writes a little later.
+        # Rank 0 decides: the other ranks may see its writes slightly later.
         return bool(self.group.broadcast(is_logged))
 
     def last_metrics(self) -> dict[str, float]:
@@ -254,10 +254,10 @@ class RunContext:
         return shared
 
     def raise_callback_error(self) -> NoReturn:
-        """Save a checkpoint and raise the error of a callback that failed on any rank."""
+        """Save a checkpoint, then raise the error of a callback that failed on any rank."""
         failure = self.callbacks.failure
         if self.group.is_single_process:
-            # The final checkpoint is written on the way out of the session.
+            # The final checkpoint is written when the session is left.
             assert failure is not None
             raise failure[1]
         messages = self.group.all_gather(None if failure is None else f"{failure[0]}: {failure[1]}")
@@ -281,7 +281,7 @@ class RunContext:
         return changes + ([] if self.config.loss is None else self.sources.observe_loss(self.config.loss))
 
     def warn_changed_code(self, changes: list[str]) -> None:
-        """Log that code is not what the run was started with: its results may differ from an uninterrupted run."""
+        """Log a warning for each change of code since the run began: results may differ from an uninterrupted run."""
         for change in changes:
             reason = f"{change} since the run was started"
             self.log.event("warning", step=self.state.step, reason=reason, exact=False, retry="never")

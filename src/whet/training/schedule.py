@@ -1,4 +1,4 @@
-"""Learning rate schedules: a factor of the base rate for each step. Steps count from 1."""
+"""Learning rate schedules: a factor of the base rate for each step. Steps are counted from 1."""
 
 import contextlib
 import inspect
@@ -21,7 +21,7 @@ SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 
 
 class LearningRateSchedule:
-    """A factor of the base rate for each step. It depends on the step only, except for plateau, which has state."""
+    """A factor of the base rate for each step. It depends only on the step, except for plateau, which has state."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class LearningRateSchedule:
     ) -> None:
         self._shape = shape
         self.facts = dict(facts or {})
-        """The numbers that the user's function is bound to."""
+        """The numbers that the user's schedule function is bound to."""
         self._is_plateau = is_plateau
         self._patience = patience
         self._best: float | None = None
@@ -41,11 +41,14 @@ class LearningRateSchedule:
         self._reduction = 1.0
 
     def factor(self, step: int) -> float:
-        """Return the factor for one step."""
+        """Return the factor for a step."""
         return self._shape(step) * self._reduction
 
     def observe(self, score: float) -> None:
-        """Record the score of an evaluation; higher is better. A plateau schedule halves the rate without progress."""
+        """Record the score of an evaluation, where higher is better.
+
+        Plateau halves the rate if there is no progress.
+        """
         if not self._is_plateau:
             return
         if math.isfinite(score) and (self._best is None or score > self._best):
@@ -67,7 +70,7 @@ class LearningRateSchedule:
 def make_schedule(
     shape: str | Callable[[int], float], *, total_steps: int | None, warmup_steps: int = 0
 ) -> LearningRateSchedule:
-    """Make a schedule from a name or from a function of the step. Warm-up rises linearly from the first step."""
+    """Create a schedule from a name or a function of the step. During warm-up, the rate rises linearly."""
     if callable(shape):
         return LearningRateSchedule(shape, facts=describe_function(shape))
     if shape not in SCHEDULE_NAMES:
@@ -82,7 +85,7 @@ def make_schedule(
             return step / (warmup_steps + 1)
         if shape in ("constant", "plateau") or total_steps is None:
             return 1.0
-        # step - 1, so that the last step still has a rate above zero: a rate of 0 would waste it.
+        # Use step - 1, so that the last step still has a rate above zero: a rate of 0 would waste it.
         done = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
         return 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
@@ -92,7 +95,7 @@ def make_schedule(
 class LearningRates:
     """Sets the learning rates of an optimizer: the base rate of each parameter group times the schedule's factor.
 
-    It also keeps the hyperparameters that the run was started with, which a resume compares with those it is given.
+    It also keeps the hyperparameters with which the run was started; a resume compares them with those it is given.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LearningRateSchedule, base: list[float]) -> None:
@@ -100,18 +103,18 @@ class LearningRates:
         self._schedule = schedule
         self._last_set: list[float] = []
         self._given = {"groups": _compared_values(optimizer, base), "schedule": self._describe_schedule()}
-        # Only the user changes hyperparameters between two sessions, except for what the last session left.
+        # Hyperparameters that differ from what the last session left were changed by the user.
         self._is_left = _left_by_session.get(optimizer) == self._given
         self.initial: dict[str, Any] = self._given
-        """The hyperparameters that the run was started with, as JSON; saved in every checkpoint."""
+        """The hyperparameters with which the run was started, as JSON. Every checkpoint saves them."""
 
     @property
     def base(self) -> list[float]:
-        """The learning rate of each parameter group at the beginning; a schedule's factor multiplies it."""
+        """The initial learning rate of each parameter group, which the schedule multiplies by its factor."""
         return [float(values["lr"]) for values in self.initial["groups"]]
 
     def set_for(self, step: int) -> float:
-        """Set the rates of a step and return that of the first group. Raise if other code has changed the rates."""
+        """Set the rates for a step and return that of the first group. Raise if other code has changed the rates."""
         base = self.base
         check_parameter_groups(self._optimizer, base)
         _check_no_other_scheduler(self._optimizer, self._last_set)
@@ -119,20 +122,20 @@ class LearningRates:
         return self._last_set[0]
 
     def after_step(self, *, is_last_of_epoch: bool, stepped: Iterable[str] | None = None) -> None:
-        """Advance the schedule after a batch. `stepped` names the optimizers that made a step; None for all.
+        """Advance the schedule after a batch. `stepped` names the optimizers that took a step; None means all.
 
         A function of the step has nothing to advance.
         """
 
     def observe(self, score: float) -> None:
-        """Record the score of an evaluation; higher is better."""
+        """Record the score of an evaluation, where higher is better."""
         self._schedule.observe(score)
 
     def check_length(self, num_steps: int | None) -> None:
-        """Raise if the schedule ends before the remaining steps; None if their number is unknown."""
+        """Raise UsageError if the schedule ends before the remaining `num_steps`; None means that number is unknown."""
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return by name what differs between the saved `initial` and the hyperparameters that the user has passed."""
+        """Return the hyperparameters, by name, in which the saved `initial` differs from those the user passed."""
         return [] if self._is_left else hyperparameter_changes(saved, self._given)
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,18 +145,18 @@ class LearningRates:
     def load_state_dict(self, state: Mapping[str, Any], *, initial: Mapping[str, Any], is_changed: bool) -> None:
         """Restore the state, after the optimizer has been restored.
 
-        With `is_changed`, the run continues with the hyperparameters that the user has passed now.
+        With `is_changed`, the run continues with the hyperparameters that the user passed to this session.
         """
         self._schedule.load_state_dict(dict(state))
         self.initial = self._given if is_changed else dict(initial)
         if is_changed:
             self._use_given_values()
-        # Restoring the optimizer has overwritten its rates, so the last rates are forgotten: otherwise the check for a
-        # second scheduler would fail.
+        # Restoring the optimizer has overwritten its rates. Forget the last rates; otherwise the check for a second
+        # scheduler would fail.
         self._last_set = []
 
     def close(self) -> None:
-        """Set the optimizer back to its base rates, and remember what this session leaves."""
+        """Reset the optimizer to its base rates and record the hyperparameters that this session leaves."""
         set_learning_rate(self._optimizer, 1.0, self.base)
         self._remember()
 
@@ -180,7 +183,7 @@ _left_by_session: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictiona
 
 
 def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group, encoded. What has no short encoding is not compared."""
+    """Return the encoded hyperparameters of each group. Values without a short encoding are not compared."""
     groups = []
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         values: dict[str, Any] = {}
@@ -193,7 +196,7 @@ def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str,
 
 
 def _as_number(value: Any) -> Any:
-    # The plan decides whether a number is on the device.
+    # The plan determines whether a number is on the device.
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
@@ -204,7 +207,7 @@ def hyperparameter_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     ['lr 0.1 -> 0.3']
     """
     changes = []
-    # A different number of groups is found when the optimizer is restored.
+    # A different number of groups is detected when the optimizer is restored.
     for number, (before, after) in enumerate(zip(saved["groups"], now["groups"], strict=False), start=1):
         where = f" (parameter group {number})" if len(saved["groups"]) > 1 else ""
         changes += [f"{change}{where}" for change in state_changes(before, after)]
@@ -215,7 +218,7 @@ def hyperparameter_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the numbers and texts that a function is bound to: arguments of a partial, closure and defaults.
+    """Return the numbers and strings that a function is bound to: arguments of a partial, closure and defaults.
 
     >>> from functools import partial
     >>> describe_function(partial(pow, 2, mod=7))
@@ -235,7 +238,7 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
 def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
     """Set the learning rate of each group to `factor` times its base rate, and return the rates.
 
-    Tensor rates change in place.
+    Rates that are tensors are changed in place.
     """
     rates = [base * factor for base in base_rates]
     # strict=False: a group that was added later has no base rate. The next step raises a better error for it.
@@ -248,7 +251,10 @@ def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[floa
 
 
 def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> None:
-    """Raise if parameter groups were added or removed: an added group has no base rate and would not be clipped."""
+    """Raise UsageError if parameter groups were added or removed.
+
+    An added group has no base rate and is not clipped.
+    """
     if len(optimizer.param_groups) != len(base_rates):
         raise UsageError(
             "the parameter groups of the optimizer changed after the session started",
@@ -258,9 +264,9 @@ def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> Non
 
 
 def _check_no_other_scheduler(optimizer: Optimizer, last_set: list[float]) -> None:
-    """Raise if other code has changed the rates: two schedulers would silently overwrite each other."""
+    """Raise UsageError if other code has changed the rates: two schedulers would silently overwrite each other."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    # A tensor rate belongs to an optimizer that whet built. It is not checked: reading it would wait for the device.
+    # Tensor rates belong to optimizers that whet built. They are not checked: reading them would wait for the device.
     if last_set and not isinstance(rates[0], torch.Tensor) and rates != last_set:
         raise UsageError(
             "the learning rate was changed outside of the session",

@@ -1,4 +1,4 @@
-"""Session: the live object of a run, and its training loop.
+"""Session: the public object for a run and its training loop.
 
 with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine") as session:
     for batch in session:
@@ -48,14 +48,15 @@ from whet.training.run_context import RunContext
 from whet.training.setup import setup
 
 _MAX_LOSSES = 16
-"""Number of loss functions to remember. A loop may define its loss anew in each step."""
+"""Maximum number of loss functions to remember. A loop may define its loss anew in each step."""
 
 
 class Session:
-    """Runs optimizer steps, logs them, saves checkpoints and resumes. Enter it, iterate over it, and call `step`.
+    """A run with a custom training loop: optimizer steps, logging, checkpoints and resume.
 
-    A resumed run keeps its original options. A changed training option, override or dataset is an error that names it.
-    The learning rates come from the checkpoint.
+    Enter it with `with`, iterate over it to get batches, and call `step` on each. A resumed run keeps its original
+    options. If a training option, an override or the dataset has changed, an error names it. The learning rates come
+    from the checkpoint.
 
     Keywords:
         global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
@@ -149,7 +150,7 @@ class Session:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """Return a session of a run whose keywords are validated already."""
+        """Return a session for a config that has already been validated."""
         session = cls.__new__(cls)
         session._use_config(config)
         return session
@@ -186,15 +187,15 @@ class Session:
                 self.run.callbacks.on_start(self.run)
             self._loop.log_pending_events()
             if not self.model.training:
-                # Skipped if the model is in training mode already: train() would also switch submodules that the user
-                # keeps in eval mode on purpose, such as a frozen BatchNorm.
+                # Skip this if the model is already in training mode: train() would also switch submodules that the user
+                # deliberately keeps in eval mode, such as a frozen BatchNorm.
                 self.model.train()
             undo.pop_all()
         self._phase = "entered"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # torch reports a failed GPU wherever something waits for it next, also in the user's own code.
+        # torch reports a failed GPU wherever something next waits for it, which may be the user's own code.
         explained = explain_gpu_failure(error)
         if explained is not None:
             explained.__cause__ = error
@@ -202,7 +203,7 @@ class Session:
             note_failed_layer(error, self.model)
         try:
             failure = self._loop.final_save(error) or self.run.callbacks.error
-            # on_end runs after the final save, so a failing callback cannot cost the last checkpoint.
+            # on_end runs after the final save, so that a failing callback cannot cost the last checkpoint.
             try:
                 self.run.callbacks.on_end(self.state, error or failure)
             except Exception as raised:
@@ -216,7 +217,7 @@ class Session:
         finally:
             self._phase = "left"
             is_failing = error is not None or sys.exc_info()[0] is not None
-            # Suppress errors of the clean-up if the session is failing already: the first error is the one to report.
+            # If the session is already failing, suppress errors of the cleanup: the first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
                 self._exit_stack.close()
         if explained is not None:
@@ -229,7 +230,7 @@ class Session:
 
     @contextlib.contextmanager
     def _logs_failure(self) -> Iterator[None]:
-        """Log the end of a session that fails before its loop, so that the corrected program starts anew."""
+        """Log the end of a session that fails before its loop, so that the corrected program can start over."""
         try:
             yield
         except BaseException as error:
@@ -240,14 +241,14 @@ class Session:
     # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches, and act on the requests of callbacks between them."""
+        """Yield the remaining global batches and act on the requests of callbacks between them."""
         self._entered_run()
         return self._loop.batches()
 
     def register(self, name: str, obj: Any) -> Any:
-        """Save and restore an object of yours with the run, and return it. Call this before the first batch.
+        """Save and restore one of your objects with the run, and return it. Call this before the first batch.
 
-        The object has `state_dict` and `load_state_dict`, or is a list, dict, set, deque, tensor, array or random
+        The object must have `state_dict` and `load_state_dict`, or be a list, dict, set, deque, tensor, array or random
         generator that you change in place. If the run resumes, the saved state is loaded into it here.
         """
         self._entered_run()
@@ -260,7 +261,7 @@ class Session:
     def step(self, loss: LossFunction, batch: GlobalBatch, *, optimizer: str | None = None, every: int = 1) -> None:
         """Run one optimizer step on a global batch: split, forward, backward, clip, update, EMA, log.
 
-        `optimizer` is the name of one of several optimizers: only its parameters get gradients and change. With
+        `optimizer` selects one of several optimizers by name; only its parameters get gradients and are updated. With
         `every=5`, it steps on every fifth batch.
         """
         self._entered_run()
@@ -269,7 +270,7 @@ class Session:
         self._loop.step(self._adapted(loss), batch, optimizer=optimizer, every=every)
 
     def manual(self, batch: GlobalBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return a context with the data of a batch, for a backward pass and optimizer steps of your own.
+        """Return a context manager that yields the data of a batch, for your own backward pass and optimizer steps.
 
             with session.manual(batch) as data:
                 loss = loss_fn(model(data.x), data.y)
@@ -278,7 +279,7 @@ class Session:
                 optimizer.step()
                 session.log_loss(loss)
 
-        The batch is not split, and the step is not captured, checked for NaN or repeated after running out of memory.
+        The batch is not split. The step is not captured, checked for NaN, or repeated after running out of memory.
         """
         self._entered_run()
         if self._interception is not None:
@@ -286,7 +287,7 @@ class Session:
         return self._loop.manual(batch)
 
     def log_loss(self, loss: Tensor) -> None:
-        """Log the loss of a manual step, inside its block. It is read later, so that nothing waits for the device."""
+        """Log the loss of a manual step, inside its `with` block. It is read later, so nothing waits for the device."""
         self._entered_run()
         self._loop.log_loss(loss)
 
@@ -308,9 +309,10 @@ class Session:
     # --- evaluating and logging --------------------------------------------------------------------------------------
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:
-        """Evaluate on `data`, log the metrics, and return them. Training state is unchanged afterwards.
+        """Evaluate on `data`, log the metrics and return them. The training state is unchanged afterward.
 
-        Uses the averaged weights if `ema` is on. With `use_best`, loads the checkpoint with the best goal metric.
+        If `ema` is on, the averaged weights are used. With `use_best`, the checkpoint with the best goal metric is
+        used.
         """
         run, start, goal = self._entered_run(), time.perf_counter(), self.config.goal
         self._loop.finish_batch()
@@ -318,7 +320,7 @@ class Session:
         if use_best:
             with use_best_weights(run) as best_step:
                 returned = run.executor.evaluate(evaluate, data)
-            # Loading and restoring the weights invalidates what the executor knows about the changes of a step.
+            # Loading and restoring weights invalidates what the executor has learned about the changes of a step.
             run.executor.expect_changes()
             fields["weights"] = store.checkpoint_name(best_step)
         else:
@@ -334,20 +336,21 @@ class Session:
     def evaluate_loss(
         self, loss: LossFunction, data: Any, *, prefix: str = "val_", use_best: bool = False
     ) -> dict[str, float]:
-        """Evaluate the loss function on `data` and log it as `val_loss`, in eval mode and in the planned precision.
+        """Evaluate the loss function on `data` in eval mode and the planned precision, and log it as `val_loss`.
 
-        It is the mean over all samples, or with a pair (sum, weight) the sum over all weights.
+        The result is the mean over all samples or, if the loss returns pairs (sum, weight), the total sum divided by
+        the total weight.
         """
         run = self._entered_run()
         evaluation = LossEvaluation(self._adapted(loss), partial(run.device.autocast, run.plan.precision))
         return self.evaluate(evaluation, data, prefix=prefix, use_best=use_best)
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """Yield micro-batches of `data` in its original order, on the device, in the planned evaluation batch size."""
+        """Yield micro-batches of `data` on the device, in original order and with the planned evaluation batch size."""
         return self.run.executor.batches(data)
 
     def log(self, **values: Any) -> None:
-        """Log metrics. The goal metric selects the best checkpoint, and drives early stopping and the plateau schedule.
+        """Log metrics. The goal metric selects the best checkpoint and drives early stopping and the plateau schedule.
 
         `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of dicts) are kept for the report.
         """
@@ -355,12 +358,12 @@ class Session:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is: step, epoch, samples and total_steps. Read-only, and always current."""
+        """The progress of the run: step, epoch, samples and total_steps. Read-only and always current."""
         return Progress(self.state)
 
     @property
     def best(self) -> BestStep | None:
-        """The best evaluation of the goal so far; None without a goal, or before the first evaluation of it."""
+        """The best evaluation of the goal so far; None without a goal or before its first evaluation."""
         state, goal = self.state, self.config.goal
         if goal is None or state.best_step is None or state.best_score is None:
             return None
@@ -369,7 +372,7 @@ class Session:
 
     @property
     def end_reason(self) -> str | None:
-        """Why the session ended, such as "all 3 epochs done" or "stopped by Ctrl-C"; None before it has ended."""
+        """Why the session ended, such as "all 3 epochs done" or "stopped by Ctrl-C"; None while it is running."""
         return self._end_reason
 
     @property
@@ -379,7 +382,7 @@ class Session:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done, or early stopping ended the run."""
+        """Whether all steps are done or early stopping has ended the run."""
         return self.state.is_finished
 
     @property
@@ -390,7 +393,7 @@ class Session:
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _entered_run(self) -> RunContext:
-        """Return the live run. Raise outside `with`, where the session has no device, data or lock."""
+        """Return the live run. Raise UsageError outside `with`, where the session has no device, data or lock."""
         if self._phase != "entered":
             got = f"a session that is {self._phase}"
             raise UsageError(
@@ -399,12 +402,12 @@ class Session:
         return self.run
 
     def _adapted(self, loss: LossFunction) -> BatchLoss:
-        # Most loops pass the same functions in every step, and their signatures are inspected only once.
+        # Most loops pass the same functions in every step, so inspect their signatures only once.
         known = self._losses.get(id(loss))
         if known is None:
             if len(self._losses) >= _MAX_LOSSES:
                 self._losses.clear()
-            # It refers to the function, so that its id is not reused.
+            # The stored object keeps a reference to the function, so its id is not reused.
             known = self._losses[id(loss)] = adapt_loss(loss, self.model)
         return known
 
@@ -417,7 +420,7 @@ class Session:
         state.evaluated_step = state.step
         run.log.event("eval", step=state.step, **fields, **values)
         if goal is not None and goal in metrics:
-            # Scores are maximized everywhere below, so "min" metrics are negated here.
+            # Scores are maximized everywhere below this point, so negate "min" metrics here.
             score = metrics[goal] if self.config.mode == "max" else -metrics[goal]
             state.record_score(score)
             run.rates.observe(score)

@@ -1,4 +1,4 @@
-"""Set up a run: lock, plan, build and restore. setup() makes a live RunContext from a RunConfig."""
+"""Set up a run: lock the folder, plan, build and restore. setup() turns a RunConfig into a live RunContext."""
 
 import sys
 from collections.abc import Mapping
@@ -75,9 +75,9 @@ from whet.training.workload import pad_token_id
 
 
 def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
-    """Lock, plan, build and restore a run. `exit_stack` undoes these steps in reverse order.
+    """Lock the run folder, then plan, build and restore the run. `exit_stack` undoes this in reverse order.
 
-    Invalid input raises before a new run folder is created.
+    Invalid input raises an error before a new run folder is created.
     """
     model, path = config.model, config.path
     group = current_group()
@@ -86,11 +86,12 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         # Lock before reading: two processes must not resume the same run.
         exit_stack.enter_context(lock.acquire(path))
     start = decide_resume(config)
-    # All ranks use the plan of rank 0. The broadcast also ensures that every rank has read the folder before a write.
+    # All ranks use the plan of rank 0. The broadcast also ensures that every rank has read the folder before it
+    # changes.
     plan = _plan_of_first_rank(start.plan, group)
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
-    # With sharding, a rank knows which rows of the checkpoint it needs only after the model is sharded, so the
+    # With sharding, a rank knows which rows of the checkpoint it needs only after the model has been sharded, so the
     # checkpoint is loaded after _build().
     is_sharded = not group.is_single_process and plan.sharding == "full"
     checkpoint = None if is_sharded else _find_checkpoint(start.run, model, group)
@@ -108,15 +109,15 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         run.verification = ResumeVerification(until=newest)
     if is_sharded:
         checkpoint = _find_checkpoint(start.run, model, group)
-    # Entered before the clean-up of data and services is registered, so it is left after them: they may still write to
-    # standard error.
+    # Enter this before registering the cleanup of data and services, which may still write to standard error. It is
+    # then left after that cleanup.
     exit_stack.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
     exit_stack.callback(run.source.close)
     if checkpoint is None:
         run.rates.check_length(state.total_steps)
     _open_folder(run, start.run)
     _add_services(run, start.run)
-    # A resume that is refused raises here, before the first write.
+    # A resume that is refused raises an error here, before the first write.
     restored = None if checkpoint is None or run.checkpointer is None else run.restore(checkpoint)
     if restored is not None:
         run.rates.check_length(None if state.total_steps is None else state.total_steps - state.step)
@@ -129,7 +130,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         message = f"{run.replaced} had ended before its first step; the run is started anew"
         run.log.event("plan", step=state.step, message=message)
     for note in override_notes(run.plan):
-        # The head of the progress line shows the notes of the plan, so it leaves these events out.
+        # The header of the progress line shows the notes of the plan, so it leaves out these events.
         run.log.event("plan", step=state.step, message=note, is_in_plan=True)
     if heads := large_heads(run.plan, config.model):
         message = f"{', '.join(heads)} in pieces: larger products give wrong gradients on this GPU (pytorch#177116)"
@@ -144,7 +145,7 @@ def _build(
 ) -> tuple[RunContext, str | None]:
     """Open the device and the data, and apply the plan.
 
-    Returns the run, and the reason if the device is a fallback for the planned one.
+    Return the run, and the reason if the device is a fallback for the planned one (otherwise None).
     """
     model, optimizer, training = config.model, config.optimizer, config.training
     checks.check_multi_rank(model, optimizer, plan, group.ranks)
@@ -167,10 +168,10 @@ def _build(
     checks.check_ranks_agree(group, model, optimizer, source, training)
     state.total_steps = training.total_steps(source.num_batches)
     if not isinstance(training.schedule, SchedulerObject | dict):
-        # Checked before the model is moved: linear and cosine need the number of steps.
+        # Check this before the model is moved: linear and cosine schedules need the number of steps.
         make_schedule(training.schedule, total_steps=state.total_steps)
-    # An OptimizerChoice is built after the model is placed and sharded. A torch optimizer exists already, and its state
-    # must follow the parameters.
+    # An OptimizerChoice is built after the model has been placed and sharded. A torch optimizer already exists, and its
+    # state must follow the parameters.
     users = optimizer if isinstance(optimizer, Optimizer) else None
     layout = place_model(plan, model, device, optimizer=users)
     for other in config.optimizers.others.values():
@@ -195,7 +196,7 @@ def _build(
 def _build_steppers(
     config: RunConfig, plan: Plan, device: AbstractDevice, strategy: ParallelStrategy, *, total_steps: int | None
 ) -> tuple[dict[str, Stepper], LearningRates]:
-    """Return a stepper for each optimizer, and their learning rates."""
+    """Return a stepper for each optimizer, by name, and the learning rates of all optimizers."""
     model, training, optimizers = config.model, config.training, config.optimizers
     steppers: dict[str, Stepper] = {}
     rates: dict[str, LearningRates] = {}
@@ -220,12 +221,12 @@ def _build_steppers(
 
 
 def _open_folder(run: RunContext, existing: Run | None) -> None:
-    """Create the run folder if the run is new."""
+    """Create the run folder if the run is new; otherwise use the existing one."""
     config, group, path = run.config, run.group, run.config.path
     run.folder = existing
     if existing is None and path is not None and group.is_rank_zero:
         if (path / RUN_FILE).exists():
-            # The run ended before its first step. Another process may be restarting it as well.
+            # The run ended before its first step. Another process may be restarting it at the same time.
             with lock.acquire(path):
                 durable.remove(path)
             run.replaced = path
@@ -239,26 +240,26 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             command=config.command,
             script=config.script,
         )
-        # Registered before the lock, so that it runs after the lock is released.
+        # Register this before taking the lock, so that it runs after the lock is released.
         run.exit_stack.callback(_discard_if_refused, run)
         run.exit_stack.enter_context(lock.acquire(run.folder.path))
-    # The other ranks open the folder only after rank 0 has created it.
+    # The other ranks can open the folder only after rank 0 has created it.
     group.barrier()
     if run.folder is None and path is not None:
         run.folder = open_run(path)
 
 
 def _discard_if_refused(run: RunContext) -> None:
-    """Remove a new run folder if the call was refused before its first step: a corrected call would not fit it."""
+    """Remove a new run folder if the call was refused before its first step: a corrected call would not match it."""
     if _is_refusal(sys.exc_info()[1]) and run.state.step == 0:
         assert run.folder is not None
         durable.remove(run.folder.path)
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether a call was refused. The exit stack is closed while the error is being handled."""
+    """Return whether an error means that a call was refused. The exit stack is closed while it is being handled."""
     is_refusal = isinstance(error, UsageError) or type(error) is WhetError
-    # After a disk error the same call resumes. Subclasses of WhetError (memory, NaN) are results worth keeping.
+    # After a disk error, the same call resumes. Subclasses of WhetError (memory, NaN) are results worth keeping.
     return error is not None and is_refusal and not isinstance(error.__cause__, OSError)
 
 
@@ -273,19 +274,19 @@ def _undo_if_refused(run: RunContext, step: int, parts: Mapping[Path, bytes], nu
 
 
 def _has_ended(folder: Run | None) -> bool:
-    """Return whether the log holds the end of a finished run. A killed process may not have written it."""
+    """Return whether the log records the end of a finished run. A killed process may not have written it."""
     last = None if folder is None else History(folder).last(*SESSION_START_KINDS, "end")
     return last is not None and last.get("state") == "done"
 
 
 def _is_restart(folder: Run | None) -> bool:
-    """Return whether the supervisor has restarted the run, whose plan is on the screen already."""
+    """Return whether the supervisor has restarted the run, in which case its plan is already on the screen."""
     newest = None if folder is None else next(History(folder).backwards(), None)
     return newest is not None and newest.kind == "restart"
 
 
 def _begin_writing(run: RunContext, *, is_new: bool) -> None:
-    """Open the event log, and write what the run folder lacks."""
+    """Open the event log and write the files that the run folder lacks."""
     config, folder = run.config, run.folder
     if folder is None or not run.group.is_rank_zero:
         return
@@ -300,7 +301,7 @@ def _begin_writing(run: RunContext, *, is_new: bool) -> None:
     assert run.checkpointer is not None
     run.checkpointer.remove_leftovers()
     for name, content in config.attach.items():
-        # Also for an existing folder: the process may have been killed right after it created the folder.
+        # Check existing folders too: the process may have been killed right after it created the folder.
         if not (folder.path / name).exists():
             durable.write_file(folder.path / name, data=content)
     if not is_new:
@@ -319,7 +320,7 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
         run.checkpointer = Checkpointer(run, run.folder)
         exit_stack.callback(run.checkpointer.close)
     run.executor = Executor(run)
-    # Not `run.executor.close`: a measured plan replaces the executor.
+    # Do not register `run.executor.close` itself: a measured plan replaces the executor.
     exit_stack.callback(lambda: run.executor.close())
     exit_stack.callback(run.rates.close)
     run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
@@ -361,7 +362,7 @@ def _start_or_resume(run: RunContext, restored: RestoredRun | None, *, is_new: b
         run.warn_changed_code(restored.changed_code)
         return
     run.observe_code()
-    # A run that was killed before its first checkpoint starts again from step 0.
+    # A run that was killed before its first checkpoint starts over at step 0.
     run.log_session("start" if is_new else "resume", {})
     if run.checkpointer is not None:
         # Save the initial state too: a second call with the same model object must not start from trained weights.

@@ -1,9 +1,9 @@
-"""Time a training run that comes from Python in a process of its own, where compiling may crash or hang.
+"""Time a training run started from Python in a separate process, where a compilation may crash or hang.
 
-The model, the optimizer, the loss and a few batches are sent in one message, so that a loss that refers to the model
-still does. It is a pickle, which executes code when it is read. That is safe here: this process writes it, the child
-that it starts reads it from a pipe, and nothing is stored (docs/choices/0020). The child counts only if its first loss
-is the same.
+The model, the optimizer, the loss and a few batches are sent in a single message, so that references between them are
+preserved, for example from the loss to the model. The message is a pickle, which executes code when it is read. This is
+safe here: this process writes it, the child process that it starts reads it from a pipe, and nothing is stored
+(docs/choices/0020). Results of the child count only if its first loss is the same.
 """
 
 import io
@@ -36,17 +36,17 @@ from whet.verify.start.device_parity import PARITY_BOUNDS
 
 _TARGET = "whet.training.shipped_bench:open_shipped"
 _MEMORY_FACTOR = 2.5
-"""Free memory that a second copy of the training needs, as a multiple of its weights, gradients and optimizer state."""
+"""Free memory that a second copy requires, as a multiple of the weights, gradients and optimizer state."""
 _MAX_MEMORY_SHARE = 0.9
-"""Share of the free host memory at which the process is killed, before the kernel kills another one."""
+"""Fraction of the free host memory at which the process is killed, before the kernel kills another one."""
 _MAX_READ_SHARE = 0.5
-"""If reading takes a larger share of a step, the settings for data matter most, and only this process can try them."""
+"""If reading takes a larger fraction of a step, the data settings matter most, and only this process can try them."""
 _DATA_SETTINGS = ("workers", "prefetch", "worker_start_method", "data_location")
-"""Settings that the process cannot try: it has a few batches and not the data."""
+"""Settings that the child process cannot try, because it has a few batches rather than the data."""
 
 
 class NotShippedError(WhetError):
-    """The training cannot be measured in another process. `reason` says why."""
+    """Raised if the training run cannot be measured in another process. `reason` explains why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("the training cannot be sent to another process", got=reason, try_="measure=False")
@@ -55,7 +55,7 @@ class NotShippedError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShippedTraining:
-    """The message. Everything is in one object, so that references between its parts are kept."""
+    """The content of the message. It is a single object, so that references between its parts are preserved."""
 
     model: nn.Module
     optimizer: Optimizer | OptimizerChoice
@@ -78,8 +78,8 @@ def shipped_bench(
 ) -> ProcessStepBench:
     """Return a bench that times this training run in a separate process. Entering it starts the process.
 
-    `plan` is the plan of a LocalStepBench that has learned the workload, and `step_seconds` the time of its steps. The
-    model stays where it is. Raises NotShippedError.
+    `plan` is the plan of a LocalStepBench that has learned the workload, and `step_seconds` the duration of its steps.
+    The model is not moved. Raise NotShippedError if the training run cannot be sent.
     """
     free = read_system_state().memory_available_bytes
     _check_memory(plan, free)
@@ -111,7 +111,7 @@ def shipped_bench(
 
 @contextmanager
 def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[LocalStepBench]:
-    """Open the training run that the parent has sent. Called in the child process."""
+    """Open the training run that the parent process has sent. Called in the child process."""
     with stream:
         try:
             shipped: ShippedTraining = pickle.load(stream)
@@ -136,9 +136,9 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
 
 
 def _check_first_loss(bench: LocalStepBench, expected: float) -> None:
-    """Raise if this process computes another loss than the parent: it would measure another training run."""
+    """Raise NotShippedError if the first loss differs from the parent's: the child would measure something else."""
     actual, plan = bench.first_loss(), bench.plan
-    # Kernels of a GPU may add in any order. Those of a CPU do not, with the same number of threads.
+    # Kernels of a GPU may add in any order. Kernels of a CPU do not if the number of threads is the same.
     bound = 0.0 if plan.device == "cpu" else PARITY_BOUNDS[plan.precision][0]
     if not math.isclose(actual, expected, rel_tol=bound):
         raise NotShippedError(f"its first loss is {actual:.9g} there and {expected:.9g} here")
@@ -167,13 +167,13 @@ def _shippable(training: TrainingConfig, plan: Plan) -> TrainingConfig:
 
 
 def pack(shipped: ShippedTraining, *, max_bytes: int | None = None) -> list[bytes]:
-    """Return the message in chunks. Raises NotShippedError, and names the part that cannot be pickled."""
+    """Return the message in chunks. Raise NotShippedError, naming the part, if a part cannot be pickled."""
     try:
         return _dump(shipped, max_bytes)
     except NotShippedError:
         raise
     except Exception as error:
-        # Pickling a part again shows whether it is the cause.
+        # Pickling each part again shows which one is the cause.
         for name in ("model", "optimizer", "loss", "batches"):
             _dump_part(name, getattr(shipped, name), max_bytes)
         raise NotShippedError(f"{type(error).__name__}: {error}"[:300]) from None
@@ -196,7 +196,7 @@ def _dump(value: Any, max_bytes: int | None) -> list[bytes]:
 
 
 class _Chunks(io.RawIOBase):
-    """Keeps what is written in chunks, without copying large ones, up to a limit."""
+    """A stream that collects data in chunks, up to a limit, without copying large ones."""
 
     def __init__(self, max_bytes: int | None) -> None:
         self.chunks: list[bytes] = []
@@ -215,10 +215,10 @@ class _Chunks(io.RawIOBase):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends tensors by value through the host, and puts them on their device again.
+    """A pickler that sends tensors by value through the host and puts them back on their device.
 
-    torch's own way would give each of two parameters that share memory a copy, and would send all of a dataset for a
-    sample that is a view of it.
+    torch's own pickling would copy the memory of two parameters that share it twice, and would send a whole dataset for
+    a sample that is a view of it.
     """
 
     def __init__(self, file: Any, protocol: int) -> None:
@@ -235,7 +235,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         data = value.detach()
         storage = data.untyped_storage()
         if type(value) is Tensor and data.numel() * data.element_size() < storage.nbytes():
-            # A view of something larger. preserve_format keeps channels_last, for which kernels may round differently.
+            # The tensor is a view of a larger one. preserve_format keeps channels_last, for which kernels may round
+            # differently.
             data = data.clone(memory_format=torch.preserve_format)
         place = data.dtype, data.storage_offset(), tuple(data.shape), data.stride()
         kind = type(value), value.requires_grad, dict(vars(value))
@@ -246,13 +247,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         key = data.device, storage.data_ptr()
         if not storage.nbytes() or key not in self._memory:
             flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage)
-            # The tensor is kept, so that its address is not used again for another one.
+            # Keep the tensor, so that its address is not reused for another one.
             self._memory[key] = _Memory(flat.cpu().numpy().tobytes()), data
         return self._memory[key][0]
 
 
 class _Memory:
-    """The memory of one or more tensors. It becomes a tensor of bytes where it is unpickled."""
+    """The memory of one or more tensors. Unpickling turns it into a tensor of bytes."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -262,7 +263,7 @@ class _Memory:
 
 
 def _make_memory(content: bytes) -> Tensor:
-    # Memory of torch's own is aligned as in the parent. Kernels may round differently for other addresses.
+    # Memory allocated by torch is aligned as in the parent. With a different alignment, kernels may round differently.
     memory = torch.empty(len(content), dtype=torch.uint8)
     if content:
         memory.numpy()[:] = memoryview(content)

@@ -1,4 +1,4 @@
-"""Hashes of the user's source code, so that a resumed run can name code that has changed."""
+"""Hashes of the user's source code, which let a resumed run name code that has changed."""
 
 import functools
 import hashlib
@@ -15,11 +15,11 @@ from whet.verify.code_references import is_installed
 from whet.verify.hidden_state import module_attributes
 
 _OPTIONS = "options "
-"""Precedes a hash of options, as opposed to one of source code."""
+"""Prefix of a hash of options, which distinguishes it from a hash of source code."""
 _SCALARS = (type(None), bool, int, float, str)
 
 Hashes = dict[str, list[str]]
-"""Hashes by the name of a function or class. Two lambdas can have one name."""
+"""Hashes by the name of a function or class. Two lambdas may have the same name."""
 
 
 class SourceCode:
@@ -29,14 +29,14 @@ class SourceCode:
         self._hashes: dict[str, Hashes] = {}
         self._known: set[Hashable] = set()
         self._saved: dict[str, Hashes] = {}
-        """The hashes of the checkpoint that this session began with, by role."""
+        """The hashes in the checkpoint with which this session began, by role."""
         self._restored: dict[str, set[str]] = {}
-        """Names of that checkpoint by role, until the first code of that role is observed."""
+        """Names in that checkpoint by role, until the first code in that role is observed."""
 
     def observe(self, role: str, parts: Iterable[Any]) -> list[str]:
-        """Record functions and classes that are used in a role ("model"). Return what has changed since the run began.
+        """Record functions and classes used in a role such as "model". Return what has changed since the run began.
 
-        Code without a source is left out.
+        Code whose source is unavailable is left out.
         """
         named = [source for part in parts if (source := hash_source(part) or hash_criterion(part)) is not None]
         saved = self._saved.get(role, {})
@@ -48,7 +48,7 @@ class SourceCode:
         restored = self._restored.pop(role, None) if named else None
         if restored and named[0][0] not in restored:
             return [f"{role} {named[0][0]} is used instead of {', '.join(sorted(restored))}"]
-        # Several lambdas or criteria may have one name, and one of them may not have been used before the checkpoint.
+        # Several lambdas or criteria may have the same name, and some may not have been used before the checkpoint.
         is_first = restored is not None
         options = {name for name, digest in named if digest.startswith(_OPTIONS)}
         changed = [
@@ -65,8 +65,8 @@ class SourceCode:
         ]
 
     def observe_loss(self, loss: Any) -> list[str]:
-        """Record the code of a loss and of the functions that it refers to. Known code objects are skipped."""
-        # Identified by its code object, which is cheap: a loop may redefine its loss in every step.
+        """Record the code of a loss and of the functions it refers to. Known code objects are skipped."""
+        # Compare code objects, which is cheap: a loop may redefine its loss in every step.
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         key = loss_code(loss) if code is None else code
         if key in self._known:
@@ -83,11 +83,11 @@ class SourceCode:
 
     def state_dict(self) -> dict[str, Hashes]:
         """Return the hashes by role."""
-        # A copy, because a checkpoint is written in the background.
+        # Return a copy, because the checkpoint is written in the background.
         return {role: {n: list(digests) for n, digests in hashes.items()} for role, hashes in self._hashes.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
-        """Add the hashes of a checkpoint. After a rollback, those of this process stay."""
+        """Add the hashes of a checkpoint. After a rollback, the hashes of this process are kept."""
         if not self._known:
             self._saved = {str(role): {str(n): [*d] for n, d in hashes.items()} for role, hashes in state.items()}
             self._restored = {role: {*hashes} for role, hashes in self._saved.items()}
@@ -103,9 +103,10 @@ def model_classes(model: nn.Module) -> list[type]:
 
 
 def hash_source(part: Any) -> tuple[str, str] | None:
-    """Return the name of a function or class and the hash of its source; None without one, and for installed packages.
+    """Return the name of a function or class and the hash of its source.
 
-    An instance stands for its class, and a partial for its function.
+    Return None if the source is unavailable or belongs to an installed package. For an instance, its class is used; for
+    a partial, its function.
     """
     while isinstance(part, functools.partial):
         part = part.func
@@ -115,7 +116,7 @@ def hash_source(part: Any) -> tuple[str, str] | None:
 
 
 def hash_criterion(part: Any) -> tuple[str, str] | None:
-    """Return the name of a loss of torch and the hash of its options; None for anything else.
+    """Return the name of a torch loss and the hash of its options; None for anything else.
 
     >>> hash_criterion(nn.MSELoss()) == hash_criterion(nn.MSELoss(reduction="sum"))
     False
@@ -143,6 +144,6 @@ def _hash(part: Any) -> tuple[str, str] | None:
 
 
 def _is_installed(part: Any) -> bool:
-    # Versions of packages are recorded with the run, and reading the source of a large library takes long.
+    # The versions of packages are recorded with the run, and reading the source of a large library takes long.
     module = getattr(part, "__module__", None) or ""
     return module.split(".")[0] in ("whet", "torch") or is_installed(sys.modules.get(module))

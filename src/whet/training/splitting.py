@@ -1,4 +1,4 @@
-"""Splits global batches into micro-batches, and checks that this does not change the loss."""
+"""Split global batches into micro-batches, and check that this does not change the loss."""
 
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _RECHECK_STEPS = 1024
-"""Split steps after which the loss is checked again, in addition to steps 2, 4, 8 and so on."""
+"""Number of split steps after which the loss is checked again, in addition to steps 2, 4, 8 and so on."""
 _MAX_SHAPES = 1000
-"""Maximum number of distinct shapes to remember: packed batches have a new shape each time."""
+"""Maximum number of distinct shapes to remember, because packed batches have a new shape each time."""
 
 
 class _BatchSizes(NamedTuple):
-    """How a plan splits batches."""
+    """The sizes into which a plan splits batches."""
 
     plan: Plan
     micro_batch: int
@@ -33,7 +33,7 @@ class _BatchSizes(NamedTuple):
 
 
 class BatchSplitting:
-    """How the global batches of one run are split into micro-batches."""
+    """The rules by which the global batches of one run are split into micro-batches."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run = run
@@ -41,12 +41,12 @@ class BatchSplitting:
         """The distinct shapes of all micro-batches so far."""
         self._sizes: _BatchSizes | None = None
         self._split_steps: dict[tuple[str, Hashable], int] = {}
-        """The number of split steps, by optimizer and loss for which it is known whether the batch may be split."""
+        """Number of split steps per optimizer and loss, for those that have been checked."""
         self._unlogged: tuple[int, str] | None = None
-        """The step and the reason of the last decision not to split, until a step has succeeded."""
+        """The step and the reason of the last decision not to split, until a step has succeeded; None otherwise."""
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a global batch, as the plan splits it."""
+        """Yield the micro-batches into which the plan splits a global batch."""
         sizes = self._batch_sizes()
         # A sampler may yield batches that are larger than the global batch size.
         size = max(sizes.micro_batch, len(batch)) if sizes.is_whole else sizes.micro_batch
@@ -55,15 +55,19 @@ class BatchSplitting:
             yield micro
 
     def count_shapes(self, micro: MicroBatch) -> None:
-        """Remember the shapes of a micro-batch."""
+        """Record the shapes of a micro-batch."""
         if len(self.shapes) < _MAX_SHAPES:
             self.shapes.add(micro_batch_shapes(micro))
 
     def _batch_sizes(self) -> "_BatchSizes":
-        """Return how the current plan splits batches. It is read from the plan once, because every step needs it."""
+        """Return the sizes into which the plan splits batches.
+
+        They are cached per plan, because every step needs them.
+        """
         run, plan = self._run, self._run.plan
         if self._sizes is None or self._sizes.plan is not plan:
-            # With BatchNorm, a micro_batch of the user's is allowed only if they have declared that it may be split.
+            # With BatchNorm, a user's micro_batch is allowed only together with a declaration that batches may be
+            # split.
             is_whole = plan.workload.whole_batch_reason is not None and run.group.is_single_process
             is_whole = is_whole and "micro_batch" not in plan.overrides
             size = plan.workload.global_batch_size
@@ -71,23 +75,23 @@ class BatchSplitting:
         return self._sizes
 
     def use_whole_batches(self, reason: str) -> None:
-        """Plan again with whole batches, if the plan splits them."""
+        """Make a new plan with whole batches if the plan splits them."""
         if self._run.plan.micro_batch < self._run.plan.workload.global_batch_size:
             self.keep_whole(reason)
 
     def check(self, loss: MicroLoss, batch: GlobalBatch) -> None:
-        """Plan again with whole batches, if the plan splits them and this loss does not allow it."""
+        """Make a new plan with whole batches if the plan splits them and this loss does not allow it."""
         if self._is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
             self.keep_whole(reason)
 
     def _is_split(self, batch: GlobalBatch) -> bool:
         sizes = self._batch_sizes()
-        # Not the size of this batch alone: a sampler may yield larger ones later.
+        # The size of this batch is not enough: a sampler may yield larger ones later.
         largest = max(len(batch), sizes.global_batch)
         return sizes.micro_batch < largest or not self._run.group.is_single_process
 
     def _check_again(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
-        """Raise if the loss is no longer a mean over samples: a term or ignored labels may begin later."""
+        """Raise if the loss is no longer a mean over samples, for example because a term was switched on."""
         run, plan = self._run, self._run.plan
         is_known = run.config.training.split_batch is True or plan.workload.whole_batch_reason is not None
         if is_known or plan.workload.has_batchnorm or (plan.sharding == "full" and plan.workload.world_size > 1):
@@ -104,7 +108,10 @@ class BatchSplitting:
             )
 
     def obstacle(self, loss: MicroLoss, batch: GlobalBatch, *, is_repeated: bool = False) -> str | None:
-        """Return why the batch may not be split: split_batch=False, or a few samples give another loss in two parts."""
+        """Return why the batch must not be split; None if it may be.
+
+        The reason is split_batch=False, or that the loss of a few samples differs when they are split in two.
+        """
         run = self._run
         if run.config.training.split_batch is True or run.plan.workload.has_batchnorm:
             return None
@@ -112,7 +119,7 @@ class BatchSplitting:
             return run.plan.workload.split_obstacle
 
         def split(few: GlobalBatch, size: int) -> Iterator[MicroBatch]:
-            # Not only the share of this rank: the check needs several samples.
+            # Do not use only this rank's share: the check needs several samples.
             return iter(run.source.split(few, RankShare(), micro_batch=size, length_mode="fixed"))
 
         own = run.source.own_samples(batch)
@@ -126,7 +133,7 @@ class BatchSplitting:
                     run.device,
                     pad_token=pad_token_id(run.model),
                     is_repeated=is_repeated,
-                    # Several losses are computed here. A slow one must not look like a stalled rank.
+                    # Several losses are computed here; a slow one must not look like a stalled rank.
                     on_progress=run.group.stall_detector.progress,
                 )
         except Exception as error:
@@ -134,7 +141,7 @@ class BatchSplitting:
                 raise
             release_traceback(error)
             reason = "memory ran out while it was tested whether the loss is a mean over samples"
-            # The first check has passed, so its result stays valid.
+            # The first check has passed, so its result remains valid.
             reason = None if is_repeated else reason
         is_anywhere = any(run.group.all_reduce_max([float(reason is not None)]))
         return reason or (
@@ -142,7 +149,7 @@ class BatchSplitting:
         )
 
     def keep_whole(self, reason: str) -> None:
-        """Plan again with a batch that is not split. Raise if the batch must be split."""
+        """Make a new plan that does not split the batch. Raise UsageError if it must be split."""
         run, plan = self._run, self._run.plan
         hint = "split_batch=True if the loss is a mean over samples; or return (sum of losses, weight)"
         if not run.group.is_single_process:
@@ -157,14 +164,17 @@ class BatchSplitting:
             self._unlogged = run.state.step, reason
 
     def log_decision(self) -> None:
-        """Log why batches are not split. Call this after a successful step: the whole batch may fail the same way."""
+        """Log why batches are not split.
+
+        Call this after a successful step: the whole batch may fail in the same way.
+        """
         if self._unlogged is not None:
             step, reason = self._unlogged
             self._unlogged = None
             self._run.log.event("plan", step=step, message=f"the batch is not split: {reason}")
 
     def check_step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str, is_first: bool) -> None:
-        """Check the loss before the first split step of each optimizer and loss, and now and then later."""
+        """Check the loss before the first split step of each optimizer and loss, and occasionally afterward."""
         if not self._is_split(batch):
             return
         key = optimizer, loss_code(loss)
@@ -173,6 +183,6 @@ class BatchSplitting:
             # The check restores buffers, which changes the model outside a step.
             self._run.executor.expect_changes()
         count = self._split_steps[key] = self._split_steps.get(key, 0) + 1
-        # Checked again at powers of two, because a loss may change during a run.
+        # Check again at powers of two, because a loss may change during a run.
         if count > 1 and (count.bit_count() == 1 or count % _RECHECK_STEPS == 0):
             self._check_again(loss, batch, number=number)

@@ -1,4 +1,4 @@
-"""Verify a model before its first step, and apply a fallback where the device computes wrongly.
+"""Verify a model before its first step, and apply a fallback if the device computes wrong results.
 
 Fallbacks, from the smallest change to the largest: torch's kernels, contiguous weights, explicit masks, float32.
 """
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _KERNEL_SETTINGS = ("attention", "norms")
-"""Settings that can select whet's kernels ("whet")."""
+"""Settings whose value "whet" selects whet's own kernels."""
 _NOT_COMPARED = "not compared with the model's own code"
 
 
 class ModelCheckError(WhetError):
-    """Raised if the model computes something wrong on this device. The run folder is kept: its events say what."""
+    """Raised if the model computes wrong results on this device.
+
+    The run folder is kept: its events have the details.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +48,15 @@ class Fallback:
 
     description: str
     apply: Callable[[], AbstractContextManager[object]]
-    """Returns a context in which the change is active."""
+    """Returns a context manager in which the change is active."""
     precision: str
     """The precision in which the model is checked again."""
     changes: Mapping[str, MeasuredSetting] = field(default_factory=dict)
-    """The changed settings of the plan."""
+    """The settings of the plan that change."""
 
 
 def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan) -> Iterator[Fallback]:
-    """Yield fallbacks for these problems, smallest change first. Settings that the user overrides are not changed."""
+    """Yield fallbacks for the problems found, smallest change first. Settings that the user overrides are kept."""
     precision = plan.precision
     evidence = {"problem": str(result), "device": steppers[0].device.kind}
 
@@ -97,7 +100,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
 
 
 def _make_weights_contiguous(steppers: Sequence[Stepper]) -> AbstractContextManager[object]:
-    # No undo is needed: the values of the weights are unchanged.
+    # Nothing has to be undone: the values of the weights are unchanged.
     for stepper in steppers:
         make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()
@@ -135,7 +138,7 @@ class StartChecks:
         start = time.perf_counter()
         check = ModelCheck(run, loss, batch)
         key = self._cache_key(loss, shapes=check.shapes)
-        # A run that moved to another device is verified even if the result is cached.
+        # A run that was moved to another device is verified even if a result is cached.
         before = cache.load_verified(key) if key and plan.verify == "on" and moved_from is None else None
         if before is not None:
             run.log.event("plan", step=step, message=f"verified before: {before}")
@@ -150,10 +153,10 @@ class StartChecks:
         return plan
 
     def use_compiled(self, loss: MicroLoss, micro: MicroBatch, *, step: int, until: ExitStack) -> Plan:
-        """Compile the model, compare it with eager execution, and return the plan to continue with.
+        """Compile the model, compare it with eager execution and return the plan to continue with.
 
-        Closing `until` ends the use of compiled code. A stepper that captures steps was built for a compiled model. If
-        the model stays eager, the stepper is only more careful than necessary.
+        Closing `until` ends the use of compiled code. A stepper that captures steps was built for a compiled model; if
+        the model remains eager, the stepper is only more cautious than necessary.
         """
         run, plan = self.run, self.run.plan
         start, model, device = time.perf_counter(), run.model, run.device
@@ -182,7 +185,7 @@ class StartChecks:
                 device,
                 failed=_NOT_COMPARED,
             )
-            # The comparison needs more memory than a step, so return the cached blocks to the device.
+            # The comparison needs more memory than a step, so return cached blocks to the device first.
             device.memory.empty_cache()
             # All ranks must agree: a compiled rank and an eager rank would round differently.
             is_unusable = parity is not None and not parity.is_usable
@@ -199,9 +202,9 @@ class StartChecks:
         return uncompiled_plan(plan, reason=reason, step=step)
 
     def use_unpadded(self, loss: MicroLoss, micro: MicroBatch, *, step: int) -> Plan:
-        """Let the blocks of the model skip padding if loss and gradients stay the same, and return the plan.
+        """Make the blocks of the model skip padding if loss and gradients do not change, and return the plan.
 
-        Only a padded batch can be compared. A run that skipped padding before also skips it after a resume.
+        Only a padded batch can be compared. A run that has skipped padding before also skips it after a resume.
         """
         run, plan, start = self.run, self.run.plan, time.perf_counter()
         obstacle = unpadding_obstacle(run.model)
@@ -254,7 +257,7 @@ class StartChecks:
             with ExitStack() as undo:
                 undo.enter_context(fallback.apply())
                 again = check.run_checks(fallback.precision)
-                # A fallback under which a check can no longer run does not count as a success.
+                # A fallback does not count as a success if a check can no longer run with it.
                 if again.is_good and again.is_complete >= result.is_complete:
                     self.exit_stack.push(undo.pop_all())
                     message = f"{prefix}{result}; {fallback.description}: {again}"
@@ -293,7 +296,7 @@ class StartChecks:
         return self._changed_since(step, "runs eagerly")
 
     def _changed_since(self, step: int, change: str) -> dict[str, Any]:
-        """Return event fields that mark a resumed run as not bit-exact since `step`. A new run has none."""
+        """Return event fields that mark a resumed run as not bit-exact since `step`; empty for a new run."""
         if not step:
             return {}
         self.run.note_inexact(step, change)
@@ -307,7 +310,7 @@ class StartChecks:
         self.run.log.event("plan", step=step, message=f"{message}  ({seconds:.1f} s)", seconds=seconds, **fields)
 
     def _cache_key(self, loss: MicroLoss, **facts: Any) -> str | None:
-        """Return the key of a check's result; None if the code of the model cannot be read."""
+        """Return the cache key for the result of a check; None if the code of the model cannot be read."""
         plan, machine, outputs = self.run.plan, self.run.plan.machine, self.run.config.outputs
         facts |= {
             "machine": [machine.name, machine.chip, machine.os.as_json(), [a.as_json() for a in machine.accelerators]],
@@ -324,13 +327,13 @@ class StartChecks:
 
 
 def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
-    """Return the plan with compilation turned off since `step`."""
+    """Return the plan with compilation turned off from `step` on."""
     evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
 
 
 def skip_reason(plan: Plan) -> str | None:
-    """Return the reason to skip verification; None if the model is verified."""
+    """Return the reason why verification is skipped; None if the model is verified."""
     if plan.verify == "off":
         return "verify=off"
     return "the model is sharded" if plan.sharding == "full" and plan.workload.world_size > 1 else None

@@ -1,6 +1,6 @@
-"""Check that the state of a run survives a checkpoint: at the first step of a new run, and when a run resumes.
+"""Check that the state of a run survives a checkpoint, at the first step of a new run and at each resume.
 
-State that cannot be saved or restored is refused at the first step, not at the first resume.
+State that cannot be saved or restored is thus reported at the first step rather than at the first resume.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ from whet.step.optimizers import EXECUTION_KEYS
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-# The progress of the run and the options that it was started with, which restore_state leaves alone.
+# The progress of the run and its initial options, which restore_state does not change.
 _UNCOMPARED = ("step ", "progress.progress.", "progress.source.", "progress.initial.", "progress.code.")
 
 
 def state_is_unchecked(run: "RunContext") -> bool:
-    """Return whether to check the state at the first step: the run is new, has checkpoints, and is one process."""
+    """Return whether to check the state at the first step: the run is new, has checkpoints and uses one process."""
     return run.checkpointer is not None and run.group.is_single_process and run.state.step == 0
 
 
 def check_first_step(run: "RunContext") -> None:
-    """Encode the state after the first update to memory, decode it, restore it, and compare each time.
+    """Encode the state after the first update to memory, decode it and restore it, comparing after each operation.
 
-    Raises UsageError for state that differs, before the step counts. Nothing is written: the files of a checkpoint have
-    hashes, which are compared when it is read.
+    Raise UsageError before the step counts if any state differs. Nothing is written; the hashes of checkpoint files are
+    compared when a checkpoint is read.
     """
     assert run.checkpointer is not None
     if not all(stepper.has_finite_weights() for stepper in run.steppers.values()):
-        # The NaN guard rolls this step back.
+        # The NaN guard will roll this step back.
         return
     start = time.perf_counter()
     snapshot = run.checkpointer.take_snapshot()
@@ -55,9 +55,10 @@ def check_first_step(run: "RunContext") -> None:
 
 @contextlib.contextmanager
 def _same_objects(run: "RunContext") -> Iterator[None]:
-    """Give registered objects and callbacks the attributes that they had before.
+    """Give registered objects and callbacks back the attributes that they had before the `with` block.
 
-    A load_state_dict often assigns new lists or tensors. They are equal, but the user's code may hold the old ones.
+    load_state_dict methods often assign new lists or tensors. They are equal to the old ones, but the user's code may
+    hold references to those.
     """
     owners = [owner for owner in (*run.registered.objects.values(), *run.callbacks.users) if hasattr(owner, "__dict__")]
     attributes = [(owner, dict(vars(owner))) for owner in owners if not isinstance(owner, nn.Module)]
@@ -68,26 +69,26 @@ def _same_objects(run: "RunContext") -> Iterator[None]:
 
 
 def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
-    """Return the names of the run's state that differs from a snapshot."""
+    """Return the names of the parts of the run's state that differ from a snapshot."""
     assert run.checkpointer is not None
     differing = compare_snapshots(expected, run.checkpointer.take_snapshot(finds_gaps=False))
     return [name for name in differing if not _is_uncompared(name)]
 
 
 def _is_uncompared(difference: str) -> bool:
-    """Return whether a difference is expected: in progress, initial values, or kernels that the plan selects."""
+    """Return whether a difference is expected: progress, initial values, or kernels that the plan selects."""
     path = difference.partition(" ")[0]
     began = path.startswith("model.") and ".initial" in path
     return difference.startswith(_UNCOMPARED) or began or path.rpartition(".")[2] in EXECUTION_KEYS
 
 
 def restore_state(run: "RunContext", snapshot: Snapshot) -> None:
-    """Restore a snapshot into the live objects. The position in the data is left alone: its batches are being read."""
+    """Restore a snapshot into the live objects, except for the position in the data, which is being read."""
     assert run.checkpointer is not None
     stepper = run.stepper
     gradients = [(parameter, parameter.grad) for parameter in run.model.parameters()]
     for one in run.steppers.values():
-        # Freed first, so that the device never holds two copies of the optimizer's state. As in a resume, it is empty.
+        # Free the optimizer's state first, so that the device never holds two copies. It is empty in a resume, too.
         one.optimizer.state.clear()
     try:
         saved, _ = restore_snapshot(

@@ -1,8 +1,8 @@
 """Time optimizer steps of the user's model and data in this process.
 
-Weights, buffers, modes, optimizer state, generators and the number of threads are restored afterwards.
-`training/shipped_bench.py` runs the same code in a process of its own, where a compilation can be killed. In the user's
-process it is interrupted by an alarm instead.
+Weights, buffers, modes, optimizer state, random generators and the number of threads are restored afterward.
+`training/shipped_bench.py` runs the same code in a separate process, where a compilation can be killed. In the user's
+process, an alarm interrupts it instead.
 """
 
 import gc
@@ -62,12 +62,12 @@ from whet.verify.start.splitting import loss_split_obstacle
 
 # Warm-up steps beyond the minimum run only within this time.
 _WARMUP_SECONDS = 2.0
-# Less time is not worth an attempt to compile in the user's process: small models took 10 to 40 s on two cores.
+# With less time, do not try to compile in the user's process: small models took 10 to 40 s on two cores.
 _MIN_COMPILE_SECONDS = 10.0
-# torch compiles the first shape, then again with dynamic sizes where shapes differ. A model that is still compiled for
-# several batches after the first ones is compiled for every new shape.
+# torch compiles the first shape, then once more with dynamic sizes if shapes differ. If it still compiles for several
+# batches after that, it compiles for every new shape.
 _NUM_SETTLED, _MAX_LATE_GRAPHS = 3, 3
-# Large batches of images would take longer to send than to compute.
+# Sending large batches of images would take longer than computing with them.
 _MAX_RECORDED_BYTES = 512 << 20
 
 
@@ -75,7 +75,7 @@ class LocalStepBench:
     """Times one training run on this machine. Enter it, prepare settings, and run their steps in any order."""
 
     recovery_seconds = 0.0
-    """Seconds to recover from a stopped probe; 0 because a probe in this process is never stopped."""
+    """Seconds needed to recover from a stopped probe; 0, because a probe in this process is never stopped."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class LocalStepBench:
         plan: Plan,
         may_compile: bool = False,
     ) -> None:
-        """Set `may_compile` only in a separate process, which can be killed. Else an alarm interrupts compilation."""
+        """Set `may_compile` only in a separate process, which can be killed; otherwise, an alarm limits compilation."""
         self.may_compile = may_compile
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
@@ -96,7 +96,7 @@ class LocalStepBench:
         """The key for cached measurements: the training run as requested, without values that are measured later."""
         self._requested_plan = plan
         self.plan = plan
-        """The plan from rules alone. Entering adds the measured memory per sample."""
+        """The plan from rules alone. Entering the bench adds the measured memory per sample."""
         self.model = model
         self.loss = adapt_loss(loss, model)
         self._optimizer = optimizer
@@ -117,7 +117,7 @@ class LocalStepBench:
             self._exit_stack.enter_context(preserve_num_threads())
             # As in training: without it, a step on a busy machine could take a hundred times as long.
             self._exit_stack.enter_context(watch_contention())
-            # Disabled as in training: a collection would be counted as part of a step.
+            # Disabled, as in training: a collection would be counted as part of a step.
             self._exit_stack.enter_context(gc_disabled())
             device = open_device(self.plan.device).device
             self._exit_stack.enter_context(preserve_rng(device))
@@ -139,11 +139,11 @@ class LocalStepBench:
         return time.perf_counter()
 
     def plan_with(self, settings: Mapping[str, Scalar]) -> Plan:
-        """Return the plan with these settings. Settings that depend on them are decided again."""
+        """Return the plan with these settings, and with the settings that depend on them decided anew."""
         return plan_with(self.plan, settings)
 
     def use_batch(self, size: int) -> None:
-        """Switch to this global batch size and make a new plan for it."""
+        """Switch to a different global batch size and make a new plan for it."""
         self._close_sources()
         self.training = self.training.model_copy(update={"global_batch_size": size})
         num_samples = self.plan.workload.num_samples
@@ -157,7 +157,7 @@ class LocalStepBench:
         return predicted_bytes(self.plan, settings)
 
     def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> SettingsAgreement:  # noqa: ARG002
-        """Compare a precision with fp32 on the same device, on a few samples of the data."""
+        """Compare a precision with fp32 on the same device, using a few samples of the data."""
         with probe_errors():
             built = self._build(self.plan_with(settings))
             plan, device = built.plan, built.device
@@ -175,7 +175,7 @@ class LocalStepBench:
     def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "LocalPreparedStep":
         """Apply the settings and run warm-up steps.
 
-        `seconds` is enforced by a separate process, or by an alarm while this process compiles.
+        The limit of `seconds` is enforced by a separate process or, in this process, by an alarm during compilation.
         """
         start = time.perf_counter()
         plan = self.plan_with(settings)
@@ -184,7 +184,7 @@ class LocalStepBench:
             obstacle = compile_obstacle(self.model, plan) or self._limit_obstacle(seconds)
             if obstacle is not None:
                 raise ProbeFailedError(obstacle, kind="refused")
-        # The collector is disabled while the bench is entered, so free the previous candidate explicitly.
+        # The garbage collector is disabled inside the bench, so free the previous candidate explicitly.
         gc.collect()
         with probe_errors(), compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():
             prepared = LocalPreparedStep(self, self._build(plan))
@@ -192,7 +192,7 @@ class LocalStepBench:
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
                 graphs.append(num_graphs())
-                # Compiling for another shape belongs to the preparation and not to the timed steps.
+                # Compiling for another shape counts as preparation, not as part of the timed steps.
                 is_settled = index + 1 >= WARMUP_STEPS and graphs[-1] == graphs[-2]
                 if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_settled else seconds):
                     break
@@ -207,14 +207,14 @@ class LocalStepBench:
     # --- for a bench in another process ------------------------------------------------------------------------------
 
     def first_loss(self) -> float:
-        """Return the loss of the first micro-batch under the rule-based plan, without compiling and without an update.
+        """Return the loss of the first micro-batch under the plan from rules, without compiling or updating.
 
-        Another process that trains the same computes the same loss.
+        Another process with the same training run computes the same loss.
         """
         with probe_errors(), preserve_model(self.model):
             built = self._build(self.plan)
             device, micro = built.device, next(built.split(self.batch(0)))
-            # Reading data may have drawn random numbers.
+            # Reading the data may have drawn random numbers.
             seed_everything(self.training.seed)
             with (
                 self.applied(built),
@@ -226,7 +226,7 @@ class LocalStepBench:
             return float((total if weight is None else total / clamp_weight(weight)).detach())
 
     def record(self) -> tuple[RecordedBatches, float]:
-        """Return the batches that the steps cycle through, and the seconds that reading one of them takes."""
+        """Return the batches that the steps cycle through, and the seconds that it takes to read one of them."""
         source, seconds = self._source(self.plan), []
         workload, num_batches = self.plan.workload, NUM_BATCHES
         if workload.sample_bytes:
@@ -264,7 +264,7 @@ class LocalStepBench:
             yield
 
     def floor(self, device: AbstractDevice) -> int:
-        """Return the bytes in use on a device before the model was moved there."""
+        """Return the bytes that were in use on a device before the model was moved there."""
         place = device.torch_device
         if place not in self._floors:
             own = sum(tensor.nbytes for _, tensor in named_tensors(self.model) if tensor.device.type == place.type)
@@ -272,7 +272,7 @@ class LocalStepBench:
         return self._floors[place]
 
     def read_batches(self, source: AbstractSource) -> Iterator[GlobalBatch] | None:
-        """Return an endless iterator over the batches; None if all data is in memory and need not be read."""
+        """Return an endless iterator over the batches; None if all data is in memory and does not have to be read."""
         return None if source.is_in_memory else _repeat_epochs(source)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class LocalStepBench:
         return self._optimizer if isinstance(self._optimizer, Optimizer) else None
 
     def _limit_obstacle(self, seconds: float) -> str | None:
-        """Return why nothing may be compiled within this time in this process; None if it may."""
+        """Return why this process cannot compile within `seconds`; None if it can."""
         if self.may_compile:
             return None
         if seconds < _MIN_COMPILE_SECONDS:
@@ -291,7 +291,7 @@ class LocalStepBench:
         return None if obstacle is None else f"compiling cannot be interrupted in this process: {obstacle}"
 
     def _build(self, plan: Plan) -> BuiltPlan:
-        """Apply a plan to the model in the same order as a training run."""
+        """Apply a plan to the model, in the same order as a training run does."""
         self._model_device = None
         self.floor(open_device(plan.device).device)
         source, training = self._source(plan), self.training
@@ -305,7 +305,7 @@ class LocalStepBench:
         return BuiltPlan(plan=plan, device=device, source=source, stepper=stepper, base_rates=base_rates)
 
     def _source(self, plan: Plan) -> AbstractSource:
-        """Return the data source of a plan. Plans that read data in the same way share one."""
+        """Return the data source for a plan. Plans that read data in the same way share a source."""
         key = (plan.device, plan.data_location, plan.workers, plan.prefetch, plan.worker_start_method, plan.copies)
         if key not in self._sources:
             device = open_device(plan.device, overlaps_copies=plan.copies == "overlapped").device
@@ -321,7 +321,7 @@ class LocalStepBench:
                 pad_token_id=pad_token_id(self.model),
             )
             if not self._batches:
-                # A dataset is read inside the timed steps. Here it needs one batch only, to learn the shapes.
+                # A dataset is read during the timed steps. Here, a single batch is enough to learn the shapes.
                 num_ready = NUM_BATCHES if source.is_in_memory else 1
                 self._batches = list(islice(source.batches(Position()), num_ready))
         return self._sources[key]
@@ -339,12 +339,12 @@ class LocalStepBench:
             small, large = (built.first_samples(self.batch(0), size) for size in (2, 4))
             needed = measure_activation_bytes(self.model, self.loss, small, large, device=built.device)
         except Exception:
-            # The loss may need more samples than this; the memory per sample stays unknown then.
+            # The loss may need more samples than this. The memory per sample then remains unknown.
             return
         self._use_workload(workload.model_copy(update={"activation_bytes": needed}))
 
     def workload_for_other_machines(self) -> Workload:
-        """Return the workload with FLOPs per sample, from which the speed of other machines is estimated."""
+        """Return the workload with FLOPs per sample, which is used to estimate the speed of other machines."""
         built, workload = self._build(self.plan), self.plan.workload
         try:
             flops = count_flops(self.model, self.loss, built.first_samples(self.batch(0), 2), device=built.device)
@@ -353,7 +353,7 @@ class LocalStepBench:
         return workload.model_copy(update={"flops_per_sample": flops or None})
 
     def _learn_splitting(self, built: BuiltPlan) -> None:
-        """Find out whether micro-batches smaller than the batch may be tried."""
+        """Determine whether micro-batches smaller than the batch may be tried."""
         workload, batch = self.plan.workload, self.batch(0)
         if self.training.split_batch != "auto" or workload.whole_batch_reason is not None:
             return
@@ -374,7 +374,7 @@ class LocalStepBench:
             micro = built.first_samples(self.batch(0), 2)
             is_called = calls_attention(self.model, self.loss, micro, device=built.device)
         except Exception:
-            # The loss may need more than two samples. Attention kernels are not tried then.
+            # The loss may need more than two samples. In that case, attention kernels are not tried.
             return
         if is_called:
             workload = self.plan.workload
@@ -397,7 +397,7 @@ def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:
 
 
 def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """Return the cache key of measurements: machine and software, workload, overrides, parameters and module types."""
+    """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types."""
     return {
         "machine": plan.machine.as_json(),
         "workload": plan.workload.model_copy(update={"batch": None}).as_json(),

@@ -1,8 +1,8 @@
-"""The parent of the training process: forwards signals and restarts it after a kill. Does not import torch.
+"""The parent of the training process, which forwards signals and restarts it after a kill. Does not import torch.
 
-macOS and Linux kill a process with SIGKILL when memory runs out. A killed run resumes with the same plan. If it is
-killed again soon, or after memory pressure, it resumes with half the micro-batch, and the log records the step from
-which it is no longer bit-exact.
+macOS and Linux kill a process with SIGKILL when memory runs out. A killed run resumes with the same plan. If it is soon
+killed again, or was killed after memory pressure, it resumes with half the micro-batch, and the log records the step
+from which it is no longer bit-exact.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from whet.run.events import EventLog, History
 from whet.run.folder import RUN_FILE, open_run, rewrite_parts
 
 VARIABLE = "WHET_SUPERVISOR"
-"""Environment variable of a supervised process: the pid of the parent and the file descriptor for reports to it."""
+"""Environment variable of a supervised process: the parent's pid and the file descriptor for reports to it."""
 
 EARLY_KILL_STEPS = 20
-"""A training run that was killed again within this many steps resumes with a smaller micro-batch."""
+"""A run that is killed again within this many steps resumes with a smaller micro-batch."""
 
-# A report always has this size, so that it overwrites the previous one completely.
+# Every report has this size, so that it completely overwrites the previous one.
 _MESSAGE_BYTES = 8_192
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,12 +51,12 @@ class KilledError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingExit:
-    """The exit of a training process."""
+    """The exit status of a training process."""
 
     code: int
-    """The exit code; the negative signal number if a signal killed the process."""
+    """The exit code, or the negative signal number if a signal killed the process."""
     run: Path | None
-    """The run folder that the process reported."""
+    """The run folder that the process reported; None if it reported none."""
     step: int = 0
     """The last step that the process reported, at most half a second old."""
     was_stop_requested: bool
@@ -78,7 +78,10 @@ def is_supervised() -> bool:
 
 
 def is_orphan() -> bool:
-    """Return whether the supervisor of this process is dead. A whet process that a training started is no orphan."""
+    """Return whether this process was started by a supervisor that has died.
+
+    A whet process that a training run has started is not an orphan.
+    """
     parent = _parent_pid()
     if parent is None or parent == os.getppid():
         return False
@@ -97,7 +100,7 @@ def _parent_pid() -> int | None:
 
 
 def report_to_parent(run: Path | None, *, step: int = 0) -> None:
-    """Report the run folder and the step to the supervisor, if there is one. `run` is None while plans are measured."""
+    """Report the run folder and the step to the supervisor, if any. `run` is None while plans are being measured."""
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
         message = json.dumps({"run": None if run is None else str(run), "step": step}).encode()
@@ -109,9 +112,9 @@ def report_to_parent(run: Path | None, *, step: int = 0) -> None:
 def supervise(
     command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, notify: Callable[[str], None]
 ) -> int:
-    """Run a training until it exits without being killed, and return its exit code.
+    """Run a training command until it exits without being killed, and return its exit code.
 
-    `command` returns the arguments of whet: called with None to start, and with a run folder to resume it.
+    `command` returns the arguments for whet. It is called with None to start a run and with a run folder to resume one.
     """
     arguments, num_restarts = command(None), 0
     while True:
@@ -146,12 +149,12 @@ def supervise(
 
 
 def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: int = 0) -> str:
-    """Prepare a killed run for a resume, log the kill, and return a description of the change.
+    """Prepare a killed run for a resume, log the kill and return a description of the change.
 
-    `reported_step` is the last step that the process reported. It may be newer than the events on disk.
+    `reported_step` is the last step that the process reported, which may be newer than the events on disk.
     """
     if not (run / RUN_FILE).exists():
-        # A folder with many runs: each run resumes from its own checkpoint.
+        # The folder contains several runs, each of which resumes from its own checkpoint.
         return "it resumes"
     opened = open_run(run)
     history = History(opened)
@@ -163,7 +166,8 @@ def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: in
     micro = plan.micro_batch
     assert isinstance(micro, int)
     smaller, action = None, "it resumes with the same plan"
-    # The system kills with SIGKILL when memory runs out. Other signals are crashes, which less memory does not fix.
+    # The system sends SIGKILL when memory runs out. Other signals indicate crashes, which using less memory does not
+    # fix.
     if killer == "SIGKILL" and (has_pressure or not (is_first or reached - began >= EARLY_KILL_STEPS)):
         why = "after memory pressure" if has_pressure else f"again, after fewer than {EARLY_KILL_STEPS} steps"
         half = max(1, micro // 2)
@@ -194,7 +198,7 @@ def _last_session(history: History) -> Iterator[Any]:
 def _run_child(arguments: Sequence[str]) -> TrainingExit:
     with tempfile.TemporaryFile() as reports:
         mark = f"{os.getpid()}:{reports.fileno()}"
-        # -P: do not search the current folder for modules, like the `whet` program.
+        # -P: do not search the current folder for modules, as in the `whet` program.
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "whet", *arguments],
             env=env.child_environment(**{VARIABLE: mark}),
@@ -216,7 +220,7 @@ def _run_child(arguments: Sequence[str]) -> TrainingExit:
 
 @contextlib.contextmanager
 def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward stop signals to the child while entered. Yield the list of received signals."""
+    """Forward stop signals to the child inside the `with` block. Yield a list that collects the received signals."""
     received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -224,7 +228,7 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    # Signals that are ignored, such as SIGHUP under nohup, stay ignored in this process and in the child.
+    # Signals that are ignored, such as SIGHUP under nohup, remain ignored in this process and in the child.
     handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in handled}
     try:
@@ -235,18 +239,18 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def exit_with_parent() -> None:
-    """Exit when the supervisor is killed, so that killing `whet train` also ends the training run."""
+    """Exit when the supervisor is killed, so that killing `whet train` also ends the training process."""
     if not is_supervised():
         return
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG of prctl(2).
+        # PR_SET_PDEATHSIG from prctl(2).
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     threading.Thread(target=_poll_parent, daemon=True, name="parent").start()
 
 
 def _poll_parent() -> None:
-    """Stop the training run, with a final save, once the parent is gone. For systems without a parent-death signal."""
+    """Stop the run, with a final save, once the parent has died. Used on systems without a parent-death signal."""
     while is_supervised():
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Schedulers of `torch.optim.lr_scheduler`: checked before the run, stepped as a plain loop would step them."""
+"""Support for `torch.optim.lr_scheduler`: schedulers are checked before the run and stepped as in a plain loop."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,17 +25,17 @@ from whet.training.training_config import TrainingConfig
 Interval = Literal["step", "epoch", "evaluation"]
 
 _PER_STEP = (OneCycleLR, CyclicLR)
-"""Schedulers that are documented to be stepped after every batch."""
+"""Schedulers whose documentation says to step them after every batch."""
 
 
 class TorchLearningRates(LearningRates):
-    """Steps a torch scheduler, which sets the rates (and betas or momentum) of the user's optimizer."""
+    """Learning rates that a torch scheduler sets, together with betas or momentum, in the user's optimizer."""
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, base: list[float], *, interval: str) -> None:
         self._scheduler = scheduler
         self._interval = _interval_of(scheduler, interval)
         self._num_steps = 0
-        """How often whet has stepped the scheduler."""
+        """The number of times that whet has stepped the scheduler."""
         super().__init__(optimizer, LearningRateSchedule(lambda _: 1.0), base)
         self._expected = self._position()
 
@@ -60,15 +60,15 @@ class TorchLearningRates(LearningRates):
             self._expected = self._position()
 
     def observe(self, score: float) -> None:
-        """Step ReduceLROnPlateau by the goal metric. Other schedulers do not depend on metrics."""
+        """Step ReduceLROnPlateau with the goal metric. Other schedulers do not depend on metrics."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            # The goal has the scheduler's mode (check_plateau_goal), and a "min" metric was negated to a score.
+            # check_plateau_goal ensures that the goal has the scheduler's mode. A "min" metric was negated to a score.
             self._scheduler.step(score if self._scheduler.mode == "max" else -score)
             self._num_steps += 1
             self._expected = self._position()
 
     def check_length(self, num_steps: int | None) -> None:
-        """Raise if OneCycleLR ends before the run: torch would raise in the middle of the training run."""
+        """Raise UsageError if OneCycleLR ends before the run; torch would raise only in the middle of training."""
         if num_steps is None or not isinstance(self._scheduler, OneCycleLR):
             return
         left = self._scheduler.total_steps - self._scheduler.last_epoch
@@ -80,13 +80,13 @@ class TorchLearningRates(LearningRates):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state as JSON, and how often it was stepped."""
+        """Return the scheduler's own state as JSON, and the number of times it was stepped."""
         return {"scheduler": encode_scheduler(self._scheduler), "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any], *, initial: Mapping[str, Any], is_changed: bool) -> None:
         """Restore the scheduler, after the optimizer has been restored.
 
-        With `is_changed`, the scheduler that the user has passed now is stepped as often as the saved one was.
+        With `is_changed`, the scheduler that the user passed to this session is stepped as often as the saved one was.
         """
         scheduler, self._num_steps = self._scheduler, int(state["num_steps"])
         if not is_changed:
@@ -104,18 +104,18 @@ class TorchLearningRates(LearningRates):
         self._expected = self._position()
 
     def close(self) -> None:
-        """Leave the scheduler and the rates where they are, as a plain loop does."""
+        """Leave the scheduler and the rates as they are, like a plain loop."""
         self._remember()
 
     def _repeat_steps(self) -> None:
         with warnings.catch_warnings():
-            # torch warns about steps of a scheduler without steps of the optimizer. Here they are intended.
+            # torch warns about steps of a scheduler without steps of the optimizer. Here, they are intended.
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(self._num_steps):
                 self._scheduler.step()
 
     def _reduce_again(self, state: Mapping[str, Any], initial: Mapping[str, Any], reached: list[float]) -> None:
-        """Reduce the new rates as far as the saved ones were reduced: the metrics of that time are no longer known."""
+        """Reduce the new rates by the same factor as the saved ones, because earlier metrics are no longer known."""
         saved = decode_state(state["scheduler"])
         progress = {name: saved[name] for name in ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")}
         self._scheduler.load_state_dict({**self._scheduler.state_dict(), **progress})
@@ -128,7 +128,7 @@ class TorchLearningRates(LearningRates):
 
     def _position(self) -> tuple[Any, ...]:
         """Return the rates and the counters of the scheduler, which only whet may change."""
-        # A tensor rate is not read: that would wait for the device. The counters change with every step anyway.
+        # Do not read a tensor rate, which would wait for the device. The counters change in every step anyway.
         rates = [None if isinstance(rate := group["lr"], Tensor) else rate for group in self._optimizer.param_groups]
         return rates, [getattr(part, "last_epoch", None) for part in _parts(self._scheduler)]
 
@@ -146,7 +146,7 @@ class TorchLearningRates(LearningRates):
 def make_learning_rates(
     optimizer: Optimizer, training: TrainingConfig, base: list[float], *, total_steps: int | None
 ) -> LearningRates:
-    """Return the learning rates of a run, by a torch scheduler or by a schedule of whet."""
+    """Return the learning rates of a run, from a torch scheduler or one of whet's schedules."""
     schedule = training.schedule
     if isinstance(schedule, LRScheduler):
         return TorchLearningRates(optimizer, schedule, base, interval=training.schedule_interval)
@@ -156,7 +156,7 @@ def make_learning_rates(
 
 
 def encode_scheduler(scheduler: LRScheduler) -> Any:
-    """Return the state of a scheduler as JSON. Raise for a state that JSON cannot represent."""
+    """Return the state of a scheduler as JSON. Raise UsageError if JSON cannot represent it."""
     try:
         return encode_state(scheduler.state_dict())
     except NotEncodableError as error:
@@ -168,7 +168,7 @@ def encode_scheduler(scheduler: LRScheduler) -> Any:
 
 
 def schedule_functions(schedule: object) -> Iterator[Any]:
-    """Yield the functions of the user that a schedule calls."""
+    """Yield the user's functions that a schedule calls."""
     if isinstance(schedule, Mapping):
         for part in schedule.values():
             yield from schedule_functions(part)
@@ -184,7 +184,7 @@ def schedule_functions(schedule: object) -> Iterator[Any]:
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """Return the scheduler and those that it contains, at any depth."""
+    """Return the scheduler and all schedulers nested in it."""
     inside = getattr(scheduler, "_schedulers", ())
     return [scheduler, *(part for child in inside for part in _parts(child))]
 
@@ -193,7 +193,7 @@ def _parts(scheduler: Any) -> list[Any]:
 
 
 def check_scheduler(training: TrainingConfig, optimizer: Optimizer | OptimizerChoice) -> None:
-    """Raise for a scheduler object that the session cannot step as a plain loop would."""
+    """Raise UsageError for a scheduler object that the session cannot step as a plain loop would."""
     scheduler = training.schedule
     if isinstance(scheduler, str) or not isinstance(scheduler, LRScheduler | SchedulerObject):
         if training.schedule_interval != "auto":
@@ -230,7 +230,7 @@ def check_scheduler(training: TrainingConfig, optimizer: Optimizer | OptimizerCh
 
 
 def check_plateau_goal(training: TrainingConfig, *, goal: str | None, mode: str) -> None:
-    """Raise if no metric would step ReduceLROnPlateau, or if it would judge the metric the other way round."""
+    """Raise UsageError if no goal metric would step ReduceLROnPlateau, or if their modes differ."""
     scheduler = training.schedule
     if not isinstance(scheduler, ReduceLROnPlateau):
         return
@@ -249,7 +249,7 @@ def check_plateau_goal(training: TrainingConfig, *, goal: str | None, mode: str)
 
 
 def _interval_of(scheduler: LRScheduler, asked: str) -> Interval:
-    """Return when a scheduler is stepped. Raise where that is not known, or not what the class is made for."""
+    """Return when a scheduler is stepped. Raise UsageError if that is unknown or contradicts the scheduler's class."""
     name = type(scheduler).__name__
     if isinstance(scheduler, ReduceLROnPlateau):
         if asked != "auto":
@@ -266,7 +266,7 @@ def _interval_of(scheduler: LRScheduler, asked: str) -> Interval:
             raise UsageError(f"{per_step[0]} is stepped after each step", got=f"schedule_interval={asked!r}", try_=hint)
         return "step"
     if asked == "auto":
-        # A wrong guess would train with wrong rates, and no error would show it.
+        # A wrong guess would train with wrong rates, without any error.
         raise UsageError(
             f"{name} needs a schedule_interval",
             got="no schedule_interval",

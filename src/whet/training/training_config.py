@@ -1,4 +1,4 @@
-"""The training options of a session. The user sets them, and no plan changes them."""
+"""The training options of a session. They are set by the user, and no plan changes them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from whet.config.resolve import read_options
 
 
 class TrainingConfig(SessionOptions):
-    """The options that define the training run; `config/options.py` declares them."""
+    """The options that define a training run; they are declared in `config/options.py`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options for the run folder. A function is replaced by its name, a scheduler by its class."""
+        """Return the options for the run folder. A function is represented by its name, a scheduler by its class."""
         plain = dict(self)
         if isinstance(self.schedule, SchedulerObject):
             plain["schedule"] = type(self.schedule).__name__
@@ -26,7 +26,7 @@ class TrainingConfig(SessionOptions):
 
 
 def parse_training_config(keywords: Mapping[str, object]) -> TrainingConfig:
-    """Make a TrainingConfig from keywords. Raise for an unknown keyword, with a suggestion."""
+    """Create a TrainingConfig from keywords. For an unknown keyword, raise UsageError with a suggestion."""
     if keywords.get("global_batch_size") == "auto":
         hint = 'whet.train or whet.tune with "auto"; plan.workload.global_batch_size is the size that tune chose'
         raise UsageError("a session needs a fixed global batch size", got='global_batch_size="auto"', try_=hint)

@@ -1,4 +1,4 @@
-"""Measure plans for a training run: the fastest settings, and the global batch size."""
+"""Measure plans for a training run: the fastest settings and the global batch size."""
 
 import math
 import time
@@ -43,33 +43,33 @@ from whet.training.shipped_bench import shipped_bench
 from whet.training.step_bench import LocalStepBench, evidence_key
 
 MIN_BUDGET_SECONDS = 5.0
-"""The smallest useful budget: a shorter search finds almost nothing."""
+"""The smallest useful budget in seconds; a shorter search finds almost nothing."""
 _BATCH_SHARE = 1 / 3
-"""The largest share of a tuning budget that finding the global batch size may take."""
+"""Maximum fraction of a tuning budget for finding the global batch size."""
 _MIN_SHIPPING_SECONDS = 15.0
-"""With less, starting another process takes most of the time, and nothing could be compiled in the rest."""
+"""Minimum budget in seconds for another process: with less, starting it would leave no time to compile."""
 _MAX_START_SHARE = 1 / 4
-"""If a process takes a larger share of the budget to start, this one measures. It does so on very busy machines."""
+"""Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
-"""The smallest share of a budget that is left for the search, however long the process takes to start."""
+"""Minimum fraction of a budget that remains for the search, however long the process takes to start."""
 _TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
-"""Minimum and maximum number of steps timed to estimate the duration of a run, and their minimum total seconds.
+"""Minimum and maximum number of steps to time when estimating the length of a run, and their minimum total seconds.
 
 Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
 """
 _SILENT_SECONDS = 1.0
-"""Progress of the timed steps is reported after this time."""
+"""Progress of the timed steps is reported after this many seconds."""
 _MIN_STEPS = 100
-"""A run with fewer steps is not measured."""
+"""Runs with fewer steps are not measured."""
 _MIN_STEPS_TO_ADVISE = 1_000
 _MIN_SECONDS_TO_ADVISE = 60.0
-"""Shorter runs get no advice to measure."""
+"""Runs shorter than this many seconds get no advice to measure."""
 
 _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
-"""Settings that a loop has fixed before its first step: it has read its first batch by then."""
+"""Settings that a custom loop can no longer change at its first step, because it has already read its first batch."""
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
-"""Opens the same training run in a separate process."""
+"""A function that opens the same training run in a separate process."""
 
 
 def tune(
@@ -107,16 +107,16 @@ def tune(
     # end generated keywords
     **unknown: Never,
 ) -> Plan:
-    """Search for the fastest plan of a training within `budget` seconds, and return it with its measurements.
+    """Search for the fastest plan of a training run within `budget` seconds and return it with its measurements.
 
-    The search times real optimizer steps of your model on your data. It restores the model, the optimizer and the
-    random generators afterwards. Pass the plan to `train` or `Session` as `plan=`. `plan.precision` is a setting, and
-    `plan.settings["precision"].reason` is its reason. Progress and results are printed to standard error; `on_event`
-    replaces that with a function, or with None for silence.
+    The search times real optimizer steps of your model on your data. Afterward, it restores the model, the optimizer
+    and the random generators. Pass the plan to `train` or `Session` as `plan=`. `plan.precision` is a setting, and
+    `plan.settings["precision"].reason` is its reason. Progress and results are printed to standard error; pass a
+    function as `on_event` to receive them instead, or None for no output.
 
-    global_batch_size="auto" finds the global batch size first, in at most a third of the budget. It is stored in
-    `plan.workload.batch`, together with your learning rate scaled from `lr_batch` samples to that size. `train` uses
-    both if you pass this plan and global_batch_size="auto".
+    With global_batch_size="auto", the search first finds the global batch size in at most a third of the budget. It is
+    stored in `plan.workload.batch`, together with your learning rate scaled from `lr_batch` samples to that size.
+    `train` uses both if you pass this plan and global_batch_size="auto".
 
     Keywords:
         global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
@@ -154,7 +154,7 @@ def tune(
         raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
     check_rereadable(data)
     if intercept.active() is not None:
-        # A proof or a bench of the function that calls this: its own measurement would only cost time.
+        # In a proof or a benchmark of the calling function, a measurement of its own would only cost time.
         if has_auto_batch:
             intercept.check_fixed_batch()
         return plan_from_rules(config)
@@ -174,7 +174,7 @@ def tune(
 
 
 def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> RunConfig:
-    """Return the configuration of a new run with the fastest plan, if the run is long enough to repay measuring it."""
+    """Return the config of a new run with the fastest plan, if the run is long enough to repay measuring."""
     group = current_group()
     if not group.is_single_process:
         if group.is_rank_zero:
@@ -188,7 +188,10 @@ def with_measured_plan(config: RunConfig, loss: LossFunction, *, open_bench: Ope
 
 
 def tune_first_step(run: RunContext, loss: LossFunction) -> None:
-    """Measure the plan of a user-written loop at its first step, when the loss is known. Keep its device and data."""
+    """Measure the plan of a custom loop at its first step, when the loss is known.
+
+    Its device and data stay the same.
+    """
     config = run.config
     if not (config.is_custom_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
         return
@@ -223,7 +226,7 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
 
 
 def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> Plan | None:
-    """Measure the plan of a new run. Return None if the run is too short to repay it or if measuring fails."""
+    """Measure the plan of a new run. Return None if the run is too short to repay measuring or if measuring fails."""
     plan, on_event = plan_from_rules(config), config.on_event
     num_steps = plan.workload.num_steps
     if num_steps is None or num_steps < _MIN_STEPS or not is_rereadable(config.data):
@@ -279,7 +282,7 @@ def _measure(
 
 
 def report_unmeasured(config: RunConfig) -> None:
-    """Report what a measurement could try, for a new run with measure=False that is long enough to benefit."""
+    """Report what a measurement could try, if a new run with measure=False is long enough to benefit from one."""
     is_new = config.plan is None and not run_exists(config.path) and intercept.active() is None
     if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
         return
@@ -289,8 +292,8 @@ def report_unmeasured(config: RunConfig) -> None:
 
 
 _GAINS = {
-    # docs/lab.md and docs/bench: GPT-2, ResNet-50, ViT-B/16 and an MLP on an H200; a GPT-2 shape, a convolution net and
-    # an LSTM on 2 cores.
+    # From docs/lab.md and docs/bench: GPT-2, ResNet-50, ViT-B/16 and an MLP on an H200; a GPT-2 shape, a convolutional
+    # net and an LSTM on 2 cores.
     "cuda": "about a minute, 1 to 2.8 times as fast for usual models on an H200",
     "cpu": "up to 4 minutes, 1 to 1.4 times as fast for small models on 2 cores",
 }
@@ -322,7 +325,7 @@ def _search(
     watch: ProgressCallback | None,
     step_seconds: float | None = None,
 ) -> TuningResult:
-    """Search in a process of its own, where compiling can be killed, or in this one if the training cannot be sent."""
+    """Search in a separate process, where a compilation can be killed, or in this one if the run cannot be sent."""
     if budget < _MIN_SHIPPING_SECONDS:
         with local_bench(config, loss, plan) as local:
             return search(plan, local, budget_seconds=budget, on_progress=watch)
@@ -342,7 +345,7 @@ def _search(
             )
             bench: StepBench = stack.enter_context(shipped)
             if bench.recovery_seconds > _MAX_START_SHARE * (budget + compile_budget):
-                # As much is reserved for a trial that must be killed, so hardly anything could be tried.
+                # The same time is reserved for killing a trial, so hardly anything could be tried.
                 stack.close()
                 raise ProbeFailedError(
                     f"another process took {format_seconds(bench.recovery_seconds)} to start", kind="timeout"
@@ -357,7 +360,7 @@ def _search(
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of a failed measurement in one line."""
+    """Return the reason why a measurement failed, in one line."""
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ProbeFailedError):
         reason = error.reason
@@ -378,16 +381,16 @@ def _search_in_process(
 
 
 def _time_steps(bench: LocalStepBench, on_event: EventHandler | None) -> tuple[float, float]:
-    """Return the seconds that the rule-based plan takes to prepare, and those of a step."""
+    """Return the seconds that the plan from rules takes to prepare and the seconds per step."""
     start = bench.clock()
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
     times: list[float] = []
     while len(times) < _TIMED_STEPS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_STEPS):
-        # Steps of a large model take seconds each, and nothing else is printed meanwhile.
+        # Steps of a large model take seconds each, and nothing else is printed in the meantime.
         if bench.clock() - start >= _SILENT_SECONDS:
             emit_event(on_event, "measuring", {"message": f"timing steps before the start, {len(times)} done"})
         times.append(prepared.step(len(times)))
     prepared.close()
-    # Without the slowest quarter: the first steps warm up, and other programs interrupt some.
+    # Leave out the slowest quarter: the first steps warm up, and other programs interrupt some of them.
     usual = sorted(times)[: math.ceil(0.75 * len(times))]
     return prepared.preparation_seconds, sum(usual) / len(usual)

@@ -12,10 +12,10 @@ from whet.run.folder import open_run
 
 
 def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
-    """Load the weights of a run into a model, and return their step.
+    """Load the weights of a run into a model and return the step they belong to.
 
-    `checkpoint` is "last", "best" or a step. `use_average` prefers the averaged weights if the run has them. `run` may
-    also be a folder that `whet import` made; its step is 0.
+    `checkpoint` is "last", "best" or a step. With `use_average`, averaged weights are preferred if the run has them.
+    `run` may also be a folder created by `whet import`, whose step is 0.
     """
     folder = Path(run).expanduser()
     if importer.is_import(folder):
@@ -32,14 +32,14 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
 
 
 def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
-    """Read a checkpoint of a run, and return the snapshot and its step."""
+    """Read a checkpoint of a run. Return the snapshot and its step."""
     folder = open_run(run).checkpoints
     loaded = store.load_newest(folder)
     if loaded is None:
         raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
     newest_step, newest, rejected = loaded
     if rejected and checkpoint in ("last", "best"):
-        # A training resumes from an older checkpoint. Here the caller wants the last or the best one, so silently
+        # A training run resumes from an older checkpoint. Here, the caller wants the last or the best one, so silently
         # returning an older one would be wrong.
         raise WhetError(
             "the run's newest checkpoint is damaged",
@@ -64,7 +64,7 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
 
 
 def _check_folder(path: Path) -> None:
-    """Raise for a file: only `whet import` reads files of unknown origin."""
+    """Raise UsageError if the path is a file: only `whet import` reads files of unknown origin."""
     if path.is_file():
         raise UsageError(
             "weights are loaded from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR"

@@ -39,14 +39,14 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "lstm": (nn.LSTM,),
     "rms norm": (nn.RMSNorm,),
 }
-"""Layer kinds by module type. Functional calls in a forward method are not detected."""
+"""Kinds of layers by module type. Functional calls in a forward method are not detected."""
 
 
 SPLIT_BATCH_OFF = "split_batch=False says that the loss needs the whole batch"
 
 
 def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, recipe: str) -> Workload:
-    """Describe a model and its data with everything that is known before the first step."""
+    """Describe a model and its data with all facts that are known before the first step."""
     num_parameters, num_frozen = count_parameters(model)
     data = data if training.collate_fn is None else rows_to_collate(data)
     columns = source_columns(data)
@@ -81,13 +81,13 @@ def describe_workload(model: nn.Module, data: Any, training: TrainingConfig, *, 
 
 
 def pad_token_id(model: nn.Module) -> int | None:
-    """Return the padding token of a Transformers model; None if it has none."""
+    """Return the padding token id of a Transformers model; None if it has none."""
     token = getattr(getattr(model, "config", None), "pad_token_id", None)
     return token if isinstance(token, int) else None
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the number of trained and of frozen parameters."""
+    """Return the numbers of trainable and of frozen parameters."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return trained, sum(parameter.numel() for parameter in model.parameters()) - trained
 
@@ -107,9 +107,9 @@ def _has_dropout(module: nn.Module) -> bool:
 def measure_activation_bytes(
     model: nn.Module, loss: MicroLoss, small: MicroBatch, large: MicroBatch, *, device: AbstractDevice
 ) -> int:
-    """Return the bytes that one sample keeps for the backward pass: the slope between two small micro-batches.
+    """Return the bytes that each sample keeps for the backward pass, from the difference of two small micro-batches.
 
-    No gradient is computed. Generators and buffers are restored.
+    No gradient is computed. Random generators and buffers are restored.
     """
     buffers = BufferSnapshot(model)
     try:
@@ -121,7 +121,7 @@ def measure_activation_bytes(
 
 
 def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> float:
-    """Return the FLOPs of matrix products, convolutions and attention for one sample, forward and backward."""
+    """Return the FLOPs per sample of matrix products, convolutions and attention, forward and backward."""
     buffers = BufferSnapshot(model)
     try:
         with preserve_rng(device), device.compute_context(), FlopCounterMode(display=False) as counter:
@@ -134,7 +134,7 @@ def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device:
 
 @contextmanager
 def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
-    """Restore the modules that a loss refers to besides the model, such as a criterion with running statistics."""
+    """Restore modules other than the model that a loss refers to, such as a criterion with running statistics."""
     known = set(model.modules())
     with ExitStack() as stack:
         for module in _used_modules(loss, depth=3):
@@ -151,12 +151,12 @@ def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
         elif depth and inspect.isfunction(used) and used.__module__.partition(".")[0] != "torch":
             yield from _used_modules(used, depth=depth - 1)
         elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
-            # The object of a method. isinstance raises for an attribute that is a proxy of an object that is gone.
+            # The object of a bound method. isinstance would raise for an attribute that is a proxy of a deleted object.
             yield from (part for part in vars(used).values() if issubclass(type(part), nn.Module))
 
 
 def calls_attention(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> bool:
-    """Return whether the loss calls torch's scaled_dot_product_attention, by running it on a few samples."""
+    """Run the loss on a few samples and return whether it calls torch's scaled_dot_product_attention."""
     buffers = BufferSnapshot(model)
     try:
         with preserve_rng(device), device.compute_context(), count_attention_calls() as calls:
@@ -167,14 +167,14 @@ def calls_attention(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, dev
 
 
 def _saved_bytes(model: nn.Module, loss: MicroLoss, micro: MicroBatch) -> int:
-    # autograd also saves weights and buffers, which do not grow with the number of samples.
+    # autograd also saves weights and buffers, whose size does not grow with the number of samples.
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, Tensor] = {}
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
         # Keep the tensor, so that its address is not reused. Detach it, because a graph node that holds its own output
-        # is a reference cycle and is never freed.
+        # forms a reference cycle and is never freed.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = tensor.detach()
@@ -182,7 +182,7 @@ def _saved_bytes(model: nn.Module, loss: MicroLoss, micro: MicroBatch) -> int:
         return len(packed) - 1
 
     try:
-        # Tensors are unpacked only if the loss computes gradients itself. There is no other backward pass here.
+        # Tensors are unpacked only if the loss itself computes gradients. There is no other backward pass here.
         with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
             returned = loss(micro)
     finally:

@@ -18,19 +18,19 @@ _NO_CAFFEINATE = "no caffeinate here, so the machine may fall asleep while it tr
 
 
 class EarlyStopping(Callback):
-    """Ends the run after `patience` evaluations without a better goal metric."""
+    """A callback that ends the run after `patience` evaluations without a better goal metric."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
-        # Stored in the state, so that a resumed run is finished too. All ranks have the same score and agree.
+        # The result is stored in the state, so a resumed run stays finished. All ranks have the same score and agree.
         state.ended_early = state.num_worse >= self.patience
         return Action.NONE
 
 
 class GarbageCollection(Callback):
-    """Disables the garbage collector during training, because a full collection takes longer than a step."""
+    """A callback that disables the garbage collector during training: a full collection takes longer than a step."""
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
@@ -44,7 +44,7 @@ class GarbageCollection(Callback):
 
 
 class KeepAwake(Callback):
-    """Prevents the machine from sleeping during training if the plan has keep_awake=on."""
+    """A callback that prevents the machine from sleeping during training if the plan has keep_awake=on."""
 
     def on_start(self, run: "RunContext") -> None:
         is_wanted = run.plan.keep_awake == "on"
@@ -56,14 +56,14 @@ class KeepAwake(Callback):
 def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
     """Prevent idle sleep inside the `with` block, and yield whether that was possible.
 
-    caffeinate waits for this process (-w), so that a killed run does not keep the machine awake forever.
+    caffeinate waits for this process (-w), so that it does not keep the machine awake forever if the run is killed.
     """
     program = shutil.which("caffeinate") if is_wanted else None
     if program is None:
         yield False
         return
     try:
-        # Start caffeinate in a new session: after Ctrl-C the run still saves, so the machine must stay awake.
+        # Start caffeinate in its own session: after Ctrl-C the run still saves, so the machine must stay awake.
         helper = subprocess.Popen(
             [program, "-i", "-w", str(os.getpid())],
             stdin=subprocess.DEVNULL,

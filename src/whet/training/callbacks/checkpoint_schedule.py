@@ -1,4 +1,4 @@
-"""Schedule checkpoints: balance the work lost in a failure against the cost of saving."""
+"""Checkpoint scheduling: balances the work lost in a failure against the cost of saving."""
 
 import math
 import statistics
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from whet.training.checkpointer import Checkpointer
 
 MAX_SAVE_SHARE = 0.01
-"""The largest share of time spent on saving, unless the user sets the interval."""
+"""Maximum fraction of time spent on saving, unless the user sets the interval."""
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
-"""The assumed mean time between failures, for Young's formula."""
+"""The mean time between failures, in seconds, that Young's formula assumes."""
 RETRY_SECONDS = 60.0
-"""The longest wait before another attempt after a failed save."""
+"""Maximum number of seconds before a failed save is tried again."""
 _BASELINE_STEPS = 64
-"""Number of steps without a write that give the usual step time."""
+"""Number of steps without a concurrent write from which the usual step time is determined."""
 _MIN_BACKGROUND_SAVES = 2
 """Number of background writes before a blocking write is considered."""
 _SLOW_SHARE = 0.3
-"""A blocking write is tried if background writes cost training more than this share of their duration."""
+"""A blocking write is tried if background writes slow training down by more than this fraction of their duration."""
 
 SaveDue = Literal["no", "time", "requested"]
-"""Why a checkpoint is due. time: by the clock; may be late. requested: at a step or epoch that the user chose."""
+"""Why a checkpoint is due. "time": by the clock; may be late. "requested": at a step or epoch the user chose."""
 
 
 class CheckpointSchedule(Callback):
-    """Requests checkpoints by the clock, every N steps or epochs, and after a new best evaluation."""
+    """A callback that requests checkpoints by the clock, every N steps or epochs, and after a new best evaluation."""
 
     def __init__(self, checkpointer: "Checkpointer", log: "Recorder", group: RankGroup) -> None:
         self._checkpointer = checkpointer
@@ -50,17 +50,17 @@ class CheckpointSchedule(Callback):
         due = checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
         if due == "requested":
             return Action(save=SAVE_NOW, on_all_ranks=True)
-        # Clocks differ between ranks, so rank 0 decides for all.
+        # Clocks differ between ranks, so rank 0 decides for all of them.
         return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_rank_zero else Action.NONE
 
     def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
-        # Save on all ranks at this step: at the next synchronization, the weights would be a few steps newer.
+        # Save at this step on all ranks: by the next synchronization, the weights would be a few steps newer.
         is_best = state.best_step == state.step and state.num_worse == 0
         return Action(save=SAVE_NOW, on_all_ranks=True) if is_best else Action.NONE
 
 
 def best_interval(cost: float, *, least: float) -> float:
-    """Return the seconds between saves that cost `cost` seconds each, at least `least`.
+    """Return the optimal number of seconds, but at least `least`, between saves that take `cost` seconds each.
 
     Young's formula minimizes lost work plus saving time: sqrt(2 * cost * mean time between failures). Saving takes at
     most 1 % of the time.
@@ -72,7 +72,7 @@ def best_interval(cost: float, *, least: float) -> float:
 
 
 class SaveInterval:
-    """Decides when a checkpoint is due, and adapts to the measured cost of saving."""
+    """The rule for when a checkpoint is due, which adapts to the measured cost of saving."""
 
     def __init__(self, plan: Plan, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps = plan.checkpoint_steps
@@ -81,7 +81,7 @@ class SaveInterval:
         self._least = plan.checkpoint_minutes * 60.0
         self._clock = clock
         self.interval = self._least
-        """The current interval between saves, in seconds."""
+        """The current interval between saves in seconds."""
         self._due_at = clock() + self.interval
 
     def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
@@ -93,18 +93,18 @@ class SaveInterval:
         return "time" if self._clock() >= self._due_at else "no"
 
     def restart(self) -> None:
-        """Count the interval from now, after a save has begun or was skipped because of a running one."""
+        """Restart the interval, after a save has begun or was skipped because another one is still running."""
         self._due_at = self._clock() + self.interval
 
     def learn(self, cost: float) -> None:
-        """Adapt the interval to the seconds of training that a save cost, unless the user set the interval."""
+        """Adapt the interval to the cost of a save in seconds of training, unless the user set the interval."""
         if not self._is_fixed:
             began = self._due_at - self.interval
             self.interval = best_interval(cost, least=self._least)
             self._due_at = began + self.interval
 
     def retry_after(self, step: int) -> str:
-        """Schedule another attempt after a failed save, and return its time as text for the log."""
+        """Schedule another attempt after a failed save. Return a description of when it takes place, for the log."""
         wait = min(RETRY_SECONDS, self.interval)
         self._due_at = self._clock() + wait
         when = f"in {wait:.0f} s"
@@ -114,14 +114,17 @@ class SaveInterval:
 
 
 class WriteMode:
-    """Chooses between background and blocking writes by their measured cost.
+    """The choice between background and blocking writes, based on their measured cost.
 
     If training keeps all cores busy, a background write can cost more time than a blocking one.
     """
 
     def __init__(self) -> None:
         self._least: dict[bool, float] = {}
-        """The lowest cost of each mode in seconds per byte. The minimum ignores delays by other programs."""
+        """The lowest cost of each mode in seconds per byte.
+
+        Using the minimum ignores delays caused by other programs.
+        """
         self._num_background = 0
         self._share = 0.0
 
@@ -131,12 +134,12 @@ class WriteMode:
         if self._num_background < _MIN_BACKGROUND_SAVES:
             return True
         if False not in self._least:
-            # Try a blocking write only if background writes slowed steps down a lot.
+            # Try a blocking write only if background writes slowed training down considerably.
             return self._share < _SLOW_SHARE
         return self._least[True] <= self._least[False]
 
     def learn(self, *, is_background: bool, cost: float, seconds: float, num_bytes: int) -> None:
-        """Record the seconds of training that a save cost, and the duration of the write."""
+        """Record the seconds of training that a save cost and the seconds that the write took."""
         per_byte = cost / max(1, num_bytes)
         self._least[is_background] = min(per_byte, self._least.get(is_background, per_byte))
         if is_background:
@@ -146,7 +149,7 @@ class WriteMode:
 
 
 class StepTimes:
-    """Measures how much a background write slows steps down."""
+    """Step times with and without a background write, which show how much the write slows training down."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -158,7 +161,8 @@ class StepTimes:
     def tick(self, *, is_writing: bool, aside: float) -> None:
         """Record the end of a step. `aside` is the total number of seconds spent on evaluations and saves so far.
 
-        The step in which a write ends counts as slowed down: its result is collected after the step.
+        The step in which a write ends counts as slowed down, because the result of the write is collected after the
+        step.
         """
         now = self._clock()
         if self._last is not None:
@@ -171,7 +175,7 @@ class StepTimes:
         self._last, self._aside = now, aside
 
     def slowed(self) -> float:
-        """Return the extra seconds that a write added to steps since the last call; 0 without a baseline."""
+        """Return the seconds by which a write has lengthened the steps since the last call; 0 without a baseline."""
         seconds, steps = self._busy_seconds, self._busy_steps
         self._busy_seconds, self._busy_steps = 0.0, 0
         return max(0.0, seconds - steps * statistics.median(self._usual)) if self._usual and steps else 0.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CoreContention(Callback):
-    """Starts the contention watch, and logs once what to export if torch was loaded before whet."""
+    """A callback that starts the contention watch and logs, once, what to export if torch was loaded before whet."""
 
     every_seconds = 1.0
 

@@ -1,7 +1,8 @@
-"""Return memory that the device's driver holds but no tensor needs, and advise fewer shapes.
+"""Release memory that the device's driver holds but no tensor needs, and suggest using fewer shapes.
 
 MPS compiles a graph and keeps buffers for each combination of operator and shapes. With varying shapes, the driver can
-hold ten times the memory of the tensors within a few steps, and the machine swaps (kyutai-labs/pocket-tts#255).
+reach ten times the memory of the tensors within a few steps, and the machine starts to swap
+(kyutai-labs/pocket-tts#255).
 """
 
 import time
@@ -16,19 +17,19 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 CHECK_EVERY = 2
-"""Steps between readings of the counters. A reading does not wait for the device."""
+"""Number of steps between two readings of the memory counters. Reading them does not wait for the device."""
 MAX_RATIO, SLACK_BYTES = 3.0, GB
-"""The driver may hold this many times the peak of the tensors, and one heap more."""
+"""The driver may hold this many times the peak memory of the tensors, plus this many bytes."""
 MAX_TIME_SHARE = 0.05
-"""The largest share of the time that emptying may take."""
+"""Maximum fraction of the time that emptying the cache may take."""
 MANY_SHAPES = 64
-"""Number of shapes of micro-batches that is worth a warning: a column of bucketed lengths has twelve."""
+"""Number of micro-batch shapes from which a warning is logged. A column with bucketed lengths has twelve."""
 
 
 class DeviceCache(Callback):
-    """Empties the cache of the device when its driver holds far more than the tensors need.
+    """A callback that empties the device's cache when the driver holds far more memory than the tensors need.
 
-    It is used if the plan has empty_cache="as needed".
+    It is active if the plan has empty_cache="as needed".
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +38,7 @@ class DeviceCache(Callback):
         self._has_warned_of_shapes = False
         self._num_emptied = 0
         self._emptied: tuple[float, float, str] | None = None
-        """When the cache was emptied, the seconds of the step before, and the message; None after the next step."""
+        """When the cache was emptied, the seconds of the step before it, and the message; None after the next step."""
         self._step_seconds = 0.0
         self._last_step_at: float | None = None
 
@@ -79,13 +80,13 @@ class DeviceCache(Callback):
         self._last_step_at = done
 
     def _report_cost(self, step: int, now: float) -> None:
-        """Log what emptying has cost: the next step compiles its graphs again."""
+        """Log the cost of emptying the cache: the next step compiles its graphs again."""
         assert self._emptied is not None
         done, before, message = self._emptied
         self._emptied = None
         extra = max(0.0, now - done - before)
         self._not_before += extra / MAX_TIME_SHARE
-        # Memory that keeps growing is emptied every few steps: the 1st, 2nd, 4th, 8th time are enough to know.
+        # If memory keeps growing, the cache is emptied every few steps. Logging the 1st, 2nd, 4th, 8th time is enough.
         count = self._num_emptied
         if count & (count - 1):
             return

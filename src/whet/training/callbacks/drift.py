@@ -1,7 +1,7 @@
-"""Detect steps that have become slower.
+"""Detection of steps that have become slower.
 
-Throttling shows in step times even without a sensor. But step times alone cannot distinguish heat from other programs
-or longer samples.
+Throttling shows in step times even without a sensor. However, step times alone cannot distinguish heat from other
+programs or longer samples.
 """
 
 import math
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARMUP_STEPS = 16
-"""Number of initial steps to ignore, during which kernels compile, caches fill and clocks rise."""
+"""Number of initial steps to ignore, during which kernels compile, caches fill and clock speeds rise."""
 WINDOW = 36
-"""Number of recent steps to compare with the baseline, by interquartile mean: up to a quarter may be spikes."""
+"""Number of recent steps whose interquartile mean is compared with the baseline. Up to a quarter may be spikes."""
 BASELINE_WINDOW = 64
-"""Number of steps in a baseline. Longer than WINDOW, so that a few fast steps do not become the baseline."""
+"""Number of steps in a baseline. It exceeds WINDOW, so that a few fast steps do not become the baseline."""
 CHECK_EVERY = 4
-"""Steps between checks. A check takes about 12 us, which is too much for every step of 5 ms."""
+"""Number of steps between checks. A check takes about 12 us, which is too much for every step of 5 ms."""
 CONFIRMATIONS = 2
 """Number of consecutive checks that must agree before a slowdown starts or ends."""
 MIN_LOG_SLOWDOWN = 0.155
-"""The smallest reported slowdown, as a natural logarithm: 17 %."""
+"""Minimum slowdown that is reported, as a natural logarithm: 17 %."""
 MIN_STANDARD_ERRORS = 5.0
-"""The smallest reported slowdown in standard errors of a window, for step times that vary a lot."""
+"""Minimum slowdown that is reported, in standard errors of a window, for step times that vary considerably."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +30,13 @@ class Slowdown:
     """A period of slow steps."""
 
     factor: float
-    """Ratio to the baseline step time: 1.3 means 30 % slower."""
+    """Ratio to the baseline step time; 1.3 means 30 % slower."""
     since_step: int
     """The estimated first slow step."""
 
 
 class SlowdownDetector:
-    """Compares recent step times with the fastest calm period so far."""
+    """Compares recent step times with the fastest steady period so far."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -47,10 +47,13 @@ class SlowdownDetector:
         self._threshold = MIN_LOG_SLOWDOWN
         self._num_agreeing = 0
         self.verdict: Slowdown | None = None
-        """The current slowdown; None if there is none or if there are too few steps."""
+        """The current slowdown; None if there is none or there are too few steps to tell."""
 
     def observe(self, step: int, seconds: float, *, work: float = 1.0) -> Slowdown | None:
-        """Record the seconds of a step that processed `work` tokens or samples. Return the current slowdown."""
+        """Record the seconds of a step that processed `work` tokens or samples.
+
+        Return the current slowdown, or None.
+        """
         if 0 < seconds < math.inf and 0 < work < math.inf:
             self._num_seen += 1
             if self._num_seen > WARMUP_STEPS:
@@ -61,7 +64,7 @@ class SlowdownDetector:
         return self.verdict
 
     def forget_recent(self) -> None:
-        """Discard recent times after a pause, but keep the baseline."""
+        """Discard recent step times, for example after a pause, but keep the baseline."""
         self._steps.clear()
         self._paces.clear()
         self._num_agreeing = 0
@@ -103,7 +106,7 @@ class SlowdownDetector:
 
 
 def _interquartile_mean(ordered: Sequence[float]) -> float:
-    """Return the mean of the middle half."""
+    """Return the mean of the middle half of the values."""
     quarter = len(ordered) // 4
     half = ordered[quarter : len(ordered) - quarter]
     return sum(half) / len(half)

@@ -34,21 +34,21 @@ _MAX_PENDING = 256
 _MAX_SAMPLE_IDS = 64
 
 EventHandler = Callable[[str, dict[str, Any]], None]
-"""A function that is called with the kind and the fields of every event. It cannot change the run."""
+"""A function that is called with the kind and the fields of every event. It cannot influence the run."""
 
 StepTimesHandler = Callable[[list[tuple[int, float]]], None]
-"""A function that is called with (step, seconds) pairs in bulk. Seconds are computing time on the device's clock."""
+"""A function that is called with lists of (step, seconds), where seconds is computing time on the device's clock."""
 
 
 def emit_event(on_event: EventHandler | None, kind: str, fields: dict[str, Any]) -> None:
-    """Emit an event before the log exists. Output errors (full disk, closed pipe) are ignored."""
+    """Pass an event to `on_event` before the log exists. Output errors (full disk, closed pipe) are ignored."""
     if on_event is not None:
         with contextlib.suppress(OSError):
             on_event(kind, fields)
 
 
 class Recorder(Callback):
-    """Collects the outcomes of steps and writes them as events, to the run folder and to `on_event`."""
+    """A callback that collects the outcomes of steps and writes them as events to the run folder and to `on_event`."""
 
     def __init__(
         self,
@@ -74,12 +74,15 @@ class Recorder(Callback):
         self.aside_seconds = 0.0
         """Total seconds spent outside steps and data loading, such as evaluations and saves."""
         self.is_idle = False
-        """Whether the run was finished before this session, which then neither begins nor ends in the log."""
+        """Whether the run had already finished before this session, in which case its start and end are not logged."""
         self.on_step_times: StepTimesHandler | None = None
         self.repeat_until = -1
-        """Steps up to this one are in the log already. They are repeated to verify a resume, and not written again."""
+        """Steps up to this one are already in the log.
+
+        They are repeated to verify a resume and are not written again.
+        """
         self.repeated: dict[int, float | None] = {}
-        """The losses of repeated steps."""
+        """The losses of the repeated steps, by step."""
 
     # --- callback ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Recorder(Callback):
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action:
-        """Log the epoch, with values that are too expensive to collect in every step."""
+        """Log the epoch, including values that are too expensive to collect in every step."""
         assert self._run is not None
         now = time.monotonic()
         self.event(
@@ -115,7 +118,7 @@ class Recorder(Callback):
         return Action.NONE
 
     def end(self, state: State, error: BaseException | None, *, reason: str) -> None:
-        """Log the end of a session, with its reason, its traceback, and the time spent since the last step."""
+        """Log the end of a session: the reason, the traceback if it failed, and the time since the last step."""
         self.read()
         outcome = "done" if state.is_finished and error is None else "stopped"
         fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome, "reason": reason}
@@ -128,34 +131,34 @@ class Recorder(Callback):
             self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
 
     def open(self, log: EventLog) -> None:
-        """Write events to a log from now on."""
+        """Open the log, so that events are written to it from now on."""
         self._log = log
 
     # --- logging -----------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Log an event after all pending steps."""
+        """Log an event, after the events of all pending steps."""
         self.read()
         self._write(kind, step=step, **fields)
 
     def defer(self, kind: str, **fields: Any) -> None:
-        """Log an event later, after the steps before it have been read. Does not wait for the device."""
+        """Log an event later, once the steps before it have been read. Does not wait for the device."""
         self._waiting.append((kind, fields))
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
-        """Log a disk error after which training continues."""
+        """Log a disk error that does not stop training."""
         cause = error.__cause__
         code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
         facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Add time spent outside steps (evaluate, save) to the oldest step that is not written yet."""
+        """Add seconds spent outside steps (evaluation, saving) to the oldest step that has not been written yet."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
 
     def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Yield the batches, and count the time spent waiting for them as data time."""
+        """Yield the batches, and record the time spent waiting for them as data time."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -165,7 +168,7 @@ class Recorder(Callback):
             yield batch
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Call `on_event` without writing to the run folder. If it raises, it is not called again."""
+        """Call `on_event` without writing to the run folder. If the handler raises, it is not called again."""
         if self._on_event is None:
             return
         try:
@@ -177,24 +180,27 @@ class Recorder(Callback):
         self._emit_interjections()
 
     def interject(self, kind: str, **fields: Any) -> None:
-        """Call `on_event` from a signal handler: immediately, or after the interrupted call of `on_event`."""
+        """Call `on_event` from a signal handler: immediately, or right after the call that the signal interrupted."""
         self._interjections.append((kind, fields))
         if not self._is_emitting:
             self._emit_interjections()
 
     def flush(self) -> None:
-        """Write pending lines to the file. Lines that cannot be written stay pending."""
+        """Write pending lines to the file. Lines that cannot be written remain pending."""
         if self._log is not None:
             with contextlib.suppress(WhetError):
                 self._log.flush()
 
     def fsync(self) -> None:
-        """Sync flushed lines to disk, so that they survive a power failure like the next checkpoint. Thread-safe."""
+        """Sync flushed lines to disk, so that they survive a power failure along with the next checkpoint.
+
+        Thread-safe.
+        """
         if self._log is not None:
             self._log.fsync()
 
     def read(self) -> None:
-        """Read the pending outcomes with one wait for the device, and write them."""
+        """Read the pending outcomes, waiting for the device only once, and write them."""
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
         if pending:
@@ -207,7 +213,7 @@ class Recorder(Callback):
 
     @property
     def _has_one_loss(self) -> bool:
-        # The sum over optimizers with different cadences jumps, which is no spike.
+        # The sum of losses jumps if optimizers step at different intervals, but that is not a spike.
         return self._run is None or len(self._run.steppers) == 1
 
     def _read_steps(self, pending: list[tuple[dict[str, Any], np.ndarray, Outcome]]) -> None:
@@ -223,7 +229,7 @@ class Recorder(Callback):
             self._extra_seconds = {}
             facts |= {"grad_norm": norm, "seconds": seconds, **scalars} | ({} if loss is None else {"loss": loss})
             self._append("step", **facts)
-            # A manual step cannot be repeated or skipped, so the guard does not judge its loss.
+            # A manual step cannot be repeated or skipped, so the guard does not see its loss.
             spike = None
             if loss is not None and not outcome.is_manual and (self._has_one_loss or not math.isfinite(loss)):
                 spike = self._guard.observe(facts["step"], loss)
@@ -238,7 +244,7 @@ class Recorder(Callback):
         self.notify(kind, step=step, **fields)
 
     def _append(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Append to the log. After a disk error, training continues: lines stay in memory; the error is logged once."""
+        """Append an event to the log. A disk error is logged once; lines stay in memory and training continues."""
         if self._log is None:
             return
         if step <= self.repeat_until and kind in VOIDED_KINDS:
@@ -269,7 +275,8 @@ class Recorder(Callback):
             try:
                 self._emit(*self._interjections[0])
             except Exception:
-                # The signal may have interrupted a write, and Python raises for a reentrant write to the same stream.
+                # The signal may have interrupted a write, and Python raises an error for a reentrant write to the same
+                # stream.
                 return
             del self._interjections[0]
 
@@ -281,7 +288,7 @@ class Recorder(Callback):
 
 
 def _unexpected(error: Exception) -> BaseException | None:
-    """Return the exception whose traceback helps; None if the message of a WhetError says it all."""
+    """Return the exception whose traceback is useful; None if the message of a WhetError suffices."""
     if not isinstance(error, WhetError):
         return error
     cause = error.__cause__
@@ -289,18 +296,18 @@ def _unexpected(error: Exception) -> BaseException | None:
 
 
 def _scalar_name(name: str) -> str:
-    """Return the name of a number that a loss returned, apart from the fields that a step has itself."""
+    """Return a name for a number from the loss that does not collide with the fields of a step event."""
     taken = ("kind", "time", "step", "epoch", "samples", "lr", "loss", "grad_norm", "seconds")
     return f"{name}_" if name in taken else name
 
 
 def sample_ids(ids: np.ndarray) -> list[int]:
-    """Return the sample ids of a step for an event; only the first 64 of a large batch."""
+    """Return the sample ids of a step, for an event. A large batch is represented by its first 64."""
     return [int(number) for number in ids[:_MAX_SAMPLE_IDS]]
 
 
 def held_memory(stepper: Stepper, *others: Stepper) -> dict[str, int]:
-    """Return the bytes of weights, gradients, optimizer state and EMA on this rank. `others` share the model."""
+    """Return the bytes that weights, gradients, optimizer state and EMA take on this rank. `others` share the model."""
 
     def count(tensors: Iterable[Tensor]) -> int:
         local = (stepper.strategy.local(tensor) for tensor in tensors)
@@ -318,7 +325,7 @@ def held_memory(stepper: Stepper, *others: Stepper) -> dict[str, int]:
 
 
 def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
-    """Return the values of scalar tensors on one device, with a single wait for the device."""
+    """Return the values of scalar tensors on one device, waiting for the device only once."""
     present = [tensor for tensor in tensors if tensor is not None]
     values = iter(torch.stack(present).tolist()) if present else iter(())
     return [None if tensor is None else next(values) for tensor in tensors]

@@ -1,7 +1,7 @@
 """Log memory, load and speed every few seconds.
 
-Only counters are read. Nothing waits for the device, and no tensor or random generator is used, so the numbers of a run
-are the same with and without this callback.
+Only counters are read. Nothing waits for the device, and no tensor or random generator is used, so a run computes the
+same numbers with and without this callback.
 """
 
 import time
@@ -18,7 +18,7 @@ from whet.training.callbacks.thermal import ThermalPolicy
 
 
 class Health(Callback):
-    """Logs `health` events; `memory_bytes` is the memory of the machine."""
+    """A callback that logs `health` events. `memory_bytes` is the memory of the machine."""
 
     every_seconds = 5.0
 
@@ -39,7 +39,7 @@ class Health(Callback):
         self._last: tuple[float, int] | None = None
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        # Count training time only: an evaluation or a save must not look like slow training.
+        # Count only training time: an evaluation or a save must not look like slow training.
         worked = self._clock() - self._log.aside_seconds
         speed: dict[str, float] = {}
         if self._last is not None and worked > self._last[0] and state.samples >= self._last[1]:

@@ -1,6 +1,6 @@
-"""The head and the progress line of a run.
+"""The header and the progress line of a run.
 
-A terminal redraws the line, a notebook updates a display, and a file or pipe gets plain lines.
+In a terminal, the line is redrawn in place; in a notebook, a display is updated; a file or pipe gets plain lines.
 """
 
 import io
@@ -22,11 +22,11 @@ class ProgressScreen(Protocol):
     """An output for the progress of a run."""
 
     redraw_seconds: float
-    """Minimum seconds between redraws."""
+    """Minimum number of seconds between redraws."""
     hint: str
-    """A hint for the user at the end of the line, such as how to stop."""
+    """A hint for the user at the end of the line, for example how to stop."""
     is_lasting: bool
-    """Whether every drawing stays visible, so that evaluations need lines to be seen later."""
+    """Whether everything drawn stays visible. Evaluations then need no lines of their own to be seen later."""
 
     @property
     def width(self) -> int:
@@ -43,7 +43,10 @@ class ProgressScreen(Protocol):
 
 
 def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
-    """Return the screen for `stream`. Without a stream, return a notebook display or the screen for `fallback`."""
+    """Return the screen for `stream`.
+
+    Without a stream, return a notebook display, or else the screen for `fallback`.
+    """
     if stream is None and (shell := notebook_shell()) is not None:
         return NotebookScreen(shell)
     chosen = stream or fallback
@@ -51,7 +54,7 @@ def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
 
 
 class PlainScreen:
-    """A file or a pipe: every drawing is a new line."""
+    """A screen for a file or a pipe: every drawing is a new line."""
 
     redraw_seconds = 10.0
     hint = ""
@@ -73,7 +76,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """A terminal: the line overwrites the previous one."""
+    """A screen for a terminal: each drawing overwrites the previous line."""
 
     redraw_seconds = 0.1
     hint = "Ctrl-C saves and stops"
@@ -106,7 +109,7 @@ class TerminalScreen:
 
 
 class NotebookScreen:
-    """A notebook: one display that is updated in place."""
+    """A screen for a notebook: a single display that is updated in place."""
 
     redraw_seconds = 0.5
     hint = "interrupt the kernel to save and stop"
@@ -132,7 +135,7 @@ class NotebookScreen:
         for part in printable(line).split("\n"):
             self._num_dropped += len(self._lines) == self._max_lines
             self._lines.append(part)
-        # Lines in quick succession become one message to the browser. The next update shows the rest.
+        # Combine lines that follow each other quickly into one message to the browser. The next update shows the rest.
         if self._is_closed or time.monotonic() - self._updated_at > self.redraw_seconds:
             self._update()
 
@@ -164,24 +167,24 @@ def notebook_shell() -> Any:
 
 
 def is_notebook() -> bool:
-    """Return whether this process runs the cells of a notebook."""
+    """Return whether this process executes the cells of a notebook."""
     return notebook_shell() is not None
 
 
 _WINDOW = 60
-"""Number of readings over which speed is averaged: about half a minute."""
+"""Number of readings over which the speed is averaged: about half a minute."""
 _MIN_SECONDS = 2.0
-"""Seconds of readings before a remaining time is shown: the first steps of a run are slow."""
+"""Minimum seconds of readings before the remaining time is shown, because the first steps of a run are slow."""
 _MAX_ROUTINE_LINES = 40
-"""Number of lines about evaluations that are printed without a limit on their rate."""
+"""Number of lines about evaluations that are printed without rate limiting."""
 _ROUTINE_SECONDS = 10.0
-"""Seconds between such lines afterwards: there may be thousands of evaluations."""
+"""Minimum seconds between such lines after that: there may be thousands of evaluations."""
 _SPIKE_SECONDS = 60.0
-"""Seconds between lines about loss spikes."""
+"""Minimum seconds between lines about loss spikes."""
 _MAX_METRICS = 2
-"""Number of metrics in the progress line, if there is no goal."""
+"""Maximum number of metrics in the progress line if there is no goal."""
 _NOTABLE_SLOWDOWN = 1.5
-"""Slowdowns below this factor are in the report and need no line, unless a sensor reports heat."""
+"""Slowdowns below this factor appear in the report but get no line of their own, unless a sensor reports heat."""
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
 """Kinds of events that are printed even without a progress line."""
@@ -190,12 +193,12 @@ _MAX_QUESTION, _MAX_ANSWER = 70, 100
 
 
 class ProgressLine:
-    """Shows the events of a run: plan, progress line, and messages above it, on standard error by default."""
+    """An event handler that shows the plan, a progress line and messages above it, by default on standard error."""
 
     def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
         self._epochs = epochs
-        # sys.stderr is None in a process that was started without standard error.
+        # sys.stderr is None in a process that was started without a standard error stream.
         self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
         self._goal: str | None = None
@@ -240,7 +243,7 @@ class ProgressLine:
         self._estimate = fields["message"]
 
     def _on_settings(self, fields: dict[str, Any]) -> None:
-        """Print the head: machine, workload, plan and time."""
+        """Print the header: machine, workload, plan and estimated time."""
         path = fields.get("path")
         lines = summary_lines(
             fields["plan"],
@@ -272,7 +275,10 @@ class ProgressLine:
             self.print_line(f"{self._name}: {fields['lost_steps']:,} steps are lost and repeated")
 
     def _on_evaluation(self, fields: dict[str, Any]) -> None:
-        """Keep the metrics for the progress line. Print them where lines last, and an answer everywhere."""
+        """Keep the metrics for the progress line.
+
+        Print them if lines stay visible; print sample outputs on any screen.
+        """
         self._metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
         answer = _sample_answer(fields)
         if self._screen.is_lasting:
@@ -297,7 +303,7 @@ class ProgressLine:
             self._heat = _heat_text(fields) if is_notable else ""
 
     def _on_spike(self, fields: dict[str, Any]) -> None:
-        """Print one loss spike per minute and count the others: noisy losses have many."""
+        """Print one loss spike per minute and count the others: a noisy loss has many of them."""
         now = time.monotonic()
         if now - self._spike_at < _SPIKE_SECONDS:
             self._num_spikes += 1
@@ -345,7 +351,7 @@ class ProgressLine:
         self._draw(lambda: self._line(fields), share=share)
 
     def _draw(self, make: Callable[[], str], *, share: float | None = None) -> None:
-        """Draw the progress line if the minimum time between redraws has passed. `make` is called only then."""
+        """Draw the progress line if enough time has passed since the last redraw. Only then is `make` called."""
         now = time.monotonic()
         if now - self._shown_at >= self._screen.redraw_seconds:
             self._shown_at = now
@@ -365,7 +371,7 @@ class ProgressLine:
             "left": left,
             "hint": self._screen.hint,
         }
-        # Where the line is too long, leave out what matters least.
+        # If the line is too long, leave out the least important parts.
         for name in ("", "hint", "memory", "epoch", "heat", "metrics"):
             parts.pop(name, None)
             line = "  ".join(part for part in parts.values() if part)
@@ -382,7 +388,7 @@ class ProgressLine:
         return "  ".join(f"{name} {self._metrics[name]:.4g}" for name in names if name is not None)
 
     def _speed(self, step: int) -> tuple[str, str]:
-        """Return samples per second and the time left as texts, which are empty as long as they are unknown."""
+        """Return the samples per second and the remaining time as text; each is empty as long as it is unknown."""
         first, last = self._readings[0], self._readings[-1]
         seconds = last[0] - first[0]
         if seconds <= 0:
@@ -401,13 +407,13 @@ class ProgressLine:
             self._memory = f"{used / GB:.1f}/{limit / GB:.1f} GB" if limit else format_bytes(used)
 
     def close(self) -> None:
-        """Print what was withheld and clear the progress line, so that other output can follow."""
+        """Print the lines that were withheld and clear the progress line, so that other output can follow."""
         self._print_withheld()
         self._screen.close()
 
 
 def _message(kind: str, fields: dict[str, Any]) -> str | None:
-    """Return the message for an event; None if it needs no message."""
+    """Return the message for an event; None if the event needs no message."""
     if kind == "warning":
         retry = "" if fields["retry"] == "never" else f"; tried again {fields['retry']}"
         return f"{fields['reason']}{retry}; training continues"
@@ -427,7 +433,7 @@ def _message(kind: str, fields: dict[str, Any]) -> str | None:
 
 
 def _heat_text(fields: dict[str, Any]) -> str:
-    """Return a text such as "cool" or "hot 1.3x slower"; without a sensor, "1.3x slower" or an empty text."""
+    """Return a text such as "cool" or "hot 1.3x slower". Without a sensor, return "1.3x slower" or an empty text."""
     state = fields["state"]
     words = [state] if state != "slow" and "thermal" in fields else []
     if state != "cool" and "factor" in fields:
@@ -436,7 +442,7 @@ def _heat_text(fields: dict[str, Any]) -> str:
 
 
 def _sample_answer(fields: dict[str, Any]) -> str:
-    """Return the first sample of an evaluation with text outputs in one line; empty for classification."""
+    """Return the first sample of an evaluation with text outputs as one line; empty for classification."""
     samples = fields.get("samples")
     if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
         return ""
@@ -447,7 +453,7 @@ def _sample_answer(fields: dict[str, Any]) -> str:
 
 
 class FirstProblems:
-    """The event handler of a session without one: prints the first problem of each kind to standard error."""
+    """The event handler for a session that has none: prints the first problem of each kind to standard error."""
 
     def __init__(self) -> None:
         self._printed: set[str] = set()

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the first one finishes the step and saves, the second one skips the save."""
+"""Handle Ctrl-C and SIGTERM: the first one finishes the step and saves, a second one skips the save."""
 
 import signal
 import threading
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _ECHO_SECONDS = 0.3
-"""A second signal within this time is ignored in a supervised training: Ctrl-C arrives there twice, once from the
-terminal and once forwarded by the parent."""
+"""In a supervised run, a second signal within this many seconds is ignored.
+
+Ctrl-C reaches the process twice: from the terminal and forwarded by the parent process.
+"""
 
 
 class StopSignals(Callback):
-    """Converts Ctrl-C and SIGTERM to stop requests during a session, instead of raising inside a step."""
+    """A callback that turns Ctrl-C and SIGTERM into stop requests, so that nothing is raised inside a step."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -61,7 +63,7 @@ class StopSignals(Callback):
             stop_immediately(number)
 
     def _announce(self, run: "RunContext", number: int) -> None:
-        """Report the signal immediately: a step may take long, and the user must see that the signal arrived."""
+        """Report the signal immediately: a step may take long, and the user must see that the signal was received."""
         when = (
             "after this step" if run.group.is_single_process else "after the next step at which all ranks synchronize"
         )

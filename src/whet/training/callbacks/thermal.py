@@ -1,6 +1,6 @@
-"""React to heat, memory pressure and battery power: log, save, and rest between steps.
+"""React to heat, memory pressure and battery power by logging, saving and pausing between steps.
 
-No tensor is used, so the sensors can change the duration of a run but not its numbers.
+No tensor is used, so sensor readings can change the duration of a run but not its numbers.
 """
 
 import os
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 Heat = Literal["cool", "slow", "hot"]
-"""The thermal state. slow: steps take longer, but the sensor reports no heat."""
+"""The thermal state. "slow": steps take longer, but the sensor reports no heat."""
 
 _THROTTLING = ("heavy", "trapping", "sleeping")
-"""Thermal levels at which macOS lowers clocks. At "moderate" it may not."""
+"""Thermal levels at which macOS lowers clock speeds. At "moderate" it may not do so."""
 
 
 def classify_heat(system_state: SystemState, slowdown: Slowdown | None) -> Heat:
-    """Classify the sensor reading and the step times. Without a sensor, slow steps count as heat.
+    """Classify the thermal state from a sensor reading and step times. Without a sensor, slow steps count as heat.
 
     >>> slow = Slowdown(factor=1.3, since_step=7)
     >>> [classify_heat(SystemState(thermal=level), slow) for level in ("nominal", "moderate", None)]
@@ -68,7 +68,7 @@ def describe_heat(heat: Heat, system_state: SystemState, slowdown: Slowdown | No
 
 
 def describe_pressure(level: PressureLevel, system_state: SystemState) -> str:
-    """Describe the memory pressure."""
+    """Describe the memory pressure and the amount of memory left."""
     if level == "normal":
         return "memory is no longer short"
     left, swapped = system_state.memory_available_bytes, system_state.swap_used_bytes
@@ -85,7 +85,7 @@ Power = tuple[bool, bool]
 
 
 def classify_power(system_state: SystemState, before: Power) -> Power:
-    """Return the power state. Unknown values keep their previous state."""
+    """Return the power state. An unknown value keeps its previous state."""
     source, saves = system_state.power_source, system_state.low_power_mode
     return before[0] if source is None else source == "battery", before[1] if saves is None else saves
 
@@ -97,7 +97,7 @@ def describe_power(power: Power) -> str:
 
 
 class SensorThread:
-    """Calls `reader` every few seconds in a thread while entered, and passes the result to `take`.
+    """A thread that calls `reader` every few seconds inside the `with` block and passes each result to `take`.
 
     Data workers may be forked at any time, so the thread must not hold a lock that a forked process needs.
     """
@@ -115,7 +115,7 @@ class SensorThread:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # A forked child has no such thread, and its copy of the event may be locked forever.
+        # A forked child does not have this thread, and its copy of the event may be locked forever.
         if os.getpid() == self._pid:
             self._is_over.set()
             self._thread.join()
@@ -126,7 +126,7 @@ class SensorThread:
                 system_state = self._reader()
                 self._take(system_state if isinstance(system_state, SystemState) else SystemState())
             except Exception:
-                # A failing sensor must not end a run; it counts as no reading.
+                # A failing sensor must not end a run; treat the failure as an empty reading.
                 self._take(SystemState())
             if self._is_over.wait(self._every_seconds):
                 return
@@ -135,22 +135,22 @@ class SensorThread:
 READ_EVERY_SECONDS = 5.0
 """Seconds between sensor readings."""
 DEBOUNCE_SECONDS = 30.0
-"""Minimum seconds between state changes, so that a sensor near a threshold does not cause many events."""
+"""Minimum number of seconds between state changes, so that a sensor near a threshold does not cause many events."""
 
 INITIAL_REST_SHARE, REST_SHARE_STEP, MAX_REST_SHARE = 0.2, 0.1, 0.6
-"""on_heat=pace: the initial share of time to rest, the step by which it changes, and its maximum."""
+"""on_heat=pace: the initial fraction of time to rest, the step by which it changes, and its maximum."""
 MIN_WORK_SECONDS = 1.0
-"""on_heat=pace: minimum seconds between rests. Each rest waits for the device, so not every step may rest."""
+"""on_heat=pace: minimum seconds between rests. Each rest waits for the device, so not every step can rest."""
 
 REST_SECONDS_WITHOUT_SENSOR = 120.0
-"""on_heat=pause: the length of a pause if there is no sensor."""
+"""on_heat=pause: the length of a pause in seconds if there is no sensor."""
 MAX_REST_SECONDS = 900.0
-"""on_heat=pause: the maximum length of a pause."""
+"""on_heat=pause: the maximum length of a pause in seconds."""
 MIN_SECONDS_BETWEEN_PAUSES = 60.0
 """on_heat=pause: minimum seconds of training between pauses, for a machine that never cools down."""
 
 PRESSURE_SAVE_SECONDS = 300.0
-"""Minimum seconds between the extra checkpoints that are written while memory is nearly used up."""
+"""Minimum seconds between the extra checkpoints that are written while memory is almost exhausted."""
 _SLEEP_SECONDS = 0.2
 """Seconds between checks for a stop request during a rest."""
 
@@ -165,7 +165,7 @@ class _Debounced(Generic[T]):
         self._changed_at = float("-inf")
 
     def change(self, wanted: T, *, now: float) -> bool:
-        """Switch to the wanted value if enough time has passed. Return whether the value changed."""
+        """Change to the wanted value if enough time has passed. Return whether the value changed."""
         if wanted == self.value or now - self._changed_at < DEBOUNCE_SECONDS:
             return False
         self.value = wanted
@@ -173,12 +173,12 @@ class _Debounced(Generic[T]):
         return True
 
     def hold(self, *, now: float) -> None:
-        """Keep the value for DEBOUNCE_SECONDS from now."""
+        """Prevent the value from changing for the next DEBOUNCE_SECONDS."""
         self._changed_at = now
 
 
 class ThermalPolicy(Callback):
-    """Watches sensors and step times, and acts between steps according to `on_heat`: warn, pace or pause."""
+    """A callback that watches sensors and step times and acts between steps as `on_heat` says: warn, pace or pause."""
 
     every_seconds = 0.1
 
@@ -224,7 +224,7 @@ class ThermalPolicy(Callback):
         run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        """Rest if needed, and act on new readings."""
+        """Rest if needed, then act on new readings."""
         if self._is_pause_due:
             # An earlier call requested a checkpoint before this pause, and the loop has written it by now.
             self._is_pause_due = False
@@ -263,7 +263,7 @@ class ThermalPolicy(Callback):
         if self._pressure.change(level, now=now):
             self._log.event("pressure", step=step, level=level, reason=describe_pressure(level, system_state))
         if level == "critical" and now - self._saved_at >= PRESSURE_SAVE_SECONDS:
-            # Not debounced: the system may kill the process at any moment, without a warning.
+            # Not debounced: the system may kill the process at any moment without a warning.
             self._saved_at = now
             action = Action.SAVE
         heat = classify_heat(system_state, slowdown)
@@ -298,9 +298,9 @@ class ThermalPolicy(Callback):
         self._log.event("throttle", step=step, reason=reason, **heat, **observed, **thermal, **fields)
 
     def _adapt_rest_share(self, now: float) -> None:
-        """Increase the rest share while the machine is hot, and decrease it otherwise.
+        """Increase the fraction of time to rest while the machine is hot, and decrease it otherwise.
 
-        Without a sensor to confirm the heat, the share does not exceed its initial value.
+        If no sensor can confirm the heat, the fraction does not exceed its initial value.
         """
         has_sensor = self.system_state.thermal is not None
         share, largest = self._rest_share.value, MAX_REST_SHARE if has_sensor else INITIAL_REST_SHARE
@@ -314,7 +314,7 @@ class ThermalPolicy(Callback):
     def _rest_a_share(self) -> None:
         if self._clock() - self._worked_since < MIN_WORK_SECONDS:
             return
-        # Wait first: otherwise the device would work on queued kernels during the rest.
+        # Wait for the device first; otherwise it would work on queued kernels during the rest.
         self._device.sync()
         worked = min(self._clock() - self._worked_since, MIN_SECONDS_BETWEEN_PAUSES)
         share = self._rest_share.value
@@ -326,7 +326,7 @@ class ThermalPolicy(Callback):
         rested = self._rest(self._is_rested)
         now = self._clock()
         self._may_pause_at = now + MIN_SECONDS_BETWEEN_PAUSES
-        # Step times from before the pause do not describe the machine after it.
+        # Step times from before the pause no longer describe the machine.
         self._slowdowns.forget_recent()
         heat = classify_heat(self.system_state, None)
         self._heat.change(heat, now=now)
@@ -342,7 +342,7 @@ class ThermalPolicy(Callback):
         return rested >= MAX_REST_SECONDS or (thermal == "nominal" and rested >= DEBOUNCE_SECONDS)
 
     def _rest(self, is_enough: Callable[[float], bool]) -> float:
-        """Sleep until `is_enough` returns True or a stop is requested. Return the seconds of rest."""
+        """Sleep until `is_enough` returns True or a stop is requested. Return the seconds slept."""
         began = self._clock()
         while not is_enough(self._clock() - began) and not self.should_stop():
             self._sleep(_SLEEP_SECONDS)
@@ -352,6 +352,6 @@ class ThermalPolicy(Callback):
 
 
 def _sensors() -> ReadSystemState:
-    """Return a reader for the sensors of this machine, including simulated ones of a virtual Mac."""
+    """Return a function that reads the sensors of this machine, including the simulated sensors of a virtual Mac."""
     read = SystemStateReader()
     return lambda: with_simulated_state(read())
