@@ -1,1 +1,1 @@
-"""Data: sources of global batches, their order, their split into micro-batches, and worker processes."""
+"""Data sources, the order of samples, global batches and micro-batches, and worker processes."""

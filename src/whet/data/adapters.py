@@ -1,4 +1,4 @@
-"""Data sources: tensors in memory, map-style datasets, DataLoaders and iterables as global batches.
+"""Data sources that yield global batches from tensors, map-style datasets, DataLoaders and iterables.
 
 `open_source` selects the source for the user's data. To support a new kind of data, add a subclass of `AbstractSource`
 and a branch in `open_source`.
@@ -22,7 +22,7 @@ from whet.data.recorded import RecordedBatches, RecordedSource
 from whet.data.sample import DatasetReader, SampleIdentity
 from whet.data.samplers import StreamedOrder
 
-# Exported from here too, beside the function that opens sources.
+# Re-exported next to the function that opens sources.
 from whet.data.source import AbstractSource
 from whet.data.split import BatchSplitter, LengthMode, RankShare
 from whet.data.streams import IterableLoaderSource, IterableSource
@@ -40,7 +40,7 @@ class LoadingConfig:
 
     workers: int = 0
     start: str = "fork"
-    """The start method of workers: fork or spawn."""
+    """Start method of worker processes: "fork" or "spawn"."""
     prefetch: int = 2
     """Number of global batches that each worker reads ahead."""
 
@@ -60,8 +60,8 @@ def open_source(
 ) -> AbstractSource:
     """Open tensors, a map-style dataset, a DataLoader or an iterable as a source of global batches.
 
-    A DataLoader has its own batch size, order and collate function. `share` is the part of each batch that this rank
-    computes; all of it by default. `pad_token_id` pads tokenized samples (`input_ids`) that have no collate function.
+    A DataLoader keeps its own batch size, order and collate function. `share` is the part of each batch that this rank
+    computes, by default all of it. `pad_token_id` pads tokenized samples (`input_ids`) that have no collate function.
     """
     if isinstance(data, RecordedBatches):
         return RecordedSource(data, device, is_resident=is_resident)
@@ -103,7 +103,7 @@ def _open_loader(
     order = loader_order(loader, seed=seed)
     columns = loader_columns(loader)
     if columns is not None:
-        # The default collate function stacks rows of tensors, so they need not be read one by one.
+        # The default collate function stacks rows of tensors, so rows need not be read one by one.
         return TensorSource(columns, device, order, is_resident=is_resident, share=share, make_data=as_list)
     worker_init_fn = loader.worker_init_fn if loader.num_workers else None
     reader = DatasetReader(loader.dataset, seed, collate_fn=loader.collate_fn, worker_init_fn=worker_init_fn)
@@ -111,7 +111,7 @@ def _open_loader(
 
 
 def as_list(fields: Mapping[str, Any]) -> list[Any]:
-    """Return the fields as a list, which is what torch's default collate function makes of tuples."""
+    """Return the fields as a list, like torch's default collate function for tuples."""
     return list(fields.values())
 
 
@@ -121,12 +121,12 @@ def is_map_style(data: Any) -> bool:
 
 
 def source_columns(data: Any) -> Columns | None:
-    """Return the columns of data that is read from memory: tensors, or a DataLoader over tensors; else None."""
+    """Return the columns of data that is in memory (tensors, or a DataLoader over tensors), or None for other data."""
     return loader_columns(data) if isinstance(data, DataLoader) else as_columns(data)
 
 
 def count_data(data: Any, *, global_batch_size: int) -> tuple[int | None, int | None]:
-    """Return the numbers of samples and of global batches of an epoch; None where they are not known in advance."""
+    """Return the numbers of samples and of global batches per epoch. A number that is not known in advance is None."""
     if isinstance(data, DataLoader):
         if is_iterable_loader(data):
             return None, None
@@ -143,7 +143,10 @@ def count_data(data: Any, *, global_batch_size: int) -> tuple[int | None, int | 
 
 
 def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loader: bool = False) -> None:
-    """Raise for data with less than one global batch. The size of an iterable is unknown, so it always passes.
+    """Raise an error if the data has less than one global batch.
+
+    The size of an iterable is unknown, so it always passes. The batch of a DataLoader may be smaller than its batch
+    size, because the loader decides that.
 
     The batch of a DataLoader may be smaller than its batch size, because the loader decides that.
     """
@@ -163,7 +166,7 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
 
 @final
 class TensorSource(AbstractSource):
-    """Columns in memory. On the device if they fit, so that training copies nothing."""
+    """Columns in memory. They are kept on the device if they fit, so that training copies nothing."""
 
     is_in_memory = True
 
@@ -180,7 +183,7 @@ class TensorSource(AbstractSource):
         super().__init__(share)
         self._order = order
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
-        # Hashed on the host, before the columns move to the device.
+        # Hash on the host, before the columns move to the device.
         self._fingerprint = _hash_columns(columns, len(next(iter(columns.values()))))
         if is_resident:
             columns = {name: map_field(name, column, device.put) for name, column in columns.items()}
@@ -222,7 +225,7 @@ class TensorSource(AbstractSource):
 
 
 def _hash_columns(columns: Columns, num_samples: int) -> str:
-    """Hash the data. Large data is hashed by evenly spaced rows, so some changes are not detected."""
+    """Hash the data. Only evenly spaced rows of large data are hashed, so some changes are not detected."""
     digest = hashlib.sha256(str(num_samples).encode())
     parts = {n: (c.values, c.starts) if isinstance(c, Ragged) else (c,) for n, c in columns.items()}
     is_small = sum(p.numel() * p.element_size() for ps in parts.values() for p in ps) <= _MAX_HASHED_BYTES
@@ -240,7 +243,7 @@ def _hash_columns(columns: Columns, num_samples: int) -> str:
 
 @final
 class MapStyleSource(AbstractSource):
-    """Samples that are read one by one, in this process or by workers, each with a separate random seed."""
+    """Samples that are read one by one, in this process or by workers, each with its own random seed."""
 
     def __init__(
         self,
@@ -255,13 +258,13 @@ class MapStyleSource(AbstractSource):
         super().__init__(share, pad_token_id=pad_token_id)
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
         self._reader, self._order, self._size = reader, order, size
-        # A collate function sees the whole batch on every rank, because padding and mixing depend on all of it.
+        # A collate function gets the whole batch on every rank, because padding and mixing depend on all samples.
         is_shared = self.share.size > 1 and not reader.has_collate
         self._to_read = RankOrder(order, self.share) if is_shared else order
         self._identity: SampleIdentity | None = None
         self._loading = loading or LoadingConfig()
         if isinstance(order, StreamedOrder):
-            # Workers would read ahead of a sampler that depends on the training run.
+            # Workers would read ahead of a sampler that depends on the state of training.
             self._loading = replace(self._loading, workers=0)
         self.workers = self._make_workers(self._loading.workers) if self._loading.workers else None
 
@@ -318,7 +321,7 @@ class MapStyleSource(AbstractSource):
             parts = _SAMPLES_IN_FINGERPRINT - 1
             ids = sorted({(self._size - 1) * part // parts for part in range(parts + 1)}) if self._size else []
             if self._loading.workers and ids:
-                # Read in a worker: reading may open files, and workers that are forked later must not inherit them.
+                # Read in a worker, because reading may open files that workers forked later must not inherit.
                 self._identity = self._make_workers(1).identify(ids)
             else:
                 self._identity = self._reader.identify(ids)
@@ -329,7 +332,7 @@ class MapStyleSource(AbstractSource):
         return Workers(self._reader, self._to_read, count=count, start=loading.start, prefetch=loading.prefetch)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return an event for each worker that was lost since the last call."""
+        """Return one event for each worker that was lost since the last call."""
         if self.workers is None:
             return []
         events, self.workers.events = self.workers.events, []
@@ -342,7 +345,7 @@ class MapStyleSource(AbstractSource):
 
 @final
 class RankOrder(SampleOrder):
-    """The samples of one rank in the global batches of an order."""
+    """The order of one rank's samples within the global batches of an order."""
 
     def __init__(self, order: SampleOrder, share: RankShare) -> None:
         self._order, self.share = order, share

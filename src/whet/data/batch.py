@@ -18,7 +18,7 @@ _MAX_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The data that the optimizer has consumed: whole epochs, and samples of the current epoch."""
+    """How much data the optimizer has consumed: complete epochs, and samples of the current epoch."""
 
     epoch: int = 0
     samples: int = 0
@@ -28,18 +28,18 @@ class Position:
 class GlobalBatch:
     """The samples of one optimizer step, as `for batch in session` yields them.
 
-    Pass it to `session.step(loss, batch)`. Its tensors reach the loss function, split into micro-batches.
+    Pass it to `session.step(loss, batch)`, which splits it into micro-batches and passes these to the loss function.
     """
 
     ids: np.ndarray
-    """Sample ids; consecutive numbers for an iterable."""
+    """The ids of the samples, or consecutive numbers for an iterable."""
     after: Position
-    """The position once the optimizer has consumed this batch."""
+    """The position after the optimizer has consumed this batch."""
     is_last_of_epoch: bool
     samples: tuple[Any, ...] = ()
-    """The samples of this rank if they were read one by one; empty for tensors in memory and after collating."""
+    """The samples of this rank if they were read one by one. Empty for tensors in memory and for collated batches."""
     collated: Any = None
-    """The result of the collate function for the whole batch, or None without one."""
+    """The result of the collate function for the whole batch, or None without a collate function."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,7 +54,7 @@ class GlobalBatch:
     __iter__ = __getitem__ = _explain
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python looks up special methods in many places, and expects an AttributeError.
+        # Python looks up special methods in many places and expects an AttributeError if there is none.
         if name.startswith("__"):
             raise AttributeError(name)
         self._explain()
@@ -63,8 +63,8 @@ class GlobalBatch:
 class DictBatch(dict[str, Any]):
     """A micro-batch of named fields: a dict with attribute access, so that `model(**batch)` and `batch.x` both work.
 
-    `sample_ids` are the ids of its samples, and `first_index` is the index of the first one in the global batch, or
-    None if they are not consecutive.
+    `sample_ids` are the ids of the samples. `first_index` is the index of the first sample in the global batch, or None
+    if the samples are not consecutive.
     """
 
     sample_ids: np.ndarray
@@ -78,7 +78,9 @@ class DictBatch(dict[str, Any]):
 
 
 class TupleBatch(tuple[Any, ...]):
-    """A micro-batch of a tuple: `x, y = batch` works, and so do `batch.x` and `batch.y`.
+    """A micro-batch of a tuple: both `x, y = batch` and `batch.x`, `batch.y` work.
+
+    It also has the attributes `sample_ids` and `first_index` of a DictBatch.
 
     It has the attributes `sample_ids` and `first_index` of a DictBatch.
     """
@@ -98,16 +100,16 @@ class TupleBatch(tuple[Any, ...]):
 
 
 def only_field(fields: Mapping[str, Any]) -> Any:
-    """Return the only field, so that data of single tensors yields tensors."""
+    """Return the only field, so that a dataset of single tensors yields tensors."""
     (value,) = fields.values()
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The part of a global batch that the model computes at once.
+    """The part of a global batch that goes through the model at once.
 
-    `fields` are its tensors by name. `data` has the type of the user's batch and is the argument of a loss function.
+    `fields` are the tensors by name. `data` has the type of the user's batch and is passed to the loss function.
     """
 
     fields: Mapping[str, "Field"]
@@ -115,17 +117,17 @@ class MicroBatch:
     first_index: int | None = 0
     """The index of the first sample in the global batch, or None if the samples are not consecutive.
 
-    A model that keeps state for each row of the global batch between steps needs it.
+    Needed by models that keep state for each row of the global batch between steps.
     """
     is_counted: bool = True
-    """False for a repetition with weight 0, which is computed only because other ranks wait for it."""
+    """False for a repeated micro-batch with weight 0, which is computed only because other ranks wait for it."""
     is_on_device: bool = False
     make_data: Callable[[Mapping[str, Any]], Any] = DictBatch
-    """Makes the user's batch from the fields."""
+    """Builds the user's batch from the fields."""
 
     @property
     def data(self) -> Any:
-        """The micro-batch in the type of the user's batch: what the collate function returned, a tuple or a dict."""
+        """The micro-batch in the type of the user's batch: the result of the collate function, a tuple or a dict."""
         data = self.make_data(self.fields)
         if isinstance(data, DictBatch | TupleBatch):
             data.sample_ids, data.first_index = self.ids, self.first_index
@@ -153,7 +155,7 @@ class MicroBatch:
 
 
 def micro_batch_shapes(micro: MicroBatch) -> Shapes:
-    """Return the shapes of all fields. A new combination may cause a compilation on the device."""
+    """Return the shapes of all fields. A new combination of shapes may cause a compilation on the device."""
     return tuple(tuple(f.shape if isinstance(f, Tensor) else f.values.shape) for f in micro.fields.values())
 
 
@@ -161,7 +163,7 @@ def micro_batch_shapes(micro: MicroBatch) -> Shapes:
 
 
 def describe_non_finite(micro: MicroBatch) -> str | None:
-    """Return which fields of a batch have NaN or Inf, with the columns of a table, or None if all are finite.
+    """Return which fields (and columns of a table) of a batch contain NaN or Inf, or None if all are finite.
 
     >>> x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
     >>> describe_non_finite(MicroBatch({"x": x, "y": torch.tensor([0, 1])}, np.arange(2)))
@@ -181,7 +183,7 @@ def describe_non_finite(micro: MicroBatch) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """A padded batch: `values` has shape (batch, max length, ...), with padding after each sample."""
+    """A padded batch. `values` has shape (batch, max length, ...), with padding after each sample."""
 
     values: Tensor
     lengths: Tensor
@@ -193,17 +195,17 @@ class Padded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A concatenated batch without padding: sample i is values[starts[i] : starts[i + 1]].
+    """A concatenated batch without padding. Sample i is values[starts[i] : starts[i + 1]].
 
-    Fillers after the last sample may bring the total to one of a few values. A model computes them like samples and
-    drops them from its output.
+    Fillers after the last sample may extend the total length to one of a few values. A model processes them like
+    samples and drops them from its output.
     """
 
     values: Tensor
     starts: Tensor
     """The cumulative lengths, int32, of shape (batch + fillers + 1,)."""
     max_length: int
-    """An upper bound for the lengths of samples and fillers."""
+    """An upper bound for the length of samples and fillers."""
     num_fillers: int = 0
 
     @property
@@ -218,7 +220,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ragged:
-    """A whole column of samples with different lengths, concatenated."""
+    """A complete column of samples with different lengths, concatenated."""
 
     values: Tensor
     starts: Tensor
@@ -227,7 +229,7 @@ class Ragged:
 
     @classmethod
     def of(cls, samples: Sequence[Tensor], *, pad_value: float = 0) -> "Ragged":
-        """Build a column from single samples."""
+        """Return a column that contains these samples."""
         lengths = torch.tensor([0, *(len(sample) for sample in samples)])
         return cls(values=torch.cat(list(samples)), starts=lengths.cumsum(0), pad_value=pad_value)
 
@@ -252,7 +254,7 @@ class Ragged:
         lengths = self.starts[rows + 1] - starts
         offsets = torch.arange(length, device=self.values.device)
         is_real = offsets < lengths[:, None]
-        # Padding reads element 0, which always exists, and is overwritten below.
+        # Padded positions read element 0, which always exists, and are overwritten below.
         values = self.values[torch.where(is_real, starts[:, None] + offsets, 0)]
         mask = is_real.reshape(*is_real.shape, *(1,) * (values.dim() - 2))
         return Padded(values=torch.where(mask, values, self.pad_value).to(values.dtype), lengths=lengths)
@@ -262,7 +264,7 @@ class Ragged:
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
         ends = lengths.cumsum(0)
-        # Without output_size, torch would compute it on the device and wait for the result.
+        # Without output_size, torch computes it on the device and waits for the result.
         owner = torch.repeat_interleave(torch.arange(len(rows), device=ends.device), lengths, output_size=total)
         index = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
         packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
@@ -288,7 +290,7 @@ AnyField = TypeVar("AnyField", Tensor, Padded, Packed, Ragged, Tensor | Ragged, 
 
 
 def map_field(name: str, field: AnyField, function: MapTensor) -> AnyField:
-    """Apply a function to every tensor of a field or column. Add the name of the field to a dtype error."""
+    """Apply a function to every tensor of a field or column. A dtype error is reported with the name of the field."""
     try:
         return function(field) if isinstance(field, Tensor) else field.map_tensors(function)
     except WideDtypeError as error:

@@ -1,4 +1,4 @@
-"""Data as named columns of equal length, and random subsets of it."""
+"""Data as named columns of equal length, and random subsets of such data."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ from whet.data.batch import DictBatch, Ragged, TupleBatch, only_field
 Column = Tensor | Ragged
 Columns = dict[str, Column]
 MakeData = Callable[[Mapping[str, Any]], Any]
-"""Makes the user's batch from named fields."""
+"""Builds the user's batch from named fields."""
 
 
 _MAX_LISTED_COLUMNS = 8
-"""A longer list of tensors is a dataset of samples."""
+"""A list with more tensors than this is treated as a dataset of samples."""
 
 
 def as_columns(data: object) -> Columns | None:
     """Return the data as columns, or None if it does not consist of tensors and arrays.
 
-    A list of many tensors is a dataset of samples.
+    A list of many tensors is treated as a dataset of samples.
     """
     if isinstance(data, Tensor | Ragged | np.ndarray):
         named: dict[str, Any] = {"x": data}
@@ -33,7 +33,7 @@ def as_columns(data: object) -> Columns | None:
         named = {str(name): column for name, column in data.items()}
     elif _is_column_sequence(data):
         if isinstance(data, list):
-            # Lists are datasets of samples everywhere else in torch, but [x, y] is also written for (x, y).
+            # torch treats lists as datasets of samples everywhere else, but users also write [x, y] for (x, y).
             raise UsageError(
                 "a list of tensors may be a list of samples or of columns",
                 got=f"a list of {len(data)}",
@@ -57,7 +57,7 @@ def _is_column_sequence(data: object) -> TypeGuard[Sequence[Any]]:
 
 
 def columns_type(data: object) -> MakeData:
-    """Return what makes the user's batch from columns: a tuple for a tuple, a dict for a dict, else a tensor."""
+    """Return a function that builds the user's batch from columns: a tuple, a dict or a single tensor."""
     if isinstance(data, Mapping):
         return DictBatch
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -67,16 +67,16 @@ def columns_type(data: object) -> MakeData:
 
 
 def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
-    """Name the parts of a tuple: x, y, field2, field3, ..."""
+    """Return the parts of a tuple by name: x, y, field2, field3, ..."""
     names = ("x", "y", *(f"field{index}" for index in range(2, len(parts))))
     return dict(zip(names, parts, strict=False))
 
 
 def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> tuple[Columns, MakeData] | None:
-    """Stack single samples into columns, or None if a field holds something else than tensors, arrays and numbers.
+    """Stack single samples into columns. Return None if a field contains anything but tensors, arrays and numbers.
 
-    Fields whose first dimension differs become ragged. `ragged` collects their names, so that they stay ragged in a
-    later batch of equal lengths.
+    Fields whose first dimension varies become ragged. Their names are added to `ragged`, so that they stay ragged in
+    later batches with equal lengths.
     """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
@@ -90,10 +90,10 @@ def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> tuple[Columns,
 
 
 def stack_nested(values: Sequence[Any], *, ragged: set[str] | None = None, name: str = "") -> Any:
-    """Stack nested samples: tensors of one shape into a tensor, dicts and tuples part by part, all else into a list.
+    """Stack nested samples: tensors of equal shape into a tensor, dicts and tuples part by part, others into a list.
 
-    `ragged` collects the names of fields that are lists of tensors, so that they stay lists in a later batch whose
-    shapes happen to be equal.
+    The names of fields that become lists of tensors are added to `ragged`, so that they stay lists in later batches
+    whose shapes happen to be equal.
 
     >>> stack_nested([{"x": 1, "name": "a"}, {"x": 2, "name": "b"}])
     {'x': tensor([1, 2]), 'name': ['a', 'b']}
@@ -115,7 +115,8 @@ def stack_nested(values: Sequence[Any], *, ragged: set[str] | None = None, name:
         if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
             return torch.stack(tensors)
         ragged.add(name)
-    # Strings, objects and tensors of different shapes (boxes of an image): one entry for each sample.
+    # Strings, objects, and tensors of different shapes (such as the boxes of an image) become a list with one entry per
+    # sample.
     return list(values)
 
 
@@ -129,7 +130,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def as_rows(data: Any) -> Any:
-    """Return a dict or tuple of columns of which some are lists as a dataset of its rows, and other data unchanged."""
+    """Return a dict or tuple of columns, some of which are lists, as a dataset of rows. Return other data unchanged."""
     if isinstance(data, Mapping):
         return RowDataset(data)
     if not isinstance(data, tuple) or not any(isinstance(part, Tensor | np.ndarray) for part in data):
@@ -140,7 +141,7 @@ def as_rows(data: Any) -> Any:
 
 
 class RowDataset:
-    """Rows of columns of which some are lists (strings, objects), as a map-style dataset of dicts."""
+    """A map-style dataset of dicts: the rows of columns, some of which are lists (strings, objects)."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         _check_lengths(columns)
@@ -155,7 +156,7 @@ class RowDataset:
 
 
 class TupleRows:
-    """Rows of several columns as tuples, or the entries of a list, as a map-style dataset."""
+    """A map-style dataset of tuples, the rows of several columns, or of the entries of a list."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         _check_lengths(name_fields(columns))
@@ -170,7 +171,9 @@ class TupleRows:
 
 
 def rows_to_collate(data: Any) -> Any:
-    """Return the data as a dataset of the samples that a collate function gets.
+    """Return the data as a dataset of the samples that are passed to a collate function.
+
+    A tuple or dict of columns is a dataset of rows. A list is a list of samples, even if it contains tensors.
 
     A tuple or dict of columns has rows. A list is a list of samples, even if it consists of tensors.
     """
@@ -194,9 +197,9 @@ def _as_tensor(value: Any) -> Tensor:
         return value
     if isinstance(value, np.ndarray | np.generic):
         value = np.asarray(value)
-        # NumPy defaults to float64, which takes twice the memory and is not supported on MPS.
+        # NumPy arrays are float64 by default, which takes twice the memory and is not supported on MPS.
         value = value.astype(np.float32) if value.dtype == np.float64 else value
-        # ascontiguousarray would give a scalar a dimension.
+        # ascontiguousarray would add a dimension to a scalar.
         return torch.from_numpy(np.ascontiguousarray(value) if value.ndim else value.copy())
     try:
         return torch.tensor(value)
@@ -210,7 +213,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     shapes = {value.shape for value in values}
-    # A field that was ragged once stays ragged, so that every batch has the same type.
+    # A field that has been ragged once stays ragged, so that all batches have the same type.
     if len(shapes) == 1 and name not in ragged:
         return torch.stack(values)
     if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):
@@ -255,7 +258,10 @@ def count_samples(data: Any) -> int | None:
 
 
 def subset(data: Any, *, fraction: float, seed: int) -> Any:
-    """Draw a random fraction of the samples, at least one, in their original order. The seed decides the draw."""
+    """Return a random fraction of the samples, at least one, in their original order.
+
+    The choice depends only on the seed.
+    """
     total = count_samples(data)
     if fraction >= 1:
         return data
@@ -269,7 +275,7 @@ def subset(data: Any, *, fraction: float, seed: int) -> Any:
 
 
 def select_column(column: Column, rows: list[int]) -> Column:
-    """Return some rows of a column as a column."""
+    """Return the selected rows of a column."""
     if isinstance(column, Ragged):
         return Ragged.of([column[row] for row in rows], pad_value=column.pad_value)
     return column[torch.tensor(rows)]

@@ -1,7 +1,7 @@
-"""torch's DataLoader: its dataset, batch size, order and collate function.
+"""Support for torch's DataLoader: its dataset, batch size, order and collate function.
 
-Its batch size is the global batch. `num_workers`, `pin_memory` and `prefetch_factor` are left to the plan, except for
-iterable datasets, which divide themselves between the loader's own workers.
+The loader's batch size is the global batch size. The plan decides `num_workers`, `pin_memory` and `prefetch_factor`,
+except for iterable datasets, which are divided between the loader's own workers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +30,7 @@ CollateFunction = Callable[[list[Any]], Any]
 
 
 def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training options with what a DataLoader decides: global_batch_size, shuffle and seed.
+    """Return the training options with those that a DataLoader determines: global_batch_size, shuffle and seed.
 
     Raises UsageError for an option that contradicts the loader, and if the batch size is unknown.
     """
@@ -63,7 +63,10 @@ def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_no_loader_inside(data: Any) -> None:
-    """Raise for an iterable around a DataLoader, such as timm's PrefetchLoader: its items are batches, not samples."""
+    """Raise an error for an iterable that wraps a DataLoader, such as timm's PrefetchLoader.
+
+    Its items are batches instead of samples.
+    """
     for name, value in getattr(data, "__dict__", {}).items():
         if (
             isinstance(value, DataLoader)
@@ -78,7 +81,10 @@ def check_no_loader_inside(data: Any) -> None:
 
 
 def loader_batch_size(loader: DataLoader[Any]) -> int:
-    """Return the number of samples of a batch; for a batch sampler without one, the size of its largest batch."""
+    """Return the batch size of the loader.
+
+    For a batch sampler without a fixed size, return the size of its largest batch.
+    """
     if loader.batch_size is not None:
         return loader.batch_size
     sampler = loader.batch_sampler
@@ -97,7 +103,7 @@ def loader_batch_size(loader: DataLoader[Any]) -> int:
 
 
 def is_iterable_loader(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader itself is iterated: for an iterable dataset, and for a subclass with own iteration."""
+    """Return whether the loader itself must be iterated: its dataset is iterable, or a subclass overrides iteration."""
     has_own_iteration = any(
         getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
     )
@@ -105,7 +111,7 @@ def is_iterable_loader(loader: DataLoader[Any]) -> bool:
 
 
 def is_rereadable_loader(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader can be read before the training without moving it: not a stream, nor a sampler's."""
+    """Return whether the loader can be read before training without side effects, unlike a stream."""
     return not is_iterable_loader(loader) and not isinstance(loader_order(loader, seed=0), StreamedOrder)
 
 
@@ -117,15 +123,16 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
 def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
     """Return the order of a loader over a map-style dataset.
 
-    Sequential and random samplers become a pure function of (seed, epoch, position). Any other sampler is iterated.
+    Sequential and random samplers are replaced by a pure function of (seed, epoch, position). Any other sampler is
+    iterated.
     """
     batch_sampler = loader.batch_sampler
     if type(batch_sampler) is not BatchSampler:
         return _iterated(batch_sampler, seed=seed, batch_size=None)
-    # Not loader.sampler, which is unused in DataLoader(batch_sampler=BatchSampler(...)).
+    # loader.sampler is not used in DataLoader(batch_sampler=BatchSampler(...)).
     sampler: Any = batch_sampler.sampler
     batch_size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-    # A sampler may be made for other data than the loader's, such as range(100) for the first 100 samples.
+    # The sampler may have been created for different data, such as range(100) for the first 100 samples.
     source: Any = getattr(sampler, "dataset" if type(sampler) is DistributedSampler else "data_source", loader.dataset)
     if not hasattr(source, "__len__"):
         raise UsageError(
@@ -148,7 +155,7 @@ def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
             drop_last=drop_last,
         )
     if type(sampler) is DistributedSampler:
-        # whet divides every global batch between ranks itself, so the loader must not divide the data too.
+        # whet divides every global batch between the ranks, so the loader must not divide the data too.
         return SeededOrder(size, batch_size=batch_size, seed=seed, shuffle=sampler.shuffle, drop_last=drop_last)
     return _iterated(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
 
@@ -160,7 +167,7 @@ def _iterated(sampler: Any, *, seed: int, batch_size: int | None, drop_last: boo
 
 
 def loader_columns(loader: DataLoader[Any]) -> Columns | None:
-    """Return the columns of a loader over tensors in memory, or None for any other dataset or collate function."""
+    """Return the columns of a loader over tensors in memory, or None for another dataset or a collate function."""
     if loader.collate_fn is not default_collate or is_iterable_loader(loader):
         return None
     dataset: Any = loader.dataset
@@ -176,9 +183,9 @@ def loader_columns(loader: DataLoader[Any]) -> Columns | None:
 
 
 def describe_non_finite_data(loader: DataLoader[Any]) -> str | None:
-    """Return which tensors in memory behind a loader have NaN or Inf, or None if all are finite.
+    """Return which in-memory tensors of a loader contain NaN or Inf, or None if all are finite.
 
-    This is reported and not refused: some losses mask missing values.
+    Non-finite values are only reported, because some losses mask missing values.
 
     >>> x = torch.tensor([[1.0], [float("nan")]])
     >>> describe_non_finite_data(DataLoader(TensorDataset(x, torch.tensor([0, 1]))))

@@ -1,8 +1,8 @@
 """Sample orders and their division into global batches.
 
-The orders here are pure functions of (seed, epoch, position), the same on every device and for every split, so no
-loader state has to be saved. They are made with a hash, which does not change between library versions, unlike a
-library's shuffle. `data/samplers.py` has the orders of the user's samplers.
+The orders in this module are pure functions of (seed, epoch, position). They are the same on every device and for every
+split, so no loader state has to be saved. They are computed with a hash which, unlike the shuffle of a library, does
+not change between versions. `data/samplers.py` contains the orders of users' samplers.
 """
 
 from abc import ABC, abstractmethod
@@ -19,11 +19,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 _COLLATE = 0xC011A7E
-"""Separates the seeds of collate functions from those of samples."""
+"""Separates the seeds of collate functions from the seeds of samples."""
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Return the ids of all samples in the order of one epoch.
+    """Return the ids of all samples in the order of an epoch.
 
     >>> epoch_order(6, seed=0, epoch=0).tolist(), epoch_order(6, seed=0, epoch=1).tolist()
     ([4, 0, 3, 2, 1, 5], [4, 3, 5, 2, 0, 1])
@@ -41,40 +41,41 @@ class PlannedBatch:
 
     ids: np.ndarray
     keys: np.ndarray
-    """The key that, with the epoch, seeds each sample: its id, or its place in the epoch if samples may repeat."""
+    """The key that seeds each sample together with the epoch: its id, or its place in the epoch if samples may
+    repeat."""
     after: Position
-    """The position once the optimizer has consumed this batch."""
+    """The position after the optimizer has consumed this batch."""
     is_last: bool
     """Whether it is the last batch of the epoch."""
     all_ids: np.ndarray
-    """The samples of all ranks; `ids` are those of this rank."""
+    """The sample ids of all ranks. `ids` are those of this rank."""
 
 
 class SampleOrder(ABC):
-    """The order of the samples of an epoch, and their division into global batches."""
+    """The order of samples in an epoch, and their division into global batches."""
 
     num_samples: int | None
-    """Number of samples of an epoch, with repetitions, or None if it is not known in advance."""
+    """Number of samples per epoch including repetitions, or None if it is not known in advance."""
     num_batches: int | None
-    """Number of global batches of an epoch, or None if it is not known in advance."""
+    """Number of global batches per epoch, or None if it is not known in advance."""
     inexact_reason: str | None = None
-    """Why a resumed run may see another order, or None if it sees the same."""
+    """Why a resumed run may get a different order, or None if it gets the same."""
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
         """Yield the remaining global batches of the epoch at `position`."""
 
     def state(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002
-        """Return what other processes and a resume need to repeat the order of this epoch, as plain JSON."""
+        """Return the state that other processes and a resume need to repeat the order of this epoch, as plain JSON."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Use the order that `state` describes."""
+        """Restore the order described by `state`."""
 
 
 @final
 class SeededOrder(SampleOrder):
-    """Shuffled or sequential samples in batches of one size: a pure function of (seed, epoch, position)."""
+    """Shuffled or sequential samples in batches of equal size: a pure function of (seed, epoch, position)."""
 
     def __init__(
         self, dataset_size: int, *, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False
@@ -91,7 +92,7 @@ class SeededOrder(SampleOrder):
 
 @final
 class RepeatingOrder(SampleOrder):
-    """A given number of draws per epoch, with or without replacement, like RandomSampler(num_samples=...)."""
+    """A fixed number of draws per epoch, with or without replacement, like RandomSampler(num_samples=...)."""
 
     def __init__(
         self,
@@ -106,13 +107,13 @@ class RepeatingOrder(SampleOrder):
         self._size, self._replacement = dataset_size, replacement
         self._batch_size, self._seed = batch_size, seed
         self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
-        """The epoch and number of the pass that was shuffled last, and its order."""
+        """The latest shuffled pass: its epoch and number, and its order."""
         self.num_samples: int = num_draws - num_draws % batch_size if drop_last else num_draws
         self.num_batches: int = -(-self.num_samples // batch_size)
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
         epoch, start = position.epoch, position.samples
-        # Drawn batch by batch: minGPT draws 10^10 samples, which do not fit into memory.
+        # Draw batch by batch: the 10^10 samples that minGPT draws do not fit into memory.
         while start < self.num_samples:
             end = min(start + self._batch_size, self.num_samples)
             is_last = end == self.num_samples
@@ -123,11 +124,11 @@ class RepeatingOrder(SampleOrder):
             start = end
 
     def _draw(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the samples at these places of an epoch."""
+        """Return the sample ids at these places of an epoch."""
         if self._replacement:
             mixed = _scramble(places.astype(np.uint64) + np.uint64(mix_seed(self._seed, epoch)))
             return (mixed % np.uint64(self._size)).astype(np.int64)
-        # Whole shuffled passes over the data, one after the other.
+        # Shuffled passes over the complete data, one after another.
         passes = places // self._size
         return np.concatenate(
             [self._pass(epoch, int(number))[places[passes == number] % self._size] for number in np.unique(passes)]
@@ -141,8 +142,8 @@ class RepeatingOrder(SampleOrder):
 
 
 def _divide(order: np.ndarray, position: Position, *, batch_size: int) -> Iterator[PlannedBatch]:
-    """Yield the remaining batches of an epoch. The last one may be smaller."""
-    # Counted from the position and not from 0: a resumed run may have another batch size.
+    """Yield the remaining batches of an epoch. The last batch may be smaller."""
+    # Count from the position instead of 0, because a resumed run may have another batch size.
     ends = np.arange(position.samples + batch_size, len(order) + batch_size, batch_size).clip(max=len(order))
     return divide_at(order, ends, position)
 
@@ -150,7 +151,7 @@ def _divide(order: np.ndarray, position: Position, *, batch_size: int) -> Iterat
 def divide_at(
     order: np.ndarray, ends: np.ndarray, position: Position, *, keys: np.ndarray | None = None
 ) -> Iterator[PlannedBatch]:
-    """Yield the remaining batches of an epoch whose batches end at `ends`."""
+    """Yield the remaining batches of an epoch in which batches end at `ends`."""
     keys = order if keys is None else keys
     first = int(np.searchsorted(ends, position.samples, side="right"))
     start = position.samples
@@ -164,17 +165,17 @@ def divide_at(
 
 
 def sample_seed(seed: int, epoch: int, key: int) -> int:
-    """Return the seed for everything random in one sample of one epoch (augmentation, masking)."""
+    """Return the seed for all randomness in one sample of one epoch (augmentation, masking)."""
     return mix_seed(seed, epoch, key)
 
 
 def collate_seed(seed: int, epoch: int, after: Position) -> int:
-    """Return the seed for everything random in a collate function. `after` identifies the batch in its epoch."""
+    """Return the seed for all randomness in a collate function. `after` identifies the batch within its epoch."""
     return mix_seed(seed, epoch, after.epoch - epoch, after.samples, _COLLATE)
 
 
 def mix_seed(*parts: int) -> int:
-    """Combine several numbers into one well-distributed 64-bit number, by steps of SplitMix64."""
+    """Combine numbers into one well-distributed 64-bit number with SplitMix64 steps."""
     state = 0
     for part in parts:
         state = int(_scramble(np.array([(state + part * _GOLDEN + _GOLDEN) & _MASK], dtype=np.uint64))[0])
@@ -182,7 +183,7 @@ def mix_seed(*parts: int) -> int:
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of SplitMix64 (Steele et al. 2014) to an array. The arithmetic wraps at 64 bits."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014) to an array, with 64-bit wraparound."""
     with np.errstate(over="ignore"):
         mixed = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX[0])
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[1])

@@ -1,4 +1,4 @@
-"""Padding of tokenized samples of different lengths, as the collators of transformers do it."""
+"""Padding of tokenized samples of different lengths, like the collators of transformers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _PAD_VALUES = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 
 
 
 def pad_tokens(samples: Sequence[Any], *, pad_token_id: int | None) -> DictBatch | None:
-    """Pad samples with `input_ids` to the longest, like DataCollatorWithPadding, or None for other samples.
+    """Pad samples with `input_ids` to the longest one, like DataCollatorWithPadding. Return None for other samples.
 
     >>> pad_tokens([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}], pad_token_id=9)["input_ids"]
     tensor([[5, 6],
@@ -26,7 +26,7 @@ def pad_tokens(samples: Sequence[Any], *, pad_token_id: int | None) -> DictBatch
     batch = DictBatch()
     lengths = [len(sample["input_ids"]) for sample in samples]
     for name in samples[0]:
-        # Models take `labels`; datasets often have `label` or `label_ids`.
+        # Models expect `labels`; datasets often have `label` or `label_ids`.
         field = "labels" if name in ("label", "label_ids") else str(name)
         values = [sample[name] for sample in samples]
         batch[field] = _column(field, values, lengths, pad_token_id=pad_token_id)

@@ -1,4 +1,4 @@
-"""Global batches that were read before, with their samples, so that another process sees the same ones."""
+"""Recorded global batches with their samples, so that another process sees the same batches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class RecordedBatches:
 
     batches: tuple[GlobalBatch, ...]
     columns: Columns | None = None
-    """The rows of the batches, sorted by their id."""
+    """The rows of the batches, sorted by sample id."""
     make_data: MakeData = DictBatch
     pad_token_id: int | None = None
 
@@ -30,7 +30,7 @@ class RecordedBatches:
 
 @final
 class RecordedSource(AbstractSource):
-    """Yields recorded batches and splits them like the source that they come from."""
+    """Yields recorded batches and splits them like the original source."""
 
     is_in_memory = True
 

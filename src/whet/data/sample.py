@@ -25,7 +25,10 @@ _WHET_ROOT = str(Path(__file__).parent.parent)
 
 
 class BadSampleError(WhetError):
-    """Raised if the dataset fails to return a sample. The original error is the cause, or a note from a worker."""
+    """Raised if the dataset fails to return a sample.
+
+    The original error is its cause, or a note if it occurred in a worker.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_error, (self.what, self.got, self.try_)
@@ -54,11 +57,11 @@ class DatasetReader:
 
     @property
     def has_collate(self) -> bool:
-        """Whether batches are collated as a whole."""
+        """Whether there is a collate function for whole batches."""
         return self._collate_fn is not None
 
     def init_worker(self, number: int, count: int) -> None:
-        """Prepare a worker process as torch's DataLoader does: `get_worker_info()` and the user's worker_init_fn."""
+        """Prepare a worker process as torch's DataLoader does: set `get_worker_info()` and call worker_init_fn."""
         seed = mix_seed(self._seed, number) % 2**63
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=number, num_workers=count, seed=seed, dataset=self._dataset
@@ -74,7 +77,7 @@ class DatasetReader:
     def read(self, epoch: int, sample: int, key: int) -> Any:
         """Return one sample. Its random numbers depend on (seed, epoch, key)."""
         if not self._is_initialized:
-            # The plan reads in this process, but the dataset may need what worker_init_fn does, such as opening files.
+            # The plan reads in this process, but the dataset may depend on worker_init_fn, which may open files.
             info = torch_worker._worker_info
             try:
                 self.init_worker(0, 1)
@@ -89,7 +92,7 @@ class DatasetReader:
                 raise _explain(error, f"sample {sample} could not be read", f"dataset[{sample}]") from error
 
     def collate(self, samples: list[Any], epoch: int, after: Position) -> Any:
-        """Return what the collate function makes of a global batch, or None without one."""
+        """Return the collated global batch, or None without a collate function."""
         if self._collate_fn is None:
             return None
         with seeded_rng(collate_seed(self._seed, epoch, after)):
@@ -104,7 +107,7 @@ class DatasetReader:
         return collated
 
     def identify(self, ids: list[int]) -> "SampleIdentity":
-        """Read a few samples twice, and collate them twice."""
+        """Read a few samples twice, collate them twice, and return their identity."""
         samples = [self.read(0, number, number) for number in ids]
         digests = [sample_digest(sample) for sample in samples]
         # If the results differ, the data is random and cannot be identified.
@@ -115,7 +118,7 @@ class DatasetReader:
         if self._collate_fn is None or not samples:
             return True
         try:
-            # A copy, so that the state of a collate function stays as the user made it.
+            # Copy the collate function, so that its state does not change.
             collate_fn = copy.deepcopy(self._collate_fn)
             collated = []
             for _ in range(2):
@@ -129,7 +132,7 @@ class DatasetReader:
 
 @dataclass(frozen=True, slots=True)
 class SampleIdentity:
-    """The digests of a few samples, and whether reading and collating them again gives the same."""
+    """The digests of a few samples, and whether they are the same when read and collated again."""
 
     digests: tuple[bytes, ...] = ()
     is_repeatable: bool = True
@@ -154,11 +157,11 @@ def _explain(error: Exception, problem: str, call: str) -> BadSampleError:
 
 @contextlib.contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's generators while entered, and restore them on exit."""
+    """Seed the generators of Python, NumPy and torch on entry, and restore them on exit."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
     # Datasets may use any of the three generators for augmentation.
     random.seed(seed)
-    # NumPy accepts 32-bit seeds only.
+    # NumPy accepts only 32-bit seeds.
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
@@ -171,11 +174,11 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_generator(generator: Any, seed: int) -> Iterator[None]:
-    """Seed a generator of the user while entered, if there is one, and restore it on exit."""
+    """Seed the user's generator on entry, if there is one, and restore it on exit."""
     if not isinstance(generator, torch.Generator):
         yield
         return
-    # Restored, because the seed of the user's generator is the seed of the run.
+    # Restore it, because the initial seed of the user's generator is the seed of the run.
     saved = generator.get_state()
     generator.manual_seed(seed % 2**63)
     try:
@@ -188,14 +191,14 @@ def seeded_generator(generator: Any, seed: int) -> Iterator[None]:
 
 
 class _SamplePickler(ForkingPickler):
-    """Sends tensors as bytes. torch would send them through files in /dev/shm, which is small in containers."""
+    """Pickles tensors as bytes. torch would send them through files in /dev/shm, which is small in containers."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
             return NotImplemented
         if value.is_quantized or value.is_conj() or value.is_neg():
             return NotImplemented
-        # The memory format is kept: kernels may round differently for channels_last.
+        # Keep the memory format, because kernels may round differently for channels_last.
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
         if not value.permute(order).is_contiguous():
@@ -211,7 +214,7 @@ def _unpack_tensor(array: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def pack_samples(value: Any) -> memoryview:
-    """Return samples or batches of any structure as bytes, to be sent to another process."""
+    """Return samples or batches of any structure as bytes for another process."""
     try:
         return _SamplePickler.dumps(value)
     except Exception as error:

@@ -1,5 +1,10 @@
 """Sample orders from the user's sampler.
 
+A sampler with a length (`SamplerOrder`) is read once per epoch, with all generators seeded by (seed, epoch), and its
+indices are saved in the checkpoint. The order of an epoch therefore does not depend on earlier draws, and a resumed run
+repeats it. A sampler without a length or with a `state_dict()` (`StreamedOrder`) is read batch by batch. Its state is
+saved; without a state, a resumed run skips the consumed batches.
+
 A sampler with a length is read once per epoch, with all generators seeded by (seed, epoch), and its indices are saved
 in the checkpoint (`SamplerOrder`). So the order of an epoch does not depend on earlier draws, and a resumed run repeats
 it. A sampler that has no length, or that has a `state_dict()`, is read batch by batch (`StreamedOrder`): its state is
@@ -24,21 +29,21 @@ from whet.data.sample import seeded_generator, seeded_rng
 from whet.data.stream_reader import StreamReader, set_epoch
 
 _SAMPLER = 0x5A3B1E
-"""Separates the seeds of samplers from those of samples."""
+"""Separates the seeds of samplers from the seeds of samples."""
 
 
 @final
 class SamplerOrder(SampleOrder):
-    """The sample order of a sampler or batch sampler that has a length."""
+    """The order of a sampler or batch sampler that has a length."""
 
     def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        """Divide the indices of `sampler` into batches. Without a batch size, `sampler` is a batch sampler."""
+        """Divide the indices of `sampler` into batches. If `batch_size` is None, `sampler` is a batch sampler."""
         self._sampler, self._seed = sampler, seed
         self._batch_size, self._drop_last = batch_size, drop_last
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
-        """The epoch that was drawn last, its indices, and where its batches end."""
+        """The latest epoch that was drawn: its number, its indices, and the ends of its batches."""
         self._original = copy_sampler(sampler)
-        """The sampler as a new process has it; None if it cannot be copied."""
+        """A copy of the sampler in the state that a new process has, or None if it cannot be copied."""
         length = len(sampler)
         if batch_size is None:
             self.num_samples, self.num_batches = None, length
@@ -48,12 +53,13 @@ class SamplerOrder(SampleOrder):
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
         indices, ends = self._epoch(position.epoch)
-        # A sample may occur more than once, so its place in the epoch seeds it.
+        # A sample may occur more than once, so its seed depends on its place in the epoch.
         yield from divide_at(indices, ends, position, keys=np.arange(len(indices)))
 
     def state(self, epoch: int) -> dict[str, Any]:
         if self._drawn is None or self._drawn[0] != epoch:
-            # Not drawn yet, and a save must not draw: until the epoch begins, the user may still change the sampler.
+            # The epoch has not been drawn. A save must not draw it, because the user may change the sampler until it
+            # begins.
             return {"inexact": self.inexact_reason}
         _, indices, ends = self._drawn
         return {"epoch": epoch, "indices": _encode(indices), "ends": _encode(ends), "inexact": self.inexact_reason}
@@ -65,7 +71,7 @@ class SamplerOrder(SampleOrder):
             self._drawn = int(state["epoch"]), _decode(state["indices"]), _decode(state["ends"])
 
     def largest_batch(self) -> int | None:
-        """Return the largest batch of the first epoch, from a copy of the sampler, or None if it cannot be copied."""
+        """Return the size of the largest batch of the first epoch, or None if the sampler cannot be copied."""
         if self._original is None:
             return None
         _, ends = self._draw(copy_sampler(self._original), 0)
@@ -93,12 +99,12 @@ class SamplerOrder(SampleOrder):
         return indices, np.arange(step, len(indices) + step, step).clip(max=len(indices))
 
     def _difference(self, drawn: tuple[np.ndarray, np.ndarray], epoch: int) -> str | None:
-        """Return why a new process could not repeat an epoch: it draws the epoch from the sampler as it was made."""
+        """Return why a new process could not repeat this epoch when it draws it from a new sampler, or None."""
         name = type(self._sampler).__name__
         if self._original is None:
             return f"{name} cannot be copied, so it is not known whether its order can be repeated"
         first, second = copy_sampler(self._original), copy_sampler(self._original)
-        # A sampler with a state of its own can repeat its first epoch, but not the one after that.
+        # A stateful sampler can repeat its first epoch, but not the one after it.
         pairs = [(drawn, self._draw(first, epoch)), (self._draw(first, epoch + 1), self._draw(second, epoch + 1))]
         if all(np.array_equal(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)):
             return None
@@ -107,7 +113,9 @@ class SamplerOrder(SampleOrder):
 
 @final
 class StreamedOrder(SampleOrder):
-    """The order of a sampler that has no length or that saves its own state: it is read batch by batch.
+    """The order of a sampler that has no length or saves its own state, which is read batch by batch.
+
+    The batches are read in this process, because the sampler may depend on the state of training.
 
     The batches are read in this process, because the sampler may depend on the training run.
     """
@@ -143,7 +151,7 @@ class StreamedOrder(SampleOrder):
 
     def _read(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> np.ndarray | None:  # noqa: ARG002
         mixed = mix_seed(self._seed, epoch, start, _SAMPLER)
-        # A sampler with a state saves the state of its generator itself.
+        # A sampler that saves its own state includes the state of its generator.
         with seeded_rng(mixed) if self._reader.has_state else _seeded_sampler(self._sampler, mixed):
             if self._batch_size is None:
                 batch: Sequence[Any] = next(iterator, ())
@@ -155,10 +163,10 @@ class StreamedOrder(SampleOrder):
 
 
 def copy_sampler(sampler: Any) -> Any:
-    """Return a copy of a sampler, which shares its dataset, or None if it cannot be copied."""
+    """Return a copy of a sampler that shares its dataset, or None if it cannot be copied."""
     attributes = getattr(sampler, "__dict__", {})
     owned = {**attributes, **getattr(attributes.get("sampler"), "__dict__", {})}
-    # A dataset may be large, and drawing an order does not change it.
+    # Share the dataset, because it may be large and drawing an order does not change it.
     shared = {id(v): v for n, v in owned.items() if isinstance(v, Dataset) or n in ("data_source", "dataset")}
     try:
         return copy.deepcopy(sampler, shared)
@@ -167,7 +175,7 @@ def copy_sampler(sampler: Any) -> Any:
 
 
 def as_indices(drawn: Sequence[Any]) -> np.ndarray:
-    """Return the indices that a sampler has drawn. Raise for keys that are not integers."""
+    """Return the indices drawn by a sampler. Raises an error for keys that are not integers."""
     try:
         return np.fromiter((operator.index(index) for index in drawn), dtype=np.int64)
     except TypeError as error:
@@ -180,7 +188,7 @@ def as_indices(drawn: Sequence[Any]) -> np.ndarray:
 
 @contextlib.contextmanager
 def _seeded_sampler(sampler: Any, seed: int) -> Iterator[None]:
-    """Seed all generators and those of the sampler while entered, and restore them on exit."""
+    """Seed all generators, including the sampler's own, on entry, and restore them on exit."""
     inner = getattr(sampler, "sampler", None)
     with (
         seeded_rng(seed),
@@ -191,7 +199,7 @@ def _seeded_sampler(sampler: Any, seed: int) -> Iterator[None]:
 
 
 def _read_all(sampler: Any) -> list[Any]:
-    """Read a sampler at once, so that nothing else draws from the generators in between."""
+    """Read a sampler completely, so that nothing else draws from the generators in between."""
     limit = 2 * len(sampler) + 1_000_000
     drawn = list(itertools.islice(iter(sampler), limit))
     if len(drawn) == limit:
@@ -208,5 +216,5 @@ def _encode(numbers: np.ndarray) -> str:
 
 
 def _decode(text: str) -> np.ndarray:
-    # A copy, because torch warns about arrays that cannot be written to.
+    # Copy the array, because torch warns about arrays that are not writable.
     return np.frombuffer(base64.b64decode(text), dtype="<i8").copy()

@@ -1,5 +1,7 @@
 """Split a global batch between ranks and into micro-batches.
 
+Every split gives the optimizer step the same samples with the same weights.
+
 The optimizer step has the same samples with the same weights for every split.
 """
 
@@ -25,9 +27,9 @@ sorted, padded to a few lengths, packed, packed to a few totals."""
 _NUM_PADDED_LENGTHS = 4
 """Number of padded lengths. A small number keeps the number of compiled graphs small.
 
-Padding to quarters of the maximum wastes an eighth on average. The number of rows takes at most three values: a full
-micro-batch, the last one of a global batch, and the last one of an epoch. So a column has at most 3 * 4 shapes in a
-run. Rows cannot be padded, because a mean loss would count them.
+Padding to quarters of the maximum length wastes an eighth on average. The number of rows has at most three values: that
+of a full micro-batch, the last one of a global batch, and the last one of an epoch. A column therefore has at most 3 *
+4 shapes in a run. Rows cannot be padded, because a mean loss would count them.
 """
 
 
@@ -40,12 +42,15 @@ class RankPart:
 
     indices: np.ndarray
     is_counted: bool = True
-    """False if there is no sample for this rank. It then computes one with weight 0, because other ranks wait."""
+    """False if there is no sample for this rank.
+
+    It then computes one with weight 0, because the other ranks wait for it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """One rank among those that share each global batch.
+    """One of several ranks that share each global batch.
 
     The part of a rank depends only on the batch, so ranks need not communicate. The order of samples does not depend on
     the number of ranks: one rank and eight ranks consume the same global batches.
@@ -55,7 +60,9 @@ class RankShare:
     size: int = 1
 
     def of(self, num_samples: int, lengths: np.ndarray | None = None) -> RankPart:
-        """Return the part of this rank. Samples are dealt back and forth by length, for about equal work on each rank.
+        """Return the part of this rank.
+
+        Samples are dealt back and forth in the order of their lengths, so that all ranks have about equal work.
 
         >>> [RankShare(rank=rank, size=2).of(5).indices.tolist() for rank in (0, 1)]
         [[0, 3, 4], [1, 2]]
@@ -63,7 +70,7 @@ class RankShare:
         if self.size == 1:
             return RankPart(indices=np.arange(num_samples))
         order = np.arange(num_samples) if lengths is None else np.argsort(lengths, kind="stable")
-        # The direction alternates (0 1 1 0 0 1 ...), so that no rank gets the longer sample in every round.
+        # Alternate the direction (0 1 1 0 0 1 ...), so that no rank gets the longer sample in every round.
         rounds, turns = np.divmod(np.arange(num_samples), self.size)
         owners = np.where(rounds % 2 == 0, turns, self.size - 1 - turns)
         mine = np.sort(order[owners == self.rank])
@@ -72,7 +79,10 @@ class RankShare:
     def equalize(
         self, micro_batches: Iterator[MicroBatch], part: RankPart, *, num_samples: int, micro_batch: int
     ) -> Iterator[MicroBatch]:
-        """Yield the same number of micro-batches on every rank. Missing ones repeat the last one with weight 0."""
+        """Yield the same number of micro-batches on every rank.
+
+        Where one is missing, the last one is repeated with weight 0.
+        """
         expected = num_micro_batches(num_samples, micro_batch=micro_batch, size=self.size)
         made, last = 0, None
         for micro in micro_batches:
@@ -98,9 +108,9 @@ def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
 
 
 def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[np.ndarray]:
-    """Yield the indices of each micro-batch. `lengths` are those of the samples of a global batch.
+    """Yield the indices of each micro-batch. `lengths` are the lengths of the samples in a global batch.
 
-    Samples keep their order inside a micro-batch, so a batch that is not split is unchanged.
+    Samples keep their order within a micro-batch, so a batch that is not split is unchanged.
 
     >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="sorted")]
     [[1, 3], [0, 2]]
@@ -120,9 +130,12 @@ def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthM
 
 
 def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
-    """Deal samples back and forth by length. The sizes of the pieces differ by at most one sample."""
+    """Deal samples back and forth in the order of their lengths.
+
+    The sizes of the pieces differ by at most one sample.
+    """
     order = np.argsort(lengths, kind="stable")
-    # turn counts 0 .. 2n-1; its second half maps to the pieces in reverse order.
+    # turn counts from 0 to 2n-1. Its second half maps to the pieces in reverse order.
     turn = np.arange(len(lengths)) % (2 * num_pieces)
     piece_of = np.minimum(turn, 2 * num_pieces - 1 - turn)
     for piece in range(num_pieces):
@@ -130,7 +143,7 @@ def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
 
 
 def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: int) -> int:
-    """Return the length to pad samples to: their maximum, or the next of a few lengths.
+    """Return the length to which samples are padded: their maximum, or the next of a few lengths.
 
     >>> [padded_length(np.array([n]), length_mode="bucketed", max_length=64) for n in (1, 16, 17, 60, 64)]
     [16, 16, 32, 64, 64]
@@ -145,11 +158,11 @@ def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTotals:
-    """The total lengths that packed micro-batches are filled up to: multiples of `grain`.
+    """The total lengths to which packed micro-batches are extended with fillers: multiples of `grain`.
 
-    The total length of n samples has a standard deviation of sqrt(n) times that of a sample. Half of that as the grain
-    gives about twelve totals in a run. The grain is at most an eighth of the mean total, so that fillers take at most a
-    sixteenth on average.
+    The total length of n samples has a standard deviation of sqrt(n) times that of a sample. A grain of half that much
+    gives about twelve totals in a run. The grain is at most an eighth of the mean total, so that fillers account for at
+    most a sixteenth on average.
     """
 
     grain: int
@@ -157,7 +170,7 @@ class PackedTotals:
 
     @classmethod
     def of(cls, lengths: np.ndarray, *, num_samples: int) -> "PackedTotals":
-        """Choose the grain for micro-batches of `num_samples` from a column with these lengths.
+        """Choose the grain for micro-batches of `num_samples` samples from a column with these lengths.
 
         >>> PackedTotals.of(np.array([10, 30, 50, 70]), num_samples=32).grain
         64
@@ -169,11 +182,11 @@ class PackedTotals:
         return cls(grain=max(unit, round(wanted / unit) * unit), max_length=max(1, int(lengths.max(initial=1))))
 
     def total(self, real: int) -> int:
-        """Return the smallest total that holds `real` tokens."""
+        """Return the smallest total that is at least `real` tokens."""
         return -(-real // self.grain) * self.grain
 
     def num_fillers(self, real: int, *, total: int) -> int:
-        """Return the number of fillers. It is the same for all totals if possible, so that it adds no shapes."""
+        """Return the number of fillers, which is the same for all totals if possible, so that it adds no shapes."""
         return max(-(-self.grain // self.max_length) + 1, -(-(total - real) // self.max_length))
 
 
@@ -186,12 +199,15 @@ class BatchSplitter:
     def __init__(
         self, columns: Columns, *, send: MapTensor, is_on_device: bool = False, make_data: MakeData = DictBatch
     ) -> None:
-        """Split `columns`. `send` copies row numbers to the memory of the columns, which may be on the device."""
+        """Initialize for `columns`.
+
+        `send` copies row numbers to the memory of the columns, which may be on the device.
+        """
         self._columns = columns
         self._make_data = make_data
         self._send = send
         self._is_on_device = is_on_device
-        # Lengths are kept on the host, so that shapes are known without waiting for the device.
+        # Keep the lengths on the host, so that shapes are known without waiting for the device.
         self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
         self._max_length = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
         self._totals: dict[tuple[str, int], PackedTotals] = {}
@@ -203,7 +219,7 @@ class BatchSplitter:
         if len(rows) <= micro_batch and not self._lengths:
             yield self._whole(rows, ids)
             return
-        # A list, because with "packed_bucketed" all pieces share one total, which must be known before the first one.
+        # With "packed_bucketed", all pieces share one total, which must be known before the first piece.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
             {name: self._total(name, rows, pieces) for name in self._lengths}
@@ -225,13 +241,13 @@ class BatchSplitter:
             )
 
     def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
-        """Return all rows as one micro-batch: the fast path for small steps with columns of one shape."""
+        """Return all rows as one micro-batch. This is the fast path for small steps with columns of one shape."""
         selected = self._send(torch.from_numpy(rows))
         fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
         return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the lengths of these samples, summed over columns, or None if all samples have one shape."""
+        """Return the lengths of these samples, summed over the columns, or None if all samples have the same shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
 
     def _pieces(self, rows: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[slice | np.ndarray]:
@@ -255,7 +271,7 @@ class BatchSplitter:
         )
 
     def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[PackedTotals, int]:
-        """Return the total that all micro-batches of a global batch share, so that a step has few shapes."""
+        """Return the total length that all micro-batches of a global batch share, so that a step has few shapes."""
         num_samples = max(len(rows[piece]) for piece in pieces)
         packing = self._totals.get((name, num_samples))
         if packing is None:
@@ -298,14 +314,14 @@ def split_samples(
 
 
 def take_samples(batch: GlobalBatch, rows: np.ndarray) -> GlobalBatch:
-    """Return some samples of a batch as a batch of their own."""
+    """Return a batch with only these rows."""
     collated = None if batch.collated is None else select_rows(batch.collated, rows, len(batch))
     samples = tuple(batch.samples[row] for row in rows) if batch.samples else ()
     return replace(batch, ids=batch.ids[rows], samples=samples, collated=collated)
 
 
 def split_collated(batch: GlobalBatch, *, micro_batch: int, share: RankShare) -> Iterator[MicroBatch]:
-    """Split the result of a collate function along dimension 0. A batch that cannot be divided stays whole."""
+    """Split a collated batch along dimension 0. A batch that cannot be divided is yielded whole."""
     num_samples, part = len(batch), share.of(len(batch))
     obstacle = row_obstacle(batch.collated, num_samples)
     if obstacle is not None and share.size > 1:
@@ -325,10 +341,10 @@ def split_collated(batch: GlobalBatch, *, micro_batch: int, share: RankShare) ->
 def _split_rows(
     value: Any, rows: np.ndarray, ids: np.ndarray, *, num_samples: int, micro_batch: int
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of some rows of a batch of any structure, which has `num_samples` rows in all."""
+    """Yield micro-batches with some rows of a batch, which has any structure and `num_samples` rows in total."""
     for start in range(0, len(rows), micro_batch):
         piece = rows[start : start + micro_batch]
-        # A slice of a tensor is a view; an index array makes a copy.
+        # A slice of a tensor is a view; an index array would copy.
         is_range = piece[-1] - piece[0] == len(piece) - 1
         is_whole = is_range and len(piece) == num_samples
         selected = slice(int(piece[0]), int(piece[-1]) + 1) if is_range else piece
@@ -341,7 +357,7 @@ def _split_rows(
 
 
 def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | None:
-    """Return the samples of a micro-batch in several smaller ones, or None if it cannot be divided."""
+    """Split a micro-batch into several smaller ones. Return None if it cannot be divided."""
     if not all(_has_rows(field, len(micro)) for field in micro.fields.values()):
         return None
     bounds = np.linspace(0, len(micro), min(num_slices, len(micro)) + 1, dtype=int).tolist()
@@ -350,7 +366,7 @@ def slice_micro_batch(micro: MicroBatch, num_slices: int) -> list[MicroBatch] | 
         fields = {name: _slice_field(field, slice(start, end)) for name, field in micro.fields.items()}
         first = None if micro.first_index is None else micro.first_index + start
         part = replace(micro, fields=fields, ids=micro.ids[start:end], first_index=first)
-        # A function with a closure may add lists of the collate function, which have an entry for each sample.
+        # A function with a closure may add lists from the collate function, which have one entry per sample.
         has_closure = getattr(micro.make_data, "__closure__", None) is not None
         if has_closure and row_obstacle(part.data, end - start) is not None:
             return None

@@ -1,4 +1,4 @@
-"""Read batches from an iterable in its own order, starting at any position, one batch ahead."""
+"""Read batches from an iterable in its own order, from any position, one batch ahead."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ class StatefulIterable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedBatch(Generic[T]):
-    """A batch of a stream and its place in the epoch."""
+    """A batch from a stream, and its place in the epoch."""
 
     data: T
     start: int
     end: int
     after: Position
-    """The position once the optimizer has consumed this batch."""
+    """The position after the optimizer has consumed this batch."""
     is_last: bool
     """Whether it is the last batch of the epoch."""
 
@@ -35,8 +35,8 @@ class StreamedBatch(Generic[T]):
 class StreamReader(Generic[T]):
     """Reads an iterable, such as a stream of samples, a DataLoader or a sampler, and saves its state.
 
-    A resume restores the state of the iterable. Without a state, consumed batches are read again and dropped, which is
-    exact if the order is fixed.
+    A resume restores the state of the iterable. If it has none, the consumed batches are read again and dropped, which
+    is exact if the order is fixed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StreamReader(Generic[T]):
         length: Callable[[T], int],
         epoch_owners: tuple[Any, ...] | None = None,
     ) -> None:
-        """Read `iterable`.
+        """Initialize a reader of `iterable`.
 
         Args:
             iterate: Returns a new iterator for an epoch.
@@ -61,7 +61,7 @@ class StreamReader(Generic[T]):
         self._iterable, self._iterate, self._read, self._length = iterable, iterate, read, length
         self.has_state = isinstance(iterable, StatefulIterable)
         self.state = self._current_state()
-        """The state after the batch that was yielded last, without the batch that was read ahead."""
+        """The state after the batch that was yielded last, not including the batch that was read ahead."""
         self._restored: dict[str, Any] | None = None
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class StreamReader(Generic[T]):
             skipped += self._length(batch)
         ahead = self._read(iterator, epoch, start, None)
         if ahead is None and restored is not None and start == 0:
-            # Some streams save the end of an epoch as their state, and need another iterator for the next one.
+            # Some streams save the end of an epoch as their state and need a new iterator for the next epoch.
             iterator = self._iterate(epoch)
             ahead = self._read(iterator, epoch, start, None)
         if ahead is None and start == 0:
@@ -93,8 +93,8 @@ class StreamReader(Generic[T]):
             got = f"{type(self._iterable).__name__} without samples"
             raise UsageError(what, got=got, try_="data whose __iter__ starts a new pass over the samples each time")
         while ahead is not None:
-            # Reading ahead shows which batch is the last one, so the state is saved before it. At the end of an epoch
-            # it is saved afterward, because it may contain the epoch number.
+            # Reading ahead shows which batch is the last, so save the state before it. At the end of an epoch, save it
+            # afterwards, because it may contain the epoch number.
             saved, end = self._current_state(), start + self._length(ahead)
             current, ahead = ahead, self._read(iterator, epoch, end, None)
             is_last = ahead is None
@@ -108,7 +108,7 @@ class StreamReader(Generic[T]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Call `set_epoch` of a sampler or stream, if it has one."""
+    """Call `set_epoch` on a sampler or stream if it has this method."""
     for owner in (sampler, getattr(sampler, "sampler", None)):
         begin = getattr(owner, "set_epoch", None)
         if callable(begin):

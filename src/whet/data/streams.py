@@ -1,4 +1,4 @@
-"""Sources that decide the order of their samples: iterables, and DataLoaders over iterable datasets."""
+"""Sources that determine the order of their samples themselves: iterables, and DataLoaders over iterable datasets."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -17,11 +17,11 @@ from whet.data.stream_reader import StreamReader
 from whet.data.structure import batch_length
 
 _END = object()
-"""Marks the end of an epoch. It is not None, which a DataLoader may yield by mistake."""
+"""Marks the end of an epoch. None would not do, because a DataLoader may yield it by mistake."""
 
 
 class _StreamedSource(AbstractSource):
-    """A source that is read in its own order. A resume restores its state or skips consumed samples."""
+    """A source that is read in its own order. A resume restores its state, or skips the consumed samples."""
 
     num_samples = None
     num_batches = None
@@ -60,12 +60,13 @@ class IterableSource(_StreamedSource):
         for read in self._reader.batches(position):
             samples, ids = read.data, np.arange(read.start, read.end)
             collated = self._dataset.collate(list(samples), position.epoch, read.after)
-            # Every rank reads all samples and keeps its part, because an iterable has no random access.
+            # An iterable has no random access, so every rank reads all samples and keeps its own part.
             kept = () if collated is not None else tuple(samples[index] for index in self.share.of(len(ids)).indices)
             yield GlobalBatch(ids=ids, after=read.after, is_last_of_epoch=read.is_last, samples=kept, collated=collated)
 
     def _read(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> tuple[Any, ...] | None:
-        # Seeded, so that what a stream draws depends on its position only, and does not move the draws of steps.
+        # Seed the generators, so that what a stream draws depends only on its position and does not affect the draws of
+        # steps.
         with seeded_rng(mix_seed(self._seed, epoch, start)):
             samples = tuple(itertools.islice(iterator, min(limit or self._global_batch_size, self._global_batch_size)))
         return samples or None
@@ -75,8 +76,8 @@ class IterableSource(_StreamedSource):
 class IterableLoaderSource(_StreamedSource):
     """A DataLoader over an iterable dataset: its own batches, read by its own workers.
 
-    The number of workers belongs to such a dataset, which usually divides itself between them. StatefulDataLoader of
-    torchdata has a state; torch's own loader has none.
+    The number of workers is kept, because such a dataset usually divides itself between its workers. torchdata's
+    StatefulDataLoader can save its state; torch's own loader cannot.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, share: RankShare | None = None) -> None:
@@ -97,7 +98,7 @@ class IterableLoaderSource(_StreamedSource):
             yield GlobalBatch(ids=ids, after=read.after, is_last_of_epoch=read.is_last, collated=read.data)
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
-        # Starting a loader draws the base seed of its workers, from its own generator if it has one.
+        # A loader that starts draws the base seed of its workers, from its own generator if it has one.
         mixed = mix_seed(self._seed, epoch)
         with seeded_rng(mixed), seeded_generator(self._loader.generator, mixed):
             return iter(self._loader)

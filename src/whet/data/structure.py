@@ -1,7 +1,7 @@
 """Batches of any structure: nested dicts, tuples and lists with tensors, strings and other objects.
 
 `flatten` separates the tensors of a batch from its structure, so that they can be moved and copied by name.
-`select_rows` takes some samples of a collated batch, where that is unambiguous.
+`select_rows` selects samples of a collated batch if that is unambiguous.
 """
 
 import copy
@@ -20,7 +20,7 @@ from whet.data.batch import Packed, Padded
 
 Rows = slice | np.ndarray
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-"""Values that belong to the batch as a whole and to every part of it."""
+"""Types of values that belong to the batch as a whole and are kept in every part of it."""
 _TENSORS = (Tensor, Padded, Packed)
 
 
@@ -47,7 +47,7 @@ def rebuild(value: Any, function: Callable[[str, Any], Any], name: str = "") -> 
         made = copy.copy(value)
         for field in dataclasses.fields(value):
             part = rebuild(getattr(value, field.name), function, f"{prefix}{field.name}")
-            # A frozen dataclass rejects assignment, but this copy is not shared yet.
+            # A frozen dataclass rejects assignment, but nothing else refers to this copy yet.
             object.__setattr__(made, field.name, part)
         return made
     return value
@@ -58,12 +58,12 @@ def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if not isinstance(value, MutableMapping):
         return items
-    # A copy keeps the type and its attributes: DictBatch, OrderedDict, the BatchEncoding of transformers.
+    # A copy keeps the type and its attributes: DictBatch, OrderedDict, BatchEncoding of transformers.
     made = copy.copy(value)
     if isinstance(made, dict):
         dict.update(made, items)
     else:
-        # UserDict shares its dict with a shallow copy.
+        # A shallow copy of a UserDict shares its dict.
         if isinstance(made, UserDict):
             made.data = dict(made.data)
         made.update(items)
@@ -90,7 +90,7 @@ def flatten(value: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], A
     tensors: dict[str, Any] = {}
 
     def note(name: str, tensor: Any) -> Any:
-        # {"a.b": x, "a": {"b": y}} and {0: x, "0": y} would give one name to two tensors.
+        # {"a.b": x, "a": {"b": y}} and {0: x, "0": y} would give two tensors the same name.
         others = (f"{name}#{number}" for number in itertools.count(2))
         name = next(candidate for candidate in itertools.chain([name], others) if candidate not in tensors)
         tensors[name] = tensor
@@ -100,7 +100,7 @@ def flatten(value: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], A
     names = tuple(tensors)
 
     def make(fields: Mapping[str, Any]) -> Any:
-        # In the order of the first traversal, which is that of the names.
+        # The tensors come in the order of the first traversal, as the names do.
         remaining = iter(names)
         return rebuild(shape, lambda _name, _tensor: fields[next(remaining)])
 
@@ -108,7 +108,7 @@ def flatten(value: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], A
 
 
 def batch_length(value: Any) -> int:
-    """Return the number of samples of a collated batch: the length of its first tensor, or 1 without one."""
+    """Return the number of samples of a collated batch: the length of its first tensor, or 1 if it has none."""
     tensors, _ = flatten(value)
     return next((len(tensor) for tensor in tensors.values() if isinstance(tensor, Tensor) and tensor.dim()), 1)
 
@@ -117,9 +117,9 @@ def batch_length(value: Any) -> int:
 
 
 def row_obstacle(value: Any, num_samples: int, name: str = "") -> str | None:
-    """Return why a collated batch cannot be divided into samples along dimension 0, or None if it can.
+    """Return why a collated batch cannot be divided into samples along dimension 0, or None if it can be.
 
-    Every tensor and list must have the length of the batch. Strings and numbers belong to every part.
+    Every tensor and list must be as long as the batch. Strings and numbers are kept in every part.
 
     >>> row_obstacle((torch.zeros(4, 2), ["a", "b", "c", "d"]), 4)
     >>> row_obstacle((torch.zeros(7, 4), torch.zeros(4)), 4)
@@ -132,7 +132,7 @@ def row_obstacle(value: Any, num_samples: int, name: str = "") -> str | None:
 
 
 def _how_to_divide(value: Any, num_samples: int, name: str) -> tuple[str, str | None]:
-    """Return ("rows" or "shared", None), or ("", the obstacle)."""
+    """Return ("rows" or "shared", None), or ("", obstacle) if the value cannot be divided."""
     what = name or "the batch"
     if isinstance(value, Tensor):
         if value.dim() and value.shape[0] == num_samples:
@@ -149,7 +149,8 @@ def _how_to_divide(value: Any, num_samples: int, name: str) -> tuple[str, str | 
         kind, obstacle = _divide_parts({f"{prefix}{index}": part for index, part in enumerate(value)}, num_samples)
         is_list_of_samples = len(value) == num_samples and _is_uniform(value)
         if kind == "rows" and len(value) == num_samples:
-            # A list of 3 images with 3 channels: is it one entry per sample, or 3 tensors with one row per sample?
+            # A list of 3 images with 3 channels could have one entry per sample, or be 3 tensors with one row per
+            # sample.
             return "", f"{what} may be a list of {num_samples} samples or of {num_samples} fields"
         if kind == "rows" or is_list_of_samples:
             return "rows", None
@@ -161,7 +162,7 @@ def _how_to_divide(value: Any, num_samples: int, name: str) -> tuple[str, str | 
 
 
 def _is_uniform(parts: tuple[Any, ...] | list[Any]) -> bool:
-    """Return whether parts may be one sample each: of one type, with the same fields or the same kind of tensor."""
+    """Return whether the parts may be samples: they have one type, with the same fields or the same kind of tensor."""
 
     def kind(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -186,7 +187,7 @@ def _divide_parts(parts: Mapping[str, Any], num_samples: int) -> tuple[str, str 
 
 
 def select_rows(value: Any, rows: Rows, num_samples: int) -> Any:
-    """Return some samples of a collated batch. `row_obstacle` must be None."""
+    """Return the selected samples of a collated batch. `row_obstacle` must have returned None for it."""
     if isinstance(value, Tensor):
         return value[rows] if isinstance(rows, slice) else value[torch.from_numpy(rows)]
     if isinstance(value, _PLAIN):

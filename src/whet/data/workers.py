@@ -1,9 +1,9 @@
-"""Worker processes that read samples ahead, and that are restarted if one is lost.
+"""Worker processes that read samples ahead and are restarted if one of them is lost.
 
 Each of n workers reads every n-th global batch of an epoch and sends it through a pipe. Samples and their seeds are a
 pure function of the position. If a worker is killed, crashes or hangs, all workers restart at the first batch that has
-not arrived, and read the same samples. torch's DataLoader is not used: it raises for a lost worker in the middle of any
-Python code, such as an optimizer step, and it shares tensors through /dev/shm.
+not arrived, and read the same samples. torch's DataLoader is not used for two reasons: it reports a lost worker by an
+exception in the middle of any Python code, such as an optimizer step, and it shares tensors through /dev/shm.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ from whet.data.order import PlannedBatch, SampleOrder
 from whet.data.sample import BadSampleError, DatasetReader, SampleIdentity, pack_samples
 
 WORKER_TIMEOUT_SECONDS = 120.0
-"""A worker counts as hung if it sends nothing for this long."""
+"""Seconds without a message after which a worker counts as hung."""
 MAX_LOSSES = 3
-"""The run fails at this number of lost workers."""
+"""Number of lost workers at which the run fails."""
 BATCHES_TO_RESET_LOSSES = 100
-"""The count of lost workers restarts after this many batches without a loss."""
+"""Number of batches without a loss after which the count of lost workers is reset."""
 
 # Each message starts with a header: its kind (one byte) and the size of its content (64 bits).
 _HEAD = struct.Struct("<cQ")
@@ -47,7 +47,7 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class _WorkerLostError(Exception):
-    """Raised if a worker has ended or hangs. The message describes how."""
+    """Raised if a worker has ended or hangs. The message describes which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Worker:
 
 
 class Workers:
-    """Reads the batches of an epoch in worker processes. The processes stay alive for the next epoch."""
+    """Worker processes that read the batches of an epoch. They stay alive for the next epoch."""
 
     def __init__(self, reader: DatasetReader, order: SampleOrder, *, count: int, start: str, prefetch: int) -> None:
         self._reader, self._order = reader, order
@@ -69,15 +69,15 @@ class Workers:
         self._num_losses = 0
         self._num_since_loss = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
-        """Events for the log of the run."""
+        """Events for the run's log, as (kind, fields)."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
+        """The process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
     def batches(self, position: Position) -> Iterator[tuple[list[Any], Any]]:
-        """Yield the samples of each global batch of the epoch from `position` on, and what collating made of them."""
+        """Yield the samples and the collated result of each remaining global batch of the epoch at `position`."""
         self._begin(position)
         turn, current = 0, position
         for planned in self._order.batches(position):
@@ -97,7 +97,10 @@ class Workers:
         self._is_idle = True
 
     def identify(self, ids: list[int]) -> SampleIdentity:
-        """Return what `DatasetReader.identify` returns; an empty identity if the worker is lost.
+        """Call `DatasetReader.identify` in a worker. Return an empty identity if the worker is lost.
+
+        A separate process is used because a dataset may open files at the first read, and workers that are forked later
+        must not inherit them.
 
         It runs in a separate process. A dataset may open files at the first read, and workers that are forked later
         must not inherit them.
@@ -124,9 +127,9 @@ class Workers:
 
     def _begin(self, position: Position) -> None:
         if not self._is_idle:
-            # The last epoch was abandoned. New workers discard the batches that were read ahead.
+            # The last epoch was abandoned. Starting new workers discards the batches that were read ahead.
             self.close()
-        # The workers compute the order themselves, except for what only this process knows.
+        # The workers compute the order themselves, except for state that only this process has.
         state = self._order.state(position.epoch)
         for is_last_try in (False, True):
             if not self._workers:
@@ -148,22 +151,22 @@ class Workers:
         args = (self._reader, self._order, number, self._count, self._prefetch, commands_in, results_out, os.getpid())
         process = self._context.Process(target=worker_main, args=args, daemon=True, name=f"whet-data-{number}")
         with warnings.catch_warnings():
-            # Python 3.12 and later warn about a fork of a process with threads. The workers use none of these threads.
+            # Python 3.12 and later warn about forking a process with threads. The workers do not use these threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
-                # A spawned process imports multiprocessing before it takes over the path of this one.
+                # A spawned process imports multiprocessing before it receives the path of this process.
                 with env.safe_path():
                     process.start()
             except Exception as error:
                 if isinstance(error, OSError):
                     raise
-                # Spawned workers get everything as a pickle.
+                # Everything is sent to spawned workers as a pickle.
                 raise UsageError(
                     "the dataset or its collate function cannot be sent to workers",
                     got=f"{type(error).__name__}: {error}",
                     try_='workers=0 (in Python: overrides={"workers": 0}), or functions of a module instead of lambdas',
                 ) from error
-        # Close these ends in this process, so that a read from the pipe of a dead worker returns EOF.
+        # Close these ends in this process, so that reading from the pipe of a dead worker returns EOF.
         commands_in.close()
         results_out.close()
         return _Worker(process, commands, results)
@@ -212,7 +215,10 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _read_exactly(source: Connection, size: int) -> bytearray:
-    """Read exactly `size` bytes. Raise EOFError if the worker has exited, and TimeoutError if it sends nothing."""
+    """Read exactly `size` bytes.
+
+    Raises EOFError if the worker has exited, and TimeoutError if it sends nothing.
+    """
     data = bytearray(size)
     view, filled = memoryview(data), 0
     poll = select.poll()
@@ -241,14 +247,14 @@ def worker_main(
     results: Connection,
     parent: int,
 ) -> None:
-    """Run a worker: read its share of the batches of each requested epoch."""
-    # Ctrl-C reaches every process of the terminal. The training process decides when the workers end.
+    """Run a worker process: read its batches of each requested epoch."""
+    # Ctrl-C is sent to every process of the terminal. The training process decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _exit_with_parent(parent)
-    # Several workers with several threads each would compete with the training process.
+    # Multiple threads in each worker would compete with the training process.
     torch.set_num_threads(1)
-    # Bounded, so that a worker reads at most `prefetch` batches ahead.
+    # The queue is bounded, so that a worker reads at most `prefetch` batches ahead.
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
     threading.Thread(target=_send, args=(outbox, results), daemon=True).start()
     is_ready = False
@@ -259,7 +265,7 @@ def worker_main(
             return
         try:
             if not is_ready:
-                # Here, so that its error is sent as an answer.
+                # Initialize here, so that an error is sent as a response.
                 reader.init_worker(number, count)
                 is_ready = True
             if isinstance(request, list):
@@ -279,7 +285,7 @@ def worker_main(
 def _read_all(
     reader: DatasetReader, epoch: int, planned: PlannedBatch, outbox: "queue.Queue[tuple[bytes, Any]]"
 ) -> tuple[list[Any], Any]:
-    """Return the samples of a batch, or none of them and the result of the collate function."""
+    """Return (samples, None), or an empty list and the collated result."""
     samples = []
     last_beat = time.monotonic()
     for sample, key in zip(planned.ids, planned.keys, strict=True):
@@ -304,7 +310,7 @@ def _send(outbox: "queue.Queue[tuple[bytes, Any]]", results: Connection) -> None
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Exit when the training process is killed: immediately on Linux, within a second elsewhere."""
+    """Exit when the training process is killed: immediately on Linux, within a second on other systems."""
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG of prctl(2).
         set_parent_death_signal = 1
