@@ -3,7 +3,7 @@
 durable         durable writes for all packages; disk: the system calls behind them
 strict_json     JSON that every program can read, NaN and infinity included
 folder          the files of a run; creating, opening and finding runs
-lock            one process per run folder
+lock            the lock that admits one process per run folder
 event           the kinds of events and their fields
 events          writing and reading events.jsonl
 event_index     the index of a long log; event_block: statistics of 256 events

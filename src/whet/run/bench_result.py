@@ -19,7 +19,7 @@ RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no tim
 
 
 class BenchInterval(FrozenModel):
-    """A median and its confidence interval, without assumptions about the noise."""
+    """A median and its confidence interval, computed without assumptions about the noise."""
 
     median: Amount
     low: Amount
@@ -29,20 +29,20 @@ class BenchInterval(FrozenModel):
 
 
 class BenchRow(FrozenModel):
-    """One value of the setting that was varied."""
+    """The result for one value of the setting that was varied."""
 
     value: Scalar
     is_plan: bool = False
     """Whether the plan uses this value."""
     execution: Mapping[str, Scalar]
-    """Settings of the steps: device, precision, micro_batch and so on."""
+    """Settings that the steps ran with, such as device, precision and micro_batch."""
     outcome: RowOutcome
     note: str = ""
-    """Reason why there are no numbers, or another remark."""
+    """The reason why there are no numbers, or another remark."""
     step_seconds: BenchInterval | None = None
-    """Step time of this value, including the effects of other load on the machine."""
+    """Step time with this value, including the effects of other load on the machine."""
     samples_per_second: BenchInterval | None = None
-    """Rate of the plan. For other values with paired steps, the plan's rate times their speedup."""
+    """Rate of the plan. For other values with paired steps, it is the plan's rate multiplied by their speedup."""
     speedup: BenchInterval | None = None
     """Speedup over the plan, from pairs of consecutive steps on the same batches."""
     peak_bytes: NonNegativeInt | None = None
@@ -51,11 +51,11 @@ class BenchRow(FrozenModel):
     slow_steps: Amount | None = None
     """95th percentile of the step time, as a multiple of the median."""
     drift: Amount | None = None
-    """Step time in the second half of the measurement, as a multiple of that in the first half."""
+    """Step time in the second half of the measurement, as a multiple of the step time in the first half."""
 
 
 class BenchSweep(FrozenModel):
-    """One setting varied, all others as in the plan."""
+    """The results for all values of one setting, with all other settings as in the plan."""
 
     setting: str
     """Name of the varied setting, or "against" for a comparison of whole plans."""
@@ -76,7 +76,7 @@ class BenchResult(FrozenModel):
     """Settings of the plan that serves as the baseline."""
     plan_source: Literal["rules", "measured"] = "rules"
     limit_bytes: PositiveInt | None = None
-    """Memory limit of the plan."""
+    """The plan's memory limit."""
     budget_seconds: Amount
     spent_seconds: Amount
     sweeps: tuple[BenchSweep, ...] = ()
@@ -86,7 +86,7 @@ class BenchResult(FrozenModel):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the machine was not probed. Its numbers do not describe a real machine then."""
+        """Whether the machine was not probed, in which case the numbers do not describe a real machine."""
         return self.machine.origin != "probed"
 
     def sweep(self, setting: str) -> BenchSweep | None:

@@ -19,12 +19,12 @@ from whet.run.event_block import SUMMARIZED_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
 
-# Event kinds whose numbers become curves.
+# Kinds of events whose numbers become curves.
 CURVE_KINDS = SUMMARIZED_KINDS
 
 
 class CurvePoint(NamedTuple):
-    """One point of a curve, which summarizes neighboring steps."""
+    """One point of a curve, which summarizes several neighboring steps."""
 
     step: int
     """First of the summarized steps."""
@@ -37,13 +37,13 @@ class CurvePoint(NamedTuple):
     time: float | None = None
     """Unix seconds at the first step."""
     elapsed: float | None = None
-    """Training seconds so far, without the time between sessions."""
+    """Training seconds so far, excluding the time between sessions."""
     samples: int | None = None
     """Samples so far, or None if unknown."""
 
 
 class Curve(FrozenModel):
-    """One field of one kind of event over the steps."""
+    """The values of one field of one kind of event, by step."""
 
     field: str
     points: tuple[CurvePoint, ...]
@@ -62,7 +62,7 @@ def downsample_curves(
     """Return all curves of a run by name ("step/loss"), each with at most `points` points.
 
     Curves of long runs are computed from the index alone. With `is_growing`, points keep their x positions while the
-    run grows. When their number would exceed `points`, pairs are merged, so a long run has at least `points` / 2.
+    run grows. When there would be more than `points`, pairs are merged, so a long run always has at least `points` / 2.
     """
     from whet.run.downsample import bucket_curves  # imports numpy, which takes 0.1 s
 

@@ -1,6 +1,7 @@
-"""The system calls that change the disk, and opening untrusted files for reading.
+"""The system calls that change the disk, and a safe way to open untrusted files for reading.
 
-`durable` makes no call outside the `Disk` table. A test replaces `durable.disk` to observe, fail or interrupt any call.
+`durable` makes every call through the `Disk` table. A test replaces `durable.disk` to observe, fail or interrupt any
+call.
 """
 
 import errno
@@ -18,27 +19,30 @@ NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
 
 
 class Disk:
-    """The real system calls."""
+    """The system calls of the operating system."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Return a descriptor that child processes do not inherit. The umask applies to new files."""
+        """Open a file and return its descriptor, which child processes do not inherit.
+
+        The umask applies to new files.
+        """
         if flags & os.O_WRONLY:
             # A run folder may be untrusted: do not write through links, and do not block on pipes.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of the bytes and return their number."""
+        """Write as many of the bytes as the system accepts and return their number."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Send all written data to the drive, which may still cache it."""
+        """Send all written data to the drive, which may still hold it in its cache."""
         os.fsync(descriptor)
 
     def full_sync(self, descriptor: int) -> None:
-        """Write all data to the medium. On macOS this flushes the whole cache of the drive."""
+        """Write all data to the medium. On macOS, this flushes the whole cache of the drive."""
         if sys.platform == "darwin":
-            # On macOS fsync(2) does not flush the cache of the drive. SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
+            # On macOS, fsync(2) does not flush the cache of the drive. SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
             try:
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
                 return
@@ -54,7 +58,7 @@ class Disk:
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder. It must not exist yet."""
+        """Create a folder, which must not exist yet."""
         path.mkdir()
 
     def rename(self, source: Path, target: Path) -> None:
@@ -68,12 +72,12 @@ class Disk:
         path.rmdir()
 
 
-# Size limit for files that are read as a whole.
+# Maximum size of a file that is read as a whole.
 MAX_WHOLE_FILE_BYTES = 64 * 1024**2
 
 
 def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
-    """Open a regular file for reading. Reject pipes, which could block forever, and devices, which have no end.
+    """Open a regular file for reading. Reject pipes, which could block forever, and devices, which never end.
 
     Links are not followed by default: a link in an untrusted run folder could expose a private file in a report.
     """

@@ -1,7 +1,7 @@
 """Curves of a few hundred points from millions of events, computed with numpy.
 
-A table has one row per event for a short run, or one row per block for a long one. For each field a row holds five
-statistics: count, minimum, maximum, sum, and the number of non-finite values. An event counts as a block of size one.
+A table has one row per event for a short run, or one row per block for a long one. For each field, a row holds five
+statistics: count, minimum, maximum, sum and the number of non-finite values. An event counts as a block of size one.
 Rows of neighboring steps are merged into the points of a curve.
 """
 
@@ -26,12 +26,12 @@ _MAX_STEP = 2**62
 
 
 class EventTable:
-    """A table with one row per event of one kind, in the order of writing. Rows can be added."""
+    """A table with one row per event of a single kind, in the order in which events were written. Rows can be added."""
 
     def __init__(self) -> None:
         # Arrays take 8 bytes per number, a list of Python floats about 32.
         self._steps, self._times = array("q"), array("d")
-        # By field: the rows that have it, and their numbers.
+        # By field: the rows that contain it, and their values.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, event: Event) -> None:
@@ -56,7 +56,7 @@ class EventTable:
 
     @property
     def samples(self) -> Floats:
-        """Samples so far, or NaN for rows without this number."""
+        """Samples so far; NaN for rows without this number."""
         stats = self.numbers("samples")
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
@@ -81,7 +81,7 @@ class EventTable:
 
 
 class BlockTable:
-    """A table with one row per block. All blocks contain events of one kind."""
+    """A table with one row per block, where all blocks contain events of a single kind."""
 
     def __init__(self, blocks: Sequence[EventBlock], *, kind: str) -> None:
         self._kind = kind
@@ -100,7 +100,8 @@ class BlockTable:
 
     @property
     def samples(self) -> Floats:
-        # Prefer the samples of step events: like the row's step and time, they belong to the beginning of the block.
+        # Prefer the samples of step events: like the step and the time of the row, they belong to the start of the
+        # block.
         of_steps = self._gather("step/samples")
         stats = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
@@ -124,9 +125,10 @@ class BlockTable:
 
 T = TypeVar("T")
 ColumnTable = EventTable | BlockTable
-# A larger number of samples comes from a damaged file, and is not exact as a float.
+# A larger number of samples indicates a damaged file and has no exact float representation.
 _MAX_SAMPLES = 2**53
-# If there are more non-step events than this, and enough blocks, use one row per block instead of reading events.
+# If there are more events than this (apart from steps), and enough blocks, use one row per block instead of reading the
+# events.
 _MAX_EVENTS_READ = 4_096
 
 
@@ -167,7 +169,7 @@ def _session_starts(history: History) -> tuple[Floats, Floats]:
 
 
 def _cached(history: History, name: str, make: Callable[[], T]) -> T:
-    """Return a cached value, which is computed again after the history has grown."""
+    """Return a cached value. It is computed again after the history has grown."""
     key = name, "blocks"
     if key not in history.curve_cache:
         history.curve_cache[key] = make()
@@ -205,7 +207,7 @@ class _BucketedRows:
         return cls(order, steps, times, elapsed, samples, (steps - first) // width, last)
 
     def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
-        """Return the curve of one field, without rows that lack it."""
+        """Return the curve of one field. Rows without the field are left out."""
         numbers = numbers[self.order]
         # Columns: count, minimum, maximum, sum, number of non-finite values.
         there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
@@ -215,7 +217,7 @@ class _BucketedRows:
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
         has_values = numbers[:, 0] > 0
-        # Infinities replace missing values, so that they never win; buckets without values are masked below.
+        # Replace missing values with infinities, which never win; buckets without values are masked below.
         low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -239,7 +241,7 @@ class _BucketedRows:
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
-    """Return a table by event, or by block if there are too many events. It is cached with the history."""
+    """Return a table by event, or by block if there are too many events. The table is cached with the history."""
     counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
@@ -263,7 +265,7 @@ def _event_table(history: History, *, kind: str) -> EventTable:
 
 
 def _fill_samples(samples: Floats, steps: Integers, *, history: History, points: int) -> Floats:
-    """Fill in missing numbers of samples by interpolating between neighboring steps."""
+    """Fill in missing sample counts by interpolating between neighboring steps."""
     is_open = np.isnan(samples)
     if not is_open.any():
         return samples

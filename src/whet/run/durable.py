@@ -1,7 +1,7 @@
-"""Durable writes: the one module that writes, syncs, renames and removes files.
+"""Durable writes: the only module that writes, syncs, renames and removes files.
 
 Incomplete data is never visible under its final name: files and folders are written under a neighboring name that
-starts with `.tmp-`, synced, and renamed. So leftovers of a crash are recognizable and can be deleted.
+starts with `.tmp-`, synced, and then renamed. Leftovers of a crash can therefore be recognized and deleted.
 
 Every call that changes the disk goes through `disk`, which tests replace.
 """
@@ -31,12 +31,12 @@ disk = Disk()
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name is one that this module gives to an unfinished write."""
+    """Return whether a name is one that this module gives to an unfinished write."""
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def leftover_name(path: Path) -> Path:
-    """Return a unique name in the same folder as `path`, so that a rename is atomic."""
+    """Return a unique path in the same folder as `path`, so that renaming is atomic."""
     # 40 characters are at most 160 bytes in UTF-8, so the result stays below the usual limit of 255 bytes.
     return path.parent / f"{LEFTOVER_PREFIX}{path.name[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -54,7 +54,7 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
-    """Return the error for a failed disk operation.
+    """Return the error for a failed disk operation, with a suggestion.
 
     >>> print(explain_os_error(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
     a shorter name
@@ -92,7 +92,7 @@ def _advice(code: int | None, *, path: Path) -> str:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free space of the filesystem of `path`, which need not exist, or None if unknown."""
+    """Return the free bytes on the filesystem of `path`, which need not exist; None if unknown."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -108,7 +108,7 @@ class WrittenFile(NamedTuple):
 
 
 def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
-    """Write or replace a file atomically: after a crash it contains either the old bytes or the new ones."""
+    """Write or replace a file atomically: after a crash, it contains either the old or the new bytes."""
     draft = leftover_name(path)
     chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
@@ -126,7 +126,7 @@ def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_la
     """Write and sync a new file in a draft of `publish_directory`. Pass `is_last` for the last file."""
     chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
-        # On macOS one full sync flushes the whole drive, so earlier files need only an fsync.
+        # On macOS, a full sync flushes the whole drive, so earlier files need only an fsync.
         return _write_new(path, chunks=chunks, sync=disk.full_sync if is_last else disk.sync)
 
 
@@ -147,7 +147,7 @@ class StreamedFile:
             self._write()
 
     def close(self) -> WrittenFile:
-        """Sync and close the file, and return its size and hash."""
+        """Sync and close the file. Return its size and hash."""
         try:
             self._write()
             with disk_errors("write", self._path):
@@ -221,8 +221,8 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
 def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
     """Create a folder atomically. `fill` writes files into the draft with `write_draft`.
 
-    An existing folder must be empty. After a failed sync the draft is removed: a retry must write new files, because a
-    second fsync of the same files may succeed without having written them.
+    An existing folder must be empty. After a failed sync, the draft is removed: a retry must write new files, because a
+    second fsync of the same files may report success without writing them.
     """
     draft = leftover_name(path)
     with disk_errors("create", path):
@@ -242,7 +242,7 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
 
 
 def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
-    """Write several new files. All are complete before the first is renamed; existing files are not replaced."""
+    """Write several new files. All are complete before the first one is renamed. Existing files are not replaced."""
     drafts: list[tuple[Path, Path]] = []
     for path, _ in files:
         with disk_errors("write", path):
@@ -302,10 +302,10 @@ def check_writable(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder. The name disappears at once, before the data is deleted."""
+    """Remove a file or a whole folder. Its name disappears immediately, before the data is deleted."""
     with disk_errors("remove", path):
         leftover = path
-        # Rename first, so that a crash leaves a recognizable leftover and never a folder with missing files.
+        # Rename first, so that a crash leaves a recognizable leftover rather than a folder with missing files.
         if not is_leftover(path):
             leftover = leftover_name(path)
             disk.rename(path, leftover)
@@ -317,7 +317,7 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a file or folder to a leftover name and return the new path. Delete it with `remove`."""
+    """Rename a file or folder to a leftover name, for `remove` to delete later. Return the new path."""
     with disk_errors("move", path):
         aside = leftover_name(path)
         disk.rename(path, aside)
@@ -340,7 +340,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
-    """Remove those of the newly created folders that are still empty."""
+    """Remove the given newly created folders if they are still empty."""
     for folder in reversed(folders):
         with contextlib.suppress(OSError):
             disk.remove_folder(folder)

@@ -72,7 +72,7 @@ RESERVED_FIELDS = frozenset(("kind", "time", "step", strict_json.NONFINITE_KEY))
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line of events.jsonl."""
+    """An event, which is one line of events.jsonl."""
 
     kind: str
     time: float
@@ -89,7 +89,7 @@ class Event:
 
 
 def flatten_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values. An entry of a map has a name such as "seconds/data".
+    """Yield names and values. An entry of a map gets a name such as "seconds/data".
 
     >>> dict(flatten_fields({"loss": 0.5, "seconds": {"data": 0.25}}))
     {'loss': 0.5, 'seconds/data': 0.25}

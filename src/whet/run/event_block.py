@@ -36,7 +36,7 @@ class EventBlock:
 
     start: int
     end: int
-    """End of the block: it covers the complete lines in the bytes [start, end) of events.jsonl."""
+    """End of the block, which covers the complete lines in the bytes [start, end) of events.jsonl."""
     first_time: float
     last_time: float
     first_step: int
@@ -46,7 +46,7 @@ class EventBlock:
     damaged: int
     """Number of lines that are not events."""
     resumed_from: int | None
-    """Step of the `resume` event at the beginning of the block, or None."""
+    """Step of the `resume` event at the start of the block; None if the block does not start with one."""
     kinds: Mapping[str, int]
     """Number of events by kind."""
     fields: tuple[str, ...]
@@ -129,7 +129,7 @@ class BlockBuilder:
 
 @lru_cache(maxsize=4096)
 def intern_fields(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return one shared object for equal names, because thousands of blocks have the same names."""
+    """Return one shared object for equal tuples of names, because thousands of blocks have the same names."""
     return fields
 
 
@@ -147,7 +147,7 @@ def _stats_of(values: list[Any]) -> tuple[float, float, float, float, float] | N
         if math.isfinite(total):
             return len(values), min(values), max(values), total, 0
     except (ValueError, OverflowError):
-        pass  # Infinities of both signs, or an overflow of the sum.
+        pass  # Infinities of both signs, or the sum overflowed.
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0, 0.0, 0.0, 0.0, len(values)

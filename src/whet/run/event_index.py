@@ -1,13 +1,13 @@
 """The index of events.jsonl: positions of events, and statistics of their numbers.
 
-The file is divided into blocks of up to 256 events. For each block `events.index` has one line with its position, its
-kinds and steps, and count, minimum, maximum and sum of each number in its step, health and eval events. A reader can
-find a few incidents among a million steps, or draw the curve with every spike, without reading all steps.
+The file is divided into blocks of up to 256 events. For each block, `events.index` has one line with its position, its
+kinds and steps, and the count, minimum, maximum and sum of each number in its step, health and eval events. A reader
+can find a few incidents among a million steps, or draw a curve with every spike, without reading all steps.
 
-The index is only a cache. A line is valid if its checksum is correct, it continues the previous line, and it lies
-inside the file. From the first invalid line on, and after the last line, the events are read instead. A block never
-spans the start of a session, so a `resume` is always the first event of its block. Only the process that trains writes
-the index: a reader must not write into a run folder.
+The index is only a cache. A line is valid if its checksum is correct, it continues the previous line, and its block
+lies inside the file. From the first invalid line on, and after the last line, the events themselves are read. A block
+never spans the start of a session, so a `resume` is always the first event of its block. Only the training process
+writes the index: a reader must not write to a run folder.
 """
 
 import binascii
@@ -27,33 +27,33 @@ from whet.run.event import SESSION_START_KINDS, Event, parse_event, parse_event_
 from whet.run.event_block import STATS_PER_FIELD, BlockBuilder, EventBlock, intern_fields
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
-# An index with another header is ignored.
+# An index with a different header is ignored.
 INDEX_HEADER = b"whet events index 3\n"
 
 # Number of blocks that are compared with the events before an index is trusted.
 _SPOT_CHECKS = 16
-# A longer line means damage. The limit bounds the memory for reading an untrusted file.
+# A longer line indicates damage. The limit bounds the memory needed to read an untrusted file.
 _MAX_LINE_BYTES = 16 * 1024**2
-# The usual start of a step's line. Steps that start differently are parsed and then skipped.
+# The usual start of a line with a step. Steps with a different start are parsed and then skipped.
 _STEP_START = b'{"kind":"step",'
 
 
 @dataclass(frozen=True, slots=True)
 class LogLayout:
-    """All blocks of an events file, and the part of them that came from the index."""
+    """All blocks of an events file, and how many of them came from the index."""
 
     blocks: tuple[EventBlock, ...]
     end: int
     """Position after the last complete line. A torn line may follow."""
     torn_bytes: int
     index_bytes: int
-    """Valid bytes of the index file. The rest should be truncated."""
+    """Number of valid bytes in the index file. The rest should be truncated."""
     num_indexed: int
     """Number of blocks that came from the index."""
 
 
 def read_log_layout(folder: Path) -> LogLayout:
-    """Return the blocks of the events in a run folder, from the valid part of the index and from the events."""
+    """Return the blocks of events in a run folder, from the valid part of the index and the events after it."""
     try:
         file = open_regular_file(folder / EVENTS_FILE)
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def decode_entry(line: bytes) -> EventBlock | None:
 def read_block(
     file: BinaryIO, block: EventBlock, *, kinds: Collection[str] | None = None, newest_first: bool = False
 ) -> Iterator[Event]:
-    """Yield the events of a block, or only those of some kinds. Damaged lines are skipped."""
+    """Yield the events of a block, optionally only those of some kinds. Damaged lines are skipped."""
     file.seek(block.start)
     lines = file.read(block.end - block.start).split(b"\n")
     skips_steps = kinds is not None and "step" not in kinds
@@ -139,7 +139,7 @@ def read_block(
 
 
 def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[list[EventBlock], int]:
-    """Return the blocks of an index that match an events file of this size, and their bytes in the index."""
+    """Return the blocks of an index that match an events file of this size, and the bytes they take in the index."""
     blocks: list[EventBlock] = []
     valid_bytes, end = len(INDEX_HEADER), 0
     try:
@@ -195,7 +195,7 @@ def _matches_log(file: BinaryIO, block: EventBlock) -> bool:
         return False
     first = parse_event(file.readline(_MAX_LINE_BYTES))
     if first is None:
-        # A block may begin with a damaged line, but only if the index has counted it.
+        # A block may start with a damaged line, but only if the index has counted it.
         return block.damaged > 0
     file.seek(block.end - 1)
     is_same_start = (first.time, first.step) == (block.first_time, block.first_step)

@@ -1,8 +1,8 @@
-"""Write events.jsonl and its index while a run trains, and read them back.
+"""Write events.jsonl and its index during training, and read them back.
 
-Writing is cheap per step: lines are buffered and written once a second, with every event that is not a step, and on
-close. `sync` makes them survive a power cut. Opening the file removes a torn last line, and nothing else. Reading
-omits events that a later `resume` made void.
+Writing takes little time per step: lines are buffered and are written once a second, with every event that is not a
+step, and on close. `sync` makes them survive a power cut. Opening the file removes only a torn last line. Reading omits
+events that a later `resume` made void.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
 class AppendOnlyFile:
     """A file that only grows. Bytes are buffered in memory until `flush`.
 
-    Bytes that could not be written stay in the buffer and are written first the next time, so no data is lost if a full
-    disk has space again later.
+    Bytes that could not be written stay in the buffer and are written first the next time, so no data is lost if space
+    becomes available on a full disk.
     """
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Open or create `path`. `keep_bytes` truncates the file, to remove a torn end."""
+        """Open or create `path`. With `keep_bytes`, truncate the file to that size to remove a torn end."""
         self._path = path
         self._waiting: list[bytes] = []
         with durable.disk_errors("open", path):
@@ -49,7 +49,7 @@ class AppendOnlyFile:
         self.size += len(data)
 
     def flush(self) -> None:
-        """Write the buffered bytes. They then survive this process, but not a power cut."""
+        """Write the buffered bytes, which then survive this process but not a power cut."""
         if not self._waiting or os.getpid() != self._owner:
             return  # A forked child has a copy of the buffer. Writing it would duplicate the lines.
         data = memoryview(b"".join(self._waiting))
@@ -69,7 +69,7 @@ class AppendOnlyFile:
             durable.disk.full_sync(self._descriptor)
 
     def fsync(self) -> None:
-        """Send flushed bytes to the drive; the next full sync of any file makes them durable. Thread-safe."""
+        """Send flushed bytes to the drive. The next full sync of any file makes them durable. Thread-safe."""
         with durable.disk_errors("sync", self._path):
             if self._descriptor >= 0:
                 durable.disk.sync(self._descriptor)
@@ -87,7 +87,7 @@ class AppendOnlyFile:
 
 
 class EventLog:
-    """Context manager that writes the events of a run. The process must hold the lock of the run."""
+    """A context manager that writes the events of a run. The process must hold the lock of the run."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the log to append events. `clock` gives their times; the monotonic `stopwatch` paces the flushes."""
+        """Open the log to append events. `clock` provides their times; the monotonic `stopwatch` times the flushes."""
         folder = run_folder(run)
-        # Truncate a torn last line of a killed process, and index entries that do not match the log.
+        # Truncate the torn last line of a killed process, and index entries that do not match the log.
         layout = read_log_layout(folder)
         self.path = folder / EVENTS_FILE
         self._events = AppendOnlyFile(folder / EVENTS_FILE, keep_bytes=layout.end)
@@ -108,7 +108,7 @@ class EventLog:
         except BaseException:
             self._events.close()
             raise
-        # The index is new or was invalid as a whole, so begin it with the header.
+        # The index is new or was entirely invalid, so start it with the header.
         if layout.index_bytes == 0:
             self._index.add(INDEX_HEADER)
         # Add the blocks that the index lacks, for example after a kill.
@@ -121,7 +121,7 @@ class EventLog:
         self._flushed_at = stopwatch()
 
     def append(self, kind: str, /, *, step: int, **fields: Any) -> None:
-        """Add one event. If a write fails, it raises an error, but keeps the event and writes it later."""
+        """Add an event. If writing fails, an error is raised, but the event is kept and written later."""
         if kind not in EVENT_KINDS:
             hint = closest_match(kind, EVENT_KINDS) or ", ".join(sorted(EVENT_KINDS))
             raise WhetError("unknown kind of event", got=kind, try_=hint)
@@ -134,7 +134,7 @@ class EventLog:
         except (ValueError, TypeError):
             record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
-        # Start a new block with each session, so that a resume can void earlier blocks as a whole.
+        # Start a new block for each session, so that a resume can void earlier blocks as a whole.
         if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
         self._block.add(kind, record["time"], record["step"], fields)
@@ -144,7 +144,8 @@ class EventLog:
 
     def flush(self) -> None:
         """Write all events so far, so that other processes can see them and they survive this process."""
-        # Set the time even if the write fails, so that a full disk is retried once a second and not at every step.
+        # Set the time even if the write fails, so that writing to a full disk is tried once a second, not in every
+        # step.
         self._flushed_at = self._stopwatch()
         # Write the events first, because an index entry must never point to missing bytes.
         self._events.flush()
@@ -180,7 +181,7 @@ class EventLog:
 class History:
     """The events of a run up to the moment of opening, without events that a later `resume` made void.
 
-    If the index is missing or outdated, the events are read.
+    If the index is missing or outdated, the events themselves are read.
     """
 
     def __init__(self, run: Run | Path) -> None:
@@ -200,7 +201,7 @@ class History:
         return self.events()
 
     def events(self, *, kinds: Collection[str] | None = None, from_step: int | None = None) -> Iterator[Event]:
-        """Yield events in the order of writing, optionally only of some kinds, or from a step on."""
+        """Yield events in the order in which they were written, optionally only some kinds, or from a step on."""
         positions = [
             position
             for position in self._positions(kinds)
@@ -211,16 +212,16 @@ class History:
                 yield event
 
     def backwards(self, *, kinds: Collection[str] | None = None) -> Iterator[Event]:
-        """Yield events, newest first."""
+        """Yield events, newest first, optionally only some kinds."""
         for position in reversed(self._positions(kinds)):
             yield from self._read([position], kinds=kinds, newest_first=True)
 
     def last(self, *kinds: str) -> Event | None:
-        """Return the newest event of these kinds, or None."""
+        """Return the newest event of these kinds, or None if there is none."""
         return next(self.backwards(kinds=kinds), None)
 
     def valid_blocks(self) -> Iterator[EventBlock]:
-        """Yield all blocks without their void events."""
+        """Yield all blocks, each without its void events."""
         for position, block in enumerate(self.layout.blocks):
             if block.greatest_step <= self._void_above[position]:
                 yield block
@@ -240,7 +241,7 @@ class History:
         return self._read([bisect_left(starts, block.start)], kinds=None)
 
     def _positions(self, kinds: Collection[str] | None) -> list[int]:
-        """Return the positions of the blocks that contain events of these kinds."""
+        """Return the positions of the blocks that contain events of these kinds; None means all blocks."""
         blocks = enumerate(self.layout.blocks)
         return [position for position, block in blocks if kinds is None or not block.kinds.keys().isdisjoint(kinds)]
 
@@ -260,7 +261,7 @@ class History:
         """Return a block without its void events."""
         block = self.layout.blocks[position]
         is_all_void = block.least_step > self._void_above[position]
-        # There may be thousands of fully void blocks, so read only the kinds that stay valid.
+        # There may be thousands of fully void blocks, so read only the kinds of events that remain valid.
         kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
         builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
@@ -271,12 +272,12 @@ class History:
 def read_events(
     run: Run | Path, *, kinds: Collection[str] | None = None, from_step: int | None = None
 ) -> Iterator[Event]:
-    """Yield the valid events of a run. `History` also counts damaged lines."""
+    """Yield the valid events of a run. Use `History` to also count damaged lines."""
     return History(run).events(kinds=kinds, from_step=from_step)
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return a record with NaN or numbers of another library, converted to Python types, and its line."""
+    """Convert a record with NaN or with numbers from other libraries to Python types. Return it and its line."""
     try:
         record = strict_json.to_plain(record)
     except TypeError as error:
@@ -286,7 +287,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
-    """Return the lowest step that a later block resumes from, for each block. Its later steps are void."""
+    """Return, for each block, the lowest step from which a later block resumes. Later steps in the block are void."""
     limits: list[float] = []
     # Go backwards, so that each block sees the lowest resume of all later blocks.
     lowest = float("inf")

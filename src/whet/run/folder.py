@@ -5,7 +5,7 @@
     plan.json       {"settings": {name: {value, reason, source, evidence}}}
     machine.json    the machine it was planned for
     versions.json   of Python and the libraries
-    events.jsonl    what happened (see event); events.index: its index (see event_index)
+    events.jsonl    the event log (see event); events.index: its index (see event_index)
     checkpoints/    step-NNNNNNNNN/ folders
     lock            the process that writes here now (see lock)
     recipe.json     what the recipe needs to use the model later
@@ -42,9 +42,9 @@ INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
 # Data that the recipe needs to use the model later. A run of a custom training loop has none.
 RECIPE_FILE = "recipe.json"
-# Stands for the recipe of a run that was started from Python.
+# The recipe of a run that was started from Python.
 PYTHON_RECIPE = "session"
-# Parts of a run that have separate JSON files.
+# Parts of a run that are stored in separate JSON files.
 RUN_PARTS = ("config", "plan", "machine", "versions")
 
 _OWN_FILES = frozenset(
@@ -55,7 +55,7 @@ _OWN_FILES = frozenset(
 )
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
-# The usual limit of a file system.
+# The usual limit of a filesystem.
 _MAX_NAME_BYTES = 255
 
 
@@ -72,11 +72,11 @@ class RunHeader(FrozenModel):
     command: tuple[str, ...]
     """Command line that created the run. Running it again resumes the run."""
     script: str | None = None
-    """File and function that trained in Python, as `path.py:function`, or `path.py` outside of a function."""
+    """File and function that started the run from Python: `path.py:function`, or `path.py` outside a function."""
 
     @property
     def title(self) -> str:
-        """The recipe, or the name of the file that trained in Python."""
+        """The recipe, or the name of the file that started the run from Python."""
         return run_title(self.recipe, self.script)
 
 
@@ -92,7 +92,7 @@ class Run(FrozenModel):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Data that the recipe needs to use the model later, or an empty mapping."""
+        """Data that the recipe needs to use the model later; empty if there is none."""
         path = self.path / RECIPE_FILE
         return _read_object(path) if path.exists() else {}
 
@@ -102,9 +102,7 @@ class Run(FrozenModel):
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the versions of libraries that a run depends on, or None for those that are not installed.
-
-    The libraries are not imported."""
+    """Return the versions of libraries that a run depends on, without importing them; None for missing libraries."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -121,7 +119,7 @@ def installed_versions() -> dict[str, str | None]:
 def next_run_path(root: Path, *, recipe: str) -> Path:
     """Return the next free path `RECIPE-NNN` in `root`.
 
-    Two processes may get the same path. `create_run` then fails in the slower one, which must try again.
+    Two processes may get the same path. `create_run` then fails in the slower process, which must try again.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
@@ -162,7 +160,7 @@ def create_run(
         durable.make_directory(draft / CHECKPOINTS)
         durable.write_draft(draft / EVENTS_FILE, data=b"", is_last=True)
 
-    # All files become visible in one rename: a crash leaves either no run or a complete one.
+    # All files become visible with one rename: a crash leaves either no run or a complete one.
     made = durable.make_directory(path.parent)
     try:
         durable.publish_directory(path, fill=fill)
@@ -173,7 +171,7 @@ def create_run(
 
 
 def open_run(path: Path | str) -> Run:
-    """Open the run in a folder. All its parts are read and validated."""
+    """Open the run in a folder. All of its parts are read and validated."""
     path = Path(path).expanduser().absolute()
     header = read_header(path)
     parts = {name: _read_object(path / f"{name}.json") for name in RUN_PARTS}
@@ -181,16 +179,16 @@ def open_run(path: Path | str) -> Run:
 
 
 def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
-    """Return the folder of a run, and which of its checkpoints: last, best or a step.
+    """Return a run folder and which of its checkpoints to use: last, best or a step.
 
-    `checkpoint` may also be the path of a checkpoint folder or of a run. The run is then not needed.
+    `checkpoint` may also be the path of a checkpoint folder or of a run. In that case, `run` is not needed.
     """
     path = Path(checkpoint).expanduser()
     if checkpoint in ("last", "best") or checkpoint.isdecimal():
         if run is None:
             got = f"no RUN, and --checkpoint {checkpoint}"
             raise UsageError("a run folder is missing", got=got, try_="a folder that `whet runs` lists")
-        # Fails before a command imports torch.
+        # This raises an error before a command imports torch.
         read_header(run.expanduser().absolute())
         return run, checkpoint
     if path.is_file():
@@ -207,7 +205,7 @@ def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
 
 
 def read_header(path: Path) -> RunHeader:
-    """Read run.json. Raise an error if the folder is not a run, or if this version cannot read it."""
+    """Read run.json. Raise an error if the folder is not a run or if this version cannot read it."""
     if not (path / RUN_FILE).is_file():
         raise _not_a_run(path)
     data = _read_object(path / RUN_FILE)
@@ -222,7 +220,7 @@ def read_header(path: Path) -> RunHeader:
 
 
 def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
-    """Replace config, plan, machine or versions of a run (more `epochs`, a plan for another machine)."""
+    """Replace the config, plan, machine or versions of a run, for example to add `epochs`, and return the new run."""
     for name, value in parts.items():
         if name not in RUN_PARTS:
             raise ValueError(f"no such part of a run: {name!r}")
@@ -243,7 +241,10 @@ def resume_command(run: Run) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path for a command, relative to the working folder if it is inside. It never looks like an option."""
+    """Return a path for use in a command, relative to the working folder if inside it.
+
+    It never looks like an option.
+    """
     shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     return f"./{shown}" if shown.startswith("-") else shown
 
@@ -258,13 +259,13 @@ def shell_path(path: Path) -> str:
 
 
 def short_script(script: str) -> str:
-    """Return `path.py:function` with a path relative to the working folder where it is inside."""
+    """Return `path.py:function` with the path relative to the working folder if it is inside it."""
     place, colon, function = script.partition(":")
     return f"{short_path(Path(place))}{colon}{function}"
 
 
 def run_title(recipe: str, script: str | None) -> str:
-    """Return the name of a recipe, or of the file that trains in Python.
+    """Return the name of a recipe, or of the file that started the run from Python.
 
     >>> run_title("text", None), run_title(PYTHON_RECIPE, "/home/me/train.py:main"), run_title(PYTHON_RECIPE, None)
     ('text', 'train.py', 'Python')
@@ -280,7 +281,7 @@ def run_folder(run: Run | Path) -> Path:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Return the run folders in `root` by name, including damaged ones. Unreadable folders are skipped."""
+    """Return the run folders in `root`, sorted by name, including damaged ones. Unreadable folders are skipped."""
     return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
 
 
@@ -290,14 +291,14 @@ def foreign_files(path: Path) -> list[str]:
 
 
 def run_groups(root: Path) -> dict[Path, int]:
-    """Return the folders in `root` that contain runs, such as runs of several seeds, and the numbers of runs."""
+    """Return the folders in `root` that contain runs, such as runs with several seeds, with the number of runs."""
     runs = set(run_folders(root))
     counts = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
     return {path: number for path, number in counts.items() if number}
 
 
 def _children(root: Path) -> list[Path]:
-    """Return the folders in `root` that are neither links nor hidden, or none if `root` cannot be read."""
+    """Return the folders in `root` that are neither links nor hidden; empty if `root` cannot be read."""
     try:
         return sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir() and not p.is_symlink())
     except OSError:
@@ -330,7 +331,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def check_run_name(path: Path) -> None:
-    """Check that the names in a path are short and printable: a line break would forge a row of `whet runs`."""
+    """Raise UsageError unless all names in a path are short and printable.
+
+    A line break could fake a row of `whet runs`.
+    """
     for name in path.parts:
         if not name.isprintable():
             raise UsageError(
@@ -347,7 +351,7 @@ def check_run_name(path: Path) -> None:
 
 
 def check_run_path(path: Path) -> None:
-    """Check that a run can be created at a path."""
+    """Raise an error unless a run can be created at a path."""
     check_run_name(path)
     with durable.disk_errors("create", path):
         if path.is_symlink() and not path.exists():

@@ -1,4 +1,4 @@
-"""Follow a growing run: refresh its history from new bytes, and yield new events.
+"""Follow a growing run: update its history from new bytes and yield new events.
 
     history = LiveHistory(run)
     downsample_curves(history, points=400, is_growing=True)
@@ -26,13 +26,13 @@ from whet.run.lock import is_locked
 
 RefreshResult = Literal["unchanged", "grown", "replaced"]
 
-# Kind of an event that is not in the file: the training process died without writing an `end` event.
+# The kind of an event that is not in the file: the training process died without writing an `end` event.
 PROCESS_DIED = "died"
 # If there are more new bytes than this, read the index again.
 _REINDEX_BYTES = 8 * 1024**2
-# Maximum events in memory at once. The others stay in the file.
+# Maximum number of events in memory at once. The others stay in the file.
 _MAX_BATCH = 10_000
-# The last bytes of the known part. If they change, the file was replaced.
+# Number of bytes at the end of the known part. If they change, the file was replaced.
 _FINGERPRINT_BYTES = 64
 
 
@@ -46,14 +46,14 @@ class LiveHistory(History):
         self._open()
 
     def refresh(self) -> RefreshResult:
-        """Read new events. An incomplete last line is read by a later call."""
+        """Read new events. An incomplete last line is left for a later call."""
         try:
             file = open_regular_file(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return "unchanged"  # Keep the events: the folder may be moving, or its disk may be asleep.
         with file:
             stat = os.fstat(file.fileno())
-            # The file appeared after the first read, so it is not a replacement.
+            # The file appeared after the first read, so this is not a replacement.
             if self._file_id is None and self.layout.end == 0:
                 self._file_id = (stat.st_dev, stat.st_ino)
             if (stat.st_dev, stat.st_ino) != self._file_id or not self._is_same(file, size=stat.st_size):
@@ -67,7 +67,7 @@ class LiveHistory(History):
             return "grown" if self.layout.end > before else "unchanged"
 
     def events_since(self, position: int) -> Iterator[Event]:
-        """Yield the events after a byte offset in the file, including those that a resume made void."""
+        """Yield the events after a byte offset in the file, including those that a resume has made void."""
         with open_regular_file(self._path) as file:
             yield from _events_between(file, position, self.layout.end)
 
@@ -110,7 +110,7 @@ class LiveHistory(History):
             num_indexed=min(before.num_indexed, len(kept)),
         )
         if any(block.resumed_from is not None and block.start >= before.end for block in fresh):
-            # Earlier steps became void, so recompute everything derived from them.
+            # Earlier steps have become void, so recompute everything derived from them.
             self._set_layout(layout)
         else:
             self._grow(layout, num_kept=len(kept))
@@ -118,7 +118,7 @@ class LiveHistory(History):
         self._save_fingerprint()
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
-        """Set the layout like `_set_layout`, for the case that no earlier event became void."""
+        """Set the layout like `_set_layout`, for the case that no earlier event has become void."""
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout
@@ -126,7 +126,7 @@ class LiveHistory(History):
         self._trimmed.pop(num_kept, None)
 
     def _extend_curve_cache(self, events: Iterable[Event]) -> None:
-        """Append the new events to tables with a row per event, and drop the other cached values."""
+        """Append the new events to tables with one row per event, and drop the other cached values."""
         self.curve_cache = {key: value for key, value in self.curve_cache.items() if key[1] == "events"}
         for event in events if self.curve_cache else ():
             if (event.kind, "events") in self.curve_cache:
@@ -136,8 +136,8 @@ class LiveHistory(History):
 def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[list[Event]]:
     """Yield batches of the valid events so far, then of new events, until the run ends or `stop` is set.
 
-    A new `resume` event makes later steps that were yielded before void. If the process dies without an `end` event,
-    one event of kind `died` is yielded, and waiting continues, because the same command may resume the run. If the file
+    A new `resume` event voids later steps that have already been yielded. If the process dies without an `end` event,
+    one event of kind `died` is yielded and waiting continues, because the same command may resume the run. If the file
     is replaced, the events of the new file are yielded from its beginning.
     """
     folder, stop = run_folder(run), stop or threading.Event()

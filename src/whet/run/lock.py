@@ -1,8 +1,8 @@
-"""The lock of a run folder, which lets only one process write at a time.
+"""The lock of a run folder, which allows only one process to write at a time.
 
 The lock is `fcntl.lockf` on the file `lock`. `flock` is not used, because forked data workers would keep the lock after
-their parent has died. A lockf lock has one trap: if the holding process closes *any* descriptor of the file, the lock
-is released. So the holding process never opens the file a second time; `_held` lists its locks. Other processes may
+their parent has died. A lockf lock has a pitfall: it is released when the holding process closes *any* descriptor of
+the file. The holding process therefore never opens the file a second time; `_held` lists its locks. Other processes may
 open the file.
 """
 
@@ -28,11 +28,12 @@ LOCK_FILE = "lock"
 
 # POSIX lets a system report a held lock with either error.
 _BUSY = (errno.EACCES, errno.EAGAIN)
-# `acquire` retries for this long, because `holder` in another process takes the lock for some microseconds, or longer
-# on a busy machine. If the lock has a live owner, `acquire` fails at once.
+# `acquire` retries for this long, because `holder` in another process takes the lock for a few microseconds, or longer
+# on a busy machine. If the owner of the lock is alive, `acquire` fails at once.
 _WAIT_SECONDS = 5.0
 
-# Locks of this process by (device, inode) of their file. In a forked child it lists the parent's; see `_own_lock`.
+# Locks of this process, by (device, inode) of their file. In a forked child, it lists the parent's locks; see
+# `_own_lock`.
 _held: dict[tuple[int, int], "RunLock"] = {}
 _guard = threading.Lock()
 
@@ -43,7 +44,7 @@ class LockHolder(FrozenModel):
     pid: int
     host: str
     since: float
-    """Time of the lock in unix seconds."""
+    """Time at which the lock was taken, in unix seconds."""
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.since).astimezone().isoformat(sep=" ", timespec="seconds")
@@ -51,7 +52,7 @@ class LockHolder(FrozenModel):
 
 
 class RunLock:
-    """A held lock of a run folder, returned by `acquire`. It is a context manager."""
+    """A held lock of a run folder, as returned by `acquire`. It is a context manager."""
 
     def __init__(self, *, descriptor: int, key: tuple[int, int], holder: LockHolder) -> None:
         self._descriptor = descriptor
@@ -59,11 +60,11 @@ class RunLock:
         self.holder = holder
 
     def release(self) -> None:
-        """Release the lock. Releasing twice is allowed. In a forked child, only close the copy of the descriptor."""
+        """Release the lock. Releasing it twice is allowed. In a forked child, only close the copy of the descriptor."""
         with _guard:
             if self._descriptor < 0:
                 return
-            # Clear the entry, so that the next holder is not mistaken for this process before it writes its entry.
+            # Clear the entry, so that the next holder is not mistaken for this process before it writes its own.
             if self.holder.pid == os.getpid():
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
@@ -79,7 +80,7 @@ class RunLock:
 
 
 def acquire(folder: Path) -> RunLock:
-    """Take the lock of a run folder. Raise an error that names the holder if another process has the lock."""
+    """Take the lock of a run folder. If another process has it, raise an error that names the process."""
     path = folder / LOCK_FILE
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
@@ -87,7 +88,8 @@ def acquire(folder: Path) -> RunLock:
             lock = _try_acquire(path)
         if lock is not None:
             return lock
-        # Another process has the lock. Wait, unless it is a live owner: it may be dying, or only in `holder`.
+        # Another process has the lock. If its owner is known to be alive, give up; otherwise wait, because the process
+        # may be dying or only be calling `holder`.
         current = holder(folder)
         if current is not None and current.pid != 0 and (_is_alive(current) or time.monotonic() > deadline):
             raise _locked_error(folder, current)
@@ -98,7 +100,7 @@ def acquire(folder: Path) -> RunLock:
 
 
 def holder(folder: Path) -> LockHolder | None:
-    """Return the holder of the lock, or None if it is free. A pid of 0 means that the holder is not known yet."""
+    """Return the holder of the lock; None if it is free. A pid of 0 means that the holder is not known yet."""
     path = folder / LOCK_FILE
     with _guard, disk_errors("read", path):
         ours = _own_lock(path)
@@ -122,7 +124,7 @@ def holder(folder: Path) -> LockHolder | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of this run folder."""
+    """Return whether a process holds the lock of this run folder."""
     return holder(folder) is not None
 
 
@@ -186,15 +188,15 @@ def _read_holder(descriptor: int) -> LockHolder:
 
 
 def _is_alive(owner: LockHolder) -> bool:
-    # A dead pid does not mean that the lock is free: a new owner may not have written its entry yet.
-    # A pid of another host cannot be checked, so assume that the process is alive.
+    # A dead pid does not mean that the lock is free: a new owner may not have written its entry yet. The pid of another
+    # host cannot be checked, so assume that the process is alive.
     if owner.host != platform.node():
         return True
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
-    # The process exists, but belongs to another user.
+    # The process exists but belongs to another user.
     except PermissionError:
         return True
     return True

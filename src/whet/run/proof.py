@@ -12,14 +12,14 @@ from whet.run.strict_json import StrictModel
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
-# With fewer resumed processes, all kills may have hit the start of the run, which is no evidence.
+# If fewer processes resumed, all kills may have hit the start of the run, which would be no evidence.
 MIN_RESUMED_FRACTION = 0.6
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
 class KillCounts(StrictModel):
-    """Counts of the kills of one kind, and of their effects."""
+    """Counts of the kills of one kind and of their effects."""
 
     kills: int = 0
     processes: int = 0
@@ -27,11 +27,11 @@ class KillCounts(StrictModel):
     resumed: int = 0
     """Number of processes that resumed from a checkpoint after step 0."""
     inside_save: int = 0
-    """Kills that interrupted writing or removing a checkpoint, according to the files on disk."""
+    """Number of kills that interrupted writing or removing a checkpoint, judging by the files on disk."""
     leftovers: int = 0
-    """Number of incomplete files and folders after kills."""
+    """Number of incomplete files and folders found after kills."""
     torn: int = 0
-    """Number of incomplete checkpoints with their final name."""
+    """Number of incomplete checkpoints found under their final name."""
 
     def plus(self, other: "KillCounts") -> "KillCounts":
         return KillCounts(**{name: getattr(self, name) + getattr(other, name) for name in KillCounts.model_fields})
@@ -47,22 +47,22 @@ class ComparedCounts(StrictModel):
     runs: int = 0
     """Number of interrupted runs that were compared."""
     left_out: tuple[str, ...] = ()
-    """Metrics that were not compared, because they differ even between two uninterrupted runs (such as seconds)."""
+    """Metrics that were not compared, because they differ even between two uninterrupted runs, such as seconds."""
 
 
 class ProofDifference(StrictModel):
-    """A difference between an interrupted and the uninterrupted run."""
+    """A difference between an interrupted run and the uninterrupted one."""
 
     what: str
     """Description of the difference."""
     tensor: str | None = None
-    """Name of the first tensor that differs."""
+    """Name of the first tensor that differs; None if no tensor does."""
     largest: float | None = None
-    """Largest difference in the tensor."""
+    """Largest difference between the elements of the tensor."""
     step: int | None = None
-    """First step whose loss differs."""
+    """First step whose loss differs; None if no loss does."""
     kills: str | None = None
-    """Kills before the difference, such as "disk call 17" or "random kill 3 to 9"."""
+    """The kills before the difference, such as "disk call 17" or "random kill 3 to 9"."""
     not_restored: tuple[str, ...] = ()
     """Variables of the user's program whose values differed between a resumed process and the uninterrupted one."""
 
@@ -73,16 +73,16 @@ class Proof(StrictModel):
     format_version: int = FORMAT_VERSION
     verdict: Verdict
     reason: str | None = None
-    """Reason why nothing was proved, or None."""
+    """The reason why nothing was proved; None if something was."""
     difference: ProofDifference | None = None
     recipe: str
     device: str = "unknown"
     steps: int = 0
-    """Optimizer steps of the tested training."""
+    """Number of optimizer steps in the tested run."""
     shortened: tuple[str, ...] = ()
-    """Differences between the tested and the full training."""
+    """Differences between the tested run and the full one."""
     launch: str = ""
-    """Method of starting the processes."""
+    """How the processes were started."""
     at_random: KillCounts = Field(default_factory=KillCounts)
     at_disk_calls: KillCounts = Field(default_factory=KillCounts)
     disk_calls: int = 0
@@ -105,7 +105,7 @@ class Proof(StrictModel):
 def why_insufficient(
     at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, num_kills: int, steps: int
 ) -> str | None:
-    """Return the reason why equal results are not enough evidence, or None if they are."""
+    """Return the reason why equal results are not sufficient evidence; None if they are."""
     total = at_random.plus(at_disk_calls)
     if at_random.kills < num_kills:
         return f"{at_random.kills} of {num_kills} kills at random instants happened"
@@ -121,14 +121,14 @@ def why_insufficient(
 
 
 def write_proof(folder: Path, proof: Proof) -> Path:
-    """Write the proof into a run folder atomically, and return its path."""
+    """Write the proof to a run folder atomically and return its path."""
     path = folder / PROOF_FILE
     durable.write_file(path, data=(strict_json.encode(proof.as_json(), pretty=True) + "\n").encode())
     return path
 
 
 def read_proof(folder: Path) -> Proof | None:
-    """Read the proof in a run folder, or return None if there is none."""
+    """Read the proof in a run folder; None if there is none."""
     path = folder / PROOF_FILE
     if not path.exists():
         return None
@@ -142,7 +142,7 @@ def read_proof(folder: Path) -> Proof | None:
 
 
 def proof_line(proof: Proof) -> str:
-    """Return the proof as one line, for reports."""
+    """Return the proof as one line for reports."""
     total = proof.total
     resumed = f"{total.resumed} of {total.processes} processes resumed"
     counts = f"{total.kills} kills, {total.inside_save} inside a save, {resumed}"

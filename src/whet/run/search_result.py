@@ -21,7 +21,7 @@ class SearchTrial(StrictModel):
     number: int
     state: TrialState
     value: float | None = None
-    """Goal metric at the end of the trial, or at the step where it was pruned."""
+    """Goal metric at the end of the trial or at the step where it was pruned; None if it has no value."""
     settings: dict[str, Any] = Field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
@@ -30,7 +30,7 @@ class SearchTrial(StrictModel):
     run: str | None = None
     machine: str | None = None
     note: str = ""
-    """Reason why the trial has no value."""
+    """The reason why the trial has no value."""
 
 
 class SearchCandidate(StrictModel):
@@ -45,7 +45,7 @@ class SearchCandidate(StrictModel):
     mean: float
     low: float | None = None
     high: float | None = None
-    """Upper bound of the 95 % confidence interval of the mean over seeds (Student's t), or None for a single seed."""
+    """Upper bound of the 95 % confidence interval of the mean over seeds (Student's t); None for a single seed."""
 
 
 class SearchResult(StrictModel):
@@ -74,7 +74,7 @@ class SearchResult(StrictModel):
     """Candidates, best first."""
     difference_low: float | None = None
     difference_high: float | None = None
-    """Upper bound of the 95 % interval of the difference between winner and next candidate on the same seeds."""
+    """Upper bound of the 95 % interval of the difference between the winner and the runner-up on the same seeds."""
     is_confirmed: bool = False
     """Whether all seeds were trained, including those without a value."""
     seconds: float = 0.0
@@ -82,7 +82,7 @@ class SearchResult(StrictModel):
 
     @property
     def winner(self) -> SearchCandidate | None:
-        """The best candidate, or None if no trial was completed."""
+        """The best candidate; None if no trial was completed."""
         return self.candidates[0] if self.candidates else None
 
     @property
@@ -101,7 +101,7 @@ def write_search(folder: Path, result: SearchResult) -> Path:
 
 
 def is_search(folder: Path) -> bool:
-    """Whether a folder contains the result of a search."""
+    """Return whether a folder contains the result of a search."""
     return (folder / RESULT_FILE).is_file()
 
 

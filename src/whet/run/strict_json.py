@@ -4,7 +4,7 @@ JSON has no NaN and no infinity. Such a number is written as `null` and listed i
 
     {"kind": "step", "loss": null, "nonfinite": {"loss": "nan"}}
 
-The keys of the map are paths into the object: names joined by "/", with "~" and "/" in names written "~0" and "~1"
+The keys of the map are paths into the object: names joined by "/", with "~" and "/" in names written as "~0" and "~1",
 as in RFC 6901. The values are "nan", "inf" or "-inf". Reading restores the numbers.
 """
 
@@ -22,7 +22,7 @@ from whet.base.model import FrozenModel
 
 NONFINITE_KEY = "nonfinite"
 
-# Encodes plain values as JSON on one line. Raises ValueError for NaN, and TypeError for values that are not JSON.
+# Encode plain values as JSON on one line. Raise ValueError for NaN and TypeError for values that are not JSON.
 encode_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
 _PLAIN = frozenset((bool, int, float, str))
@@ -30,7 +30,10 @@ _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_fast(record: dict[str, Any]) -> bytes:
-    """Encode a map of Python numbers and ASCII text six times as fast. Raise ValueError for anything else."""
+    """Encode a map of Python numbers and ASCII text, six times as fast as `encode`.
+
+    Raise ValueError for anything else.
+    """
     line = to_json(record)
     if b"NaN" in line or b"Infinity" in line or not line.isascii():
         raise ValueError("NaN, infinity, or text that must be escaped")
@@ -64,7 +67,7 @@ def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
 
 
 def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object as plain JSON types, without NaN, and with numbers of other libraries as Python numbers."""
+    """Convert the object to plain JSON types: without NaN, and with numbers from other libraries as Python numbers."""
     marks: dict[str, str] = {}
     result: dict[str, Any] = _clean(to_plain(record), path=None, marks=marks)
     if marks:
@@ -73,7 +76,7 @@ def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value as Python types, including NaN. Raise TypeError for other types than JSON has."""
+    """Convert the value to Python types, keeping NaN. Raise TypeError for types that JSON does not have."""
     # Check for Python numbers first: a page has 100,000 of them, and a protocol check takes a microsecond.
     if value is None or type(value) in _PLAIN or isinstance(value, bool | str):
         return value
@@ -82,7 +85,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, SupportsIndex):
-        # Arrays and tensors of one element have __index__ for any dtype. It raises unless the dtype is an integer.
+        # Arrays and tensors with one element have __index__ for any dtype, but it raises unless the dtype is an
+        # integer.
         with contextlib.suppress(TypeError):
             return operator.index(value)
     if isinstance(value, SupportsFloat):
@@ -97,7 +101,7 @@ def decode(text: str | bytes) -> dict[str, Any]:
     {'loss': nan}
     """
     try:
-        # This parser is four times as fast as that of the standard library, and stricter.
+        # This parser is four times as fast as the one in the standard library, and stricter.
         value = from_json(text, allow_inf_nan=False)
     except ValueError:
         value = _decode_slowly(text)
