@@ -169,7 +169,7 @@ def fill_caches(
         try:
             answer = loop.answer()
             yield f"{loop.spec.name}: first step after {answer['seconds']:.1f} s"
-            yield from answer["notes"].get("trials", [])
+            yield from answer["notes"].get("trials") or loop.output.strip().splitlines()[-6:]
         except LoopFailedError as error:
             yield f"{loop.spec.name}: {error}"
             yield from loop.output.strip().splitlines()[-30:]

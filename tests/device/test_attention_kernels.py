@@ -18,7 +18,11 @@ from whet.recipes.hex.architecture import HexArch
 from whet.recipes.hex.model import HexNet
 from whet.recipes.layers import AttentionArgs, PostNormBlock, RotaryAngles, apply_rotary, rotary_angles
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    # torch says so when the first product of a process is one of a backward pass, which runs in a thread of its own.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 on_gpu = pytest.mark.gpu("cuda")
 SHAPES = [(97, 8, 64), (17, 3, 32), (128, 2, 128), (1, 1, 64)]

@@ -142,6 +142,7 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
             device="cuda",
             on_event=None,
             measure=False,
+            split_batch=True,
             global_batch_size=16,
             epochs=5,
             clip=1.0,

@@ -17,7 +17,7 @@ from whet.device.cpu import CpuDevice
 from whet.device.fake import SimulatedGraphs
 from whet.run.events import History
 from whet.step.graphs import GraphedStepper
-from whet.step.optimizer_kernels import kernel_obstacle, save_kernels, set_kernels
+from whet.step.optimizer_kernels import gradient_obstacle, kernel_obstacle, save_kernels, set_kernels
 
 pytestmark = pytest.mark.torch
 
@@ -171,6 +171,17 @@ def test_gradients_in_another_layout_keep_the_optimizers_own_kernels(tmp_path):
     setting = setting_of(tmp_path / "planned", "optimizer_kernels")
     assert setting["value"] == "yours"
     assert "memory layout" in setting["reason"]
+
+
+def test_strides_of_dimensions_of_size_one_do_not_matter():
+    """1 x 1 convolutions in channels_last have gradients with such strides."""
+    parameter = torch.nn.Parameter(torch.randn(8, 4, 1, 1))
+    parameter.grad = torch.randn(8, 4).as_strided((8, 4, 1, 1), (4, 1, 4, 4))
+    assert parameter.grad.stride() != parameter.stride()
+    optimizer = torch.optim.AdamW([parameter])
+    assert gradient_obstacle(optimizer, [parameter]) is None
+    parameter.grad = torch.randn(4, 8, 1, 1).transpose(0, 1)
+    assert "memory layout" in (gradient_obstacle(optimizer, [parameter]) or "")
 
 
 def test_kernels_that_an_optimizer_lacks_are_refused(tmp_path):

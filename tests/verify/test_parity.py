@@ -29,8 +29,9 @@ from whet.device.cpu import CpuDevice
 from whet.step.optimizers import OptimizerChoice
 from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
 from whet.verify.isolation import disable_dropout
-from whet.verify.parity.compare import _compare_training, compare_devices, compare_precision
+from whet.verify.parity.compare import _compare_training, compare_devices
 from whet.verify.parity.locate import first_wrong_module, locate
+from whet.verify.parity.precision import compare_precision
 from whet.verify.parity.references import FORMULAS
 from whet.verify.parity.replay import TensorLayout
 from whet.verify.parity.reproducer import MARKER, _memory
@@ -512,6 +513,32 @@ def test_bf16_differs_after_cancellation() -> None:
     loss = lambda m: (model(m.x).float() - 1000).square().mean()  # noqa: E731
     result = compare_precision(model, loss, micro_of(torch.randn(16, 4)), CpuDevice(), "bf16")
     assert not result.agrees
+
+
+class WrongInHalfPrecision(nn.Linear):
+    """A layer whose result is half too large under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)
+
+
+def deep_conv_net(head: nn.Module) -> nn.Module:
+    """Return a network of convolutions and BatchNorm that amplifies rounding until early gradients are noise."""
+    layers = [
+        layer for _ in range(16) for layer in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), head)
+
+
+@pytest.mark.parametrize(("head", "agrees"), [(nn.Linear, True), (WrongInHalfPrecision, False)])
+def test_a_network_that_amplifies_rounding_is_judged_by_its_own_rounding(head: type[nn.Linear], agrees: bool) -> None:
+    torch.manual_seed(0)
+    model = deep_conv_net(head(8 * 6 * 6, 3))
+    x, labels = torch.randn(8, 8, 6, 6), torch.arange(8) % 3
+    loss = lambda m: nn.functional.cross_entropy(model(m.x).float(), labels)  # noqa: E731
+    result = compare_precision(model, loss, micro_of(x), CpuDevice(), "bf16")
+    assert max(result.by_module.values()) > 0.2, "no more than usual rounding: the test shows nothing"
+    assert result.agrees == agrees, result
 
 
 def test_tiny_gradients_agree_in_fp16_thanks_to_scaling() -> None:

@@ -50,7 +50,7 @@ def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> str
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if any(gradient.is_sparse for _, gradient in gradients):
         return "fused kernels do not support sparse gradients"
-    if any(gradient.stride() != parameter.stride() for parameter, gradient in gradients):
+    if not all(_has_same_layout(parameter, gradient) for parameter, gradient in gradients):
         return "fused kernels need gradients in the memory layout of their parameters"
     has_momentum = type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups)
     if has_momentum and len(gradients) < len(parameters):
@@ -110,6 +110,13 @@ def _is_choice_open(group: dict[str, Any]) -> bool:
     """Return whether the user set none of the flags that select kernels."""
     is_default = group.get("fused") is None and group.get("foreach") is None
     return is_default and not group.get("capturable") and not group.get("differentiable")
+
+
+def _has_same_layout(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors of the same shape have the same memory layout."""
+    strides = zip(first.shape, first.stride(), second.stride(), strict=True)
+    # The stride of a dimension of size 1 has no meaning. It differs for 1 x 1 convolutions in channels_last.
+    return all(size == 1 or one == other for size, one, other in strides)
 
 
 def _is_dense(parameter: Tensor) -> bool:

@@ -56,7 +56,7 @@ from whet.training.prepared_step import (
 from whet.training.training_config import TrainingConfig
 from whet.training.workload import calls_attention, count_flops, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model, preserve_state
-from whet.verify.parity.compare import compare_precision
+from whet.verify.parity.precision import compare_precision
 from whet.verify.start.compiled import num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
 

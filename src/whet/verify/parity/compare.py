@@ -5,22 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
-from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
-from whet.step.loss import MicroLoss, clamp_weight, parse_loss
-from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
-from whet.verify.isolation import disable_dropout, preserve_model_and_rng
+from whet.verify.draws import UnrepeatableDrawError
 from whet.verify.parity.locate import LocateResult, locate
+from whet.verify.parity.precision import GRADIENT_BOUNDS, PrecisionResult, compare_precision
 from whet.verify.parity.reproducer import check_overwrite
 from whet.verify.parity.training import ParityRow, ReplicaFactory, TrainingParity, Verdict, compare_training
-from whet.verify.tolerance import RelativeError, relative_error, relative_errors
+from whet.verify.tolerance import RelativeError, relative_errors
 from whet.verify.trainable import TrainableSpec
 
 # --- determinism ------------------------------------------------------------------------------------------------------
@@ -100,86 +97,6 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
     )
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
-
-LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
-# Maximum relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
-# transformers have errors of 0.06 and 0.002. Correct convnets with max-pooling have 0.1 and 0.06, because rounding
-# decides which value is pooled.
-GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
-# Loss scales, tried in this order until no gradient overflows, as a loss scaler does.
-_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-
-
-class PrecisionResult(FrozenModel):
-    """A forward and backward pass in a lower precision compared with fp32, without dropout."""
-
-    precision: str
-    loss_error: RelativeError
-    loss_bound: RelativeError
-    gradient_error: RelativeError
-    """Largest error of a gradient."""
-    bound: RelativeError
-    """Bound for the gradients."""
-    worst: str | None = None
-    by_module: dict[str, RelativeError] = Field(default_factory=dict)
-    """Largest gradient error of each module that directly contains weights."""
-
-    @property
-    def agrees(self) -> bool:
-        return self.loss_error <= self.loss_bound and self.gradient_error <= self.bound
-
-
-def compare_precision(
-    model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
-) -> PrecisionResult:
-    """Compare a pass in `precision` (bf16, fp16 or tf32) with a pass in fp32 on the device of the model.
-
-    Both passes use the same random draws. Weights, buffers, gradients, modes and generators are restored.
-    """
-    if precision not in GRADIENT_BOUNDS:
-        raise UsageError("unknown precision", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
-    moved, draws = micro.map_tensors(device.put), RecordedDraws()
-    with preserve_model_and_rng(model, device), draws.record_or_repeat():
-        expected_loss, expected = _loss_and_gradients(model, loss, moved, device, "fp32")
-    with preserve_model_and_rng(model, device), draws.record_or_repeat():
-        actual_loss, actual = _loss_and_gradients(model, loss, moved, device, precision)
-    errors = relative_errors(actual, expected)
-    worst = max(errors, key=lambda name: errors[name], default=None)
-    by_module: dict[str, float] = {}
-    for name, error in errors.items():
-        module = name.rpartition(".")[0]
-        by_module[module] = max(error, by_module.get(module, 0.0))
-    return PrecisionResult(
-        precision=precision,
-        loss_error=relative_error(actual_loss, expected_loss),
-        loss_bound=LOSS_BOUNDS[precision],
-        gradient_error=0.0 if worst is None else errors[worst],
-        bound=GRADIENT_BOUNDS[precision],
-        worst=worst,
-        by_module=by_module,
-    )
-
-
-def _loss_and_gradients(
-    model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and gradients on the CPU, in training mode without dropout. The model is not restored."""
-    model.train()
-    with device.preserve_precision(), disable_dropout(model):
-        device.use_precision(precision)
-        with device.compute_context(), device.autocast(precision):
-            total, weight = parse_loss(loss(micro))
-        total = total if weight is None else total / clamp_weight(weight)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for scale in _LOSS_SCALES if precision == "fp16" else (1.0,):
-            grads = torch.autograd.grad(total * scale, list(named.values()), retain_graph=True, allow_unused=True)
-            gradients = {n: g.detach().cpu() / scale for n, g in zip(named, grads, strict=True) if g is not None}
-            if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
-                break
-    return total.detach().cpu(), gradients
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------
