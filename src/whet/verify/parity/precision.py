@@ -1,6 +1,7 @@
 """Compare a lower precision with fp32 on the same device."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from pydantic import Field
@@ -71,7 +72,7 @@ def compare_precision(
         for is_nearest in (True, False):
             with preserve_model_and_rng(model, device), draws.record_or_repeat():
                 _round_weights(model, precision, is_nearest=is_nearest)
-                inputs = moved.map_tensors(lambda tensor, near=is_nearest: _round(tensor, precision, is_nearest=near))
+                inputs = moved.map_tensors(partial(_round, precision=precision, is_nearest=is_nearest))
                 rounded_loss, rounded = _loss_and_gradients(model, loss, inputs, device, "fp32")
             loss_bound = max(loss_bound, _ROUNDING_FACTOR * relative_error(rounded_loss, expected_loss))
             rounding = _by_module(relative_errors(rounded, expected))
@@ -104,10 +105,10 @@ def _by_module(errors: Mapping[str, float]) -> dict[str, float]:
 def _round_weights(model: nn.Module, precision: str, *, is_nearest: bool) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(_round(parameter, precision, is_nearest=is_nearest))
+            parameter.copy_(_round(parameter, precision=precision, is_nearest=is_nearest))
 
 
-def _round(tensor: Tensor, precision: str, *, is_nearest: bool) -> Tensor:
+def _round(tensor: Tensor, *, precision: str, is_nearest: bool) -> Tensor:
     """Return a float32 tensor rounded to the significant bits of a precision, or towards zero; others unchanged."""
     if tensor.dtype != torch.float32:
         return tensor
