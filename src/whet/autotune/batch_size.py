@@ -121,8 +121,6 @@ def measure_batch_sizes(
     """Measure batch sizes upward, downward and upward again while time is left. The bench keeps its own size.
 
     The point of a size that fails or does not fit holds the reason.
-
-    A size that fails or does not fit has a point with the reason.
     """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
     base, order = bench.plan.workload.global_batch_size, sorted(sizes)

@@ -148,8 +148,6 @@ def _prepare_limit(own: _VariantRun) -> float:
     """Return the timeout for preparing a variant, in seconds.
 
     A variant that exceeds it cannot win. The timeout is generous, because killing the process costs a restart.
-
-    A variant that exceeds it cannot win. The timeout is generous because killing the process costs a restart.
     """
     return max(_MIN_PREPARE_SECONDS, 3 * own.preparation_seconds + 2 * HOPELESS * (own.first_seconds or 0))
 

@@ -128,8 +128,6 @@ def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
     """Yield half and twice the best micro-batch so far. A winner becomes the next starting point.
 
     Half comes first: its peak memory is a second point for the memory model, which then predicts the larger sizes.
-
-    The half comes first: its peak memory is a second point for the memory model, which then predicts the larger sizes.
     """
     return _only("micro_batch", *_splits_around(plan, (0.5, 2.0, 0.25, 4.0)))
 
@@ -138,8 +136,6 @@ def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
     """Yield changes of precision combined with changes of micro-batch.
 
     The best micro-batch depends on the precision, so each change may lose alone although the combination wins.
-
-    The best micro-batch depends on the precision, so each change may lose alone although both together win.
     """
     for candidate in _precisions(plan):
         for micro in _splits_around(plan, (0.5, 2.0, 0.25, 4.0)):

@@ -26,8 +26,6 @@ class MemoryModel:
         """Return the estimated bytes of a step, or None if nothing is known.
 
         Two points with different micro-batches define a line. A single point corrects the prediction by its error.
-
-        Two points with different micro-batches give a line. One point gives the error of the prediction.
         """
         points = sorted(self._points[_without_micro_batch(settings)])
         if points and points[-1][0] > points[0][0]:

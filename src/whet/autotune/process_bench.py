@@ -2,9 +2,6 @@
 
 The memory limit applies to the resident set of the child, which is sampled 50 times per second. GPU memory is not
 included.
-
-The memory limit applies to the resident set of the child, which is sampled fifty times a second. GPU memory is not
-included.
 """
 
 import contextlib

@@ -112,8 +112,6 @@ def is_stable(values: Sequence[float]) -> bool:
 
     The measured quantity drifts if the halves do not overlap and differ by more than 5 %.
 
-    Halves that do not overlap and differ by more than 5 % show that the measured quantity drifts.
-
     >>> is_stable([0.0, 0.1] * 4), is_stable([0.0] * 4 + [0.1] * 4)
     (True, False)
     """
@@ -231,8 +229,6 @@ def _max_trimmed(count: int, level: float) -> int | None:
 
     The result is the largest k such that `count` coin tosses show at most k heads with a probability of at most
     `level`.
-
-    It is the largest k for which at most k heads in `count` coin tosses have a probability of at most `level`.
 
     >>> _max_trimmed(8, 1 / 256), _max_trimmed(16, 0.0003), _max_trimmed(7, 1 / 256)
     (0, 1, None)

@@ -31,9 +31,6 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequenc
 
     `own` are the measured settings of the plan that differ from the rules. `values` are the alternatives given by the
     user.
-
-    `own` are the measured settings of the plan that differ from the rules, `values` the alternatives that the user
-    names.
     """
     plan = plan_with(rule_plan, own)
     now = plan.settings[setting].value

@@ -116,9 +116,6 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
 
     The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can
     use more of the budget than all other trials, so this check comes before a trial.
-
-    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. This check avoids a trial,
-    because a slow step on the CPU can use up more of the budget than all other trials.
     """
     cores = plan.machine.cpu.logical_cores
     if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:
@@ -247,8 +244,6 @@ def _is_likely(timing: PairedTiming) -> bool:
     """Return whether the interval after all pairs lies above the minimum gain although the test is inconclusive.
 
     Such a candidate is more likely faster than not. Keeping it makes no claim, because the final comparison decides.
-
-    Such a candidate is more often faster than not. The final comparison decides, so keeping it claims nothing.
     """
     result = timing.estimate
     if timing.outcome != "unclear" or result is None or result.pairs < _MAX_PAIRS:

@@ -86,8 +86,6 @@ def _named_attributes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> 
 
     Attributes are encoded and decoded in this order, because an object that appears twice is encoded as a reference to
     its first occurrence.
-
-    Attributes are encoded and decoded in this order: one that holds an object again refers to the first one.
     """
     for owner_name, owner in sorted(attribute_owners(model, optimizers), key=lambda named: named[0]):
         yield from ((owner_name, name, vars(owner)[name]) for name in sorted(plain_names(owner)))
@@ -261,8 +259,6 @@ class _Merge:
 
     Object identity is preserved: what was one object in the saved state becomes one object, and distinct objects stay
     distinct.
-
-    What was one object becomes one object, and what were two objects become two.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -370,8 +366,6 @@ def _num_bytes(value: Any) -> int:
     """Return the total size of the tensors and arrays in a value, in bytes.
 
     Raises NotEncodableError for too many items.
-
-    Raise NotEncodableError for too many items.
     """
     total, items, seen, rest = 0, 0, set(), [value]
     while rest:

@@ -191,8 +191,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
     NumPy is avoided, because torch can no longer resize memory that NumPy has viewed, and some observers resize their
     buffers.
-
-    Not by way of NumPy: torch never resizes memory again that NumPy has seen, and some observers resize their buffers.
     """
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"

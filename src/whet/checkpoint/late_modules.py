@@ -64,8 +64,6 @@ def fit_modules(
 
     Return the names of added modules. `initial` maps the modules of this model at the start of the session to their
     classes. A rollback uses it to recreate modules that were replaced since.
-
-    `initial` are the classes of this model when its session began: a rollback makes a module that was replaced since.
     """
     made = []
     current = describe_classes(model)

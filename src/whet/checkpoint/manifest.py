@@ -172,8 +172,6 @@ def check_format(path: Path, version: object) -> None:
     """Raise WhetError for a format that this version cannot read.
 
     The error is not a DamagedCheckpointError, so that the run does not fall back to an older checkpoint.
-
-    This is not a DamagedCheckpointError, so the run does not resume from an older checkpoint instead.
     """
     if version in (FORMAT_VERSION, SHARDED_VERSION) and not isinstance(version, bool):
         return

@@ -110,8 +110,6 @@ def late_changes(initial: Structure, now: Structure, *described: Described) -> l
     """Return the parameters that were added, removed or renamed since the session began.
 
     Parameters replaced by pruning or by a reparametrization in `described` are excluded, because a resume repeats that.
-
-    Not those that pruning, or a reparametrization among `described`, has replaced: a resume does that again.
     """
     started = {name for name, kind in initial.items() if kind is not None and kind[0] == "parameter"}
     current = {_unpruned(name, now) for name, kind in now.items() if kind is not None and kind[0] == "parameter"}
@@ -133,10 +131,6 @@ def fit_structure(
     The structure matches if each entry of its initial structure equals the saved model's initial or final entry. Names
     with a prefix in `ignored` are not compared. A model that does not match is left unchanged, and copying the weights
     reports the mismatch. Return the names of the added modules, which have no attributes yet.
-
-    It fits if each entry of its initial structure is what the saved model had at first, or in the end. Names that start
-    with one of `ignored` are not compared. A model that does not fit is left as it is: copying the weights reports it.
-    Return the modules that were made, which have no attributes yet.
     """
     first, last, current = saved["initial"], saved["now"], describe_structure(model)
     classes = None if initial is None else initial.classes

@@ -123,8 +123,6 @@ class OptimizerRestorer:
         """Restore into the parameters of `model`. `part_for` returns the rows of a saved tensor that a parameter needs.
 
         `late` names the parameters that the saved run added to the model, and possibly to its optimizer.
-
-        `late` are the parameters that the saved run has added to the model, and perhaps to its optimizer.
         """
         self._late = late
         self._by_name = dict(model.named_parameters())
@@ -191,9 +189,6 @@ class OptimizerRestorer:
 
         weight_norm replaces a parameter during a run. The group keeps the old parameter unless the user adds the new
         ones to it, in which case the restored model has the new ones too.
-
-        weight_norm replaces a parameter during a run. The group keeps the one that is gone, unless the user has put
-        the new ones into it: then the restored model has new ones too.
         """
         in_model = {id(p) for p in self._by_name.values()}
         gone = [p for p in now if id(p) not in in_model]

@@ -3,10 +3,6 @@
 A checkpoint describes those of the model. A restore applies them before weights are copied. The modules of a
 parametrization are recreated from their classes if the program has imported these, and their attributes are restored
 like those of all other modules.
-
-A checkpoint describes those of the model. Restoring it gives the model the same ones, before weights are copied. The
-modules of a parametrization are rebuilt from their classes, if the program has imported them; their attributes are
-restored with those of all other modules.
 """
 
 import warnings
@@ -71,9 +67,6 @@ def fit_reparametrizations(
 
     `wanted` and `structure` describe the saved model. Weights get arbitrary values and must be copied afterwards.
     Return the names of the modules that were added, which have no attributes yet.
-
-    Weights get arbitrary values, and are copied afterwards. Return the modules that were made, which have no attributes
-    yet.
     """
     current = describe_reparametrizations(model)
     modules = dict(model.named_modules())

@@ -99,9 +99,6 @@ def save_sharded(
 
     All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
     before anything is written. Returns the size in bytes on rank 0, and 0 on all other ranks.
-
-    All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
-    before anything is written. Returns the size in bytes in rank 0, and 0 in all other ranks.
     """
     if exchange.rank == 0:
         return _save_as_leader(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)

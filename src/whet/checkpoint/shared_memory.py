@@ -2,8 +2,6 @@
 
 Each is encoded as the same object, an alias, a view, or a separate tensor. Which of them share memory is determined
 after everything is encoded.
-
-Sharing is decided by memory, after everything is encoded.
 """
 
 from typing import Any, NamedTuple

@@ -194,8 +194,6 @@ def check_finite(parameters: dict[str, Tensor]) -> None:
     """Raise WhetError if a trained parameter contains NaN or Inf.
 
     Frozen parameters must not be passed, because they may be masks with Inf.
-
-    Do not pass frozen parameters, which may be masks with Inf.
     """
     # torch cannot compute norms of 8-bit floats.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}

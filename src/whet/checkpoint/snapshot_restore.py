@@ -168,8 +168,6 @@ def _restore_average(ema: Ema, snapshot: Snapshot, late: Collection[str]) -> Non
 
     A callback may have pruned the model just before the checkpoint was written. The average is updated accordingly in
     the next step.
-
-    A callback may have pruned the model just before the checkpoint. The average follows in the next step.
     """
     ema.follow_model()
     saved = {name.removeprefix("ema/"): t for name, t in snapshot.tensors.items() if name.startswith("ema/")}

@@ -69,8 +69,6 @@ class ValueEncoder:
         """Encode several values as parts of one state, in which an object that appears twice is encoded once.
 
         The values must be decoded in the same order.
-
-        They have to be decoded in the same order.
         """
         self._forget()
         self._is_one_state = True

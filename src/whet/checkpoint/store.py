@@ -207,8 +207,6 @@ def check_sizes(path: Path) -> CheckpointManifest:
     """Return the manifest after checking that exactly the listed files exist with the listed sizes.
 
     The content of the files is not read. Raises DamagedCheckpointError.
-
-    The content of the files is not read. Raises DamagedCheckpointError.
     """
     manifest = read_manifest(path, read_verified(path / MANIFEST))
     if checkpoint_name(manifest.step) != path.name:

@@ -41,8 +41,6 @@ def main(arguments: list[str]) -> int:
     """Load the file on stdin, write its tensors, and print the result as one line of JSON.
 
     The exit code is always 0, because the result line contains the error.
-
-    The exit code is always 0: the result line contains the error.
     """
     target, key, seconds = Path(arguments[0]), arguments[1] or None, int(arguments[2])
     # Redirect stdout to stderr, so that torch's output does not mix with the result line.

@@ -147,8 +147,6 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
 
     The size of an iterable is unknown, so it always passes. The batch of a DataLoader may be smaller than its batch
     size, because the loader decides that.
-
-    The batch of a DataLoader may be smaller than its batch size, because the loader decides that.
     """
     if source.num_batches == 0 or source.num_samples == 0:
         raise UsageError("the data is empty", got="no global batch", try_="data with at least one global batch")

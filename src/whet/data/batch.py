@@ -81,8 +81,6 @@ class TupleBatch(tuple[Any, ...]):
     """A micro-batch of a tuple: both `x, y = batch` and `batch.x`, `batch.y` work.
 
     It also has the attributes `sample_ids` and `first_index` of a DictBatch.
-
-    It has the attributes `sample_ids` and `first_index` of a DictBatch.
     """
 
     sample_ids: np.ndarray

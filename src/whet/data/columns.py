@@ -174,8 +174,6 @@ def rows_to_collate(data: Any) -> Any:
     """Return the data as a dataset of the samples that are passed to a collate function.
 
     A tuple or dict of columns is a dataset of rows. A list is a list of samples, even if it contains tensors.
-
-    A tuple or dict of columns has rows. A list is a list of samples, even if it consists of tensors.
     """
     if isinstance(data, Mapping):
         return RowDataset(data)

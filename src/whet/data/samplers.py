@@ -4,11 +4,6 @@ A sampler with a length (`SamplerOrder`) is read once per epoch, with all genera
 indices are saved in the checkpoint. The order of an epoch therefore does not depend on earlier draws, and a resumed run
 repeats it. A sampler without a length or with a `state_dict()` (`StreamedOrder`) is read batch by batch. Its state is
 saved; without a state, a resumed run skips the consumed batches.
-
-A sampler with a length is read once per epoch, with all generators seeded by (seed, epoch), and its indices are saved
-in the checkpoint (`SamplerOrder`). So the order of an epoch does not depend on earlier draws, and a resumed run repeats
-it. A sampler that has no length, or that has a `state_dict()`, is read batch by batch (`StreamedOrder`): its state is
-saved, and without one a resumed run skips the batches that were consumed.
 """
 
 import base64
@@ -116,8 +111,6 @@ class StreamedOrder(SampleOrder):
     """The order of a sampler that has no length or saves its own state, which is read batch by batch.
 
     The batches are read in this process, because the sampler may depend on the state of training.
-
-    The batches are read in this process, because the sampler may depend on the training run.
     """
 
     num_samples = None

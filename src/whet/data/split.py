@@ -1,8 +1,6 @@
 """Split a global batch between ranks and into micro-batches.
 
 Every split gives the optimizer step the same samples with the same weights.
-
-The optimizer step has the same samples with the same weights for every split.
 """
 
 import itertools

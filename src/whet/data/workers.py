@@ -101,9 +101,6 @@ class Workers:
 
         A separate process is used because a dataset may open files at the first read, and workers that are forked later
         must not inherit them.
-
-        It runs in a separate process. A dataset may open files at the first read, and workers that are forked later
-        must not inherit them.
         """
         try:
             self._workers = [self._start(0)]
