@@ -126,6 +126,22 @@ def test_users_optimizer_is_restored():
     assert_equal(everything(model, optimizer), before)
 
 
+def test_plans_that_take_turns_keep_optimizer_state_of_their_own():
+    model, data, loss = a_training()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # replaces optimizer.step by a method that counts
+    with simulated_bench(model, data, loss, optimizer) as bench:
+        first, second = (bench.prepare(settings, seconds=30) for settings in ({}, {"threads": 1}))
+        replica = second._built.stepper.optimizer
+        addresses = [state["exp_avg"].data_ptr() for state in replica.state.values()]
+        first.close()
+        second.step(0)
+        assert len(addresses) == len(list(model.parameters()))
+        assert [state["exp_avg"].data_ptr() for state in replica.state.values()] == addresses
+        assert not optimizer.state
+    assert not getattr(optimizer, "_opt_called", False)
+
+
 class Slowly(torch.optim.Optimizer):
     """Keeps its state in dicts, lists and attributes, and its learning rate in a tensor."""
 

@@ -237,8 +237,6 @@ def _confirm(state: _SearchState) -> TuningResult:
     """Time the winner against the rule-based plan in new pairs.
 
     The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
-
-    The best of many noisy trials looks better than it is, so the trials that selected it cannot confirm it.
     """
     context, base, best = state.context, state.base, state.best
     # Without a winner, there is nothing to confirm.

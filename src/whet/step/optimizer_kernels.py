@@ -4,7 +4,8 @@ The update rule, parameters, groups and state remain the user's. Only the flags 
 restored when the session ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +94,27 @@ def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
         _place_step_counts(optimizer)
 
     return restore
+
+
+def replicate(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of torch's over the same parameters, with groups and state of its own.
+
+    Several plans can then take turns on a model: each has its own kernels, and the addresses of its state stay. Other
+    optimizers are returned as they are, because they may keep state anywhere.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return optimizer
+    replica: Optimizer = object.__new__(type(optimizer))
+    vars(replica).update(vars(optimizer))
+    # A scheduler of torch replaces this method by one that updates the original.
+    vars(replica).pop("step", None)
+    replica.param_groups = [_clone_tensors(group) for group in optimizer.param_groups]
+    replica.state = defaultdict(dict, {key: _clone_tensors(state) for key, state in optimizer.state.items()})
+    return replica
+
+
+def _clone_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:

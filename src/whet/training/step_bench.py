@@ -44,6 +44,7 @@ from whet.step.apply_plan import (
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction, adapt_loss, clamp_weight, parse_loss
 from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
+from whet.step.optimizer_kernels import replicate
 from whet.step.optimizers import OptimizerChoice
 from whet.training.prepared_step import (
     NUM_BATCHES,
@@ -299,8 +300,11 @@ class LocalStepBench:
         seed_everything(training.seed)
         check_dataset_size(source, training.global_batch_size)
         place_model(plan, self.model, device, optimizer=self._users_optimizer, layout=self.layout)
+        optimizer = self._optimizer
+        if isinstance(optimizer, Optimizer):
+            optimizer = replicate(optimizer)
         stepper, base_rates = build_stepper(
-            plan, self.model, self._optimizer, device, clip=training.clip, has_ema=training.ema
+            plan, self.model, optimizer, device, clip=training.clip, has_ema=training.ema
         )
         return BuiltPlan(plan=plan, device=device, source=source, stepper=stepper, base_rates=base_rates)
 
